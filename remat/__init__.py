@@ -1,0 +1,48 @@
+"""Activation recomputation for pure functions, under every torch.func transform."""
+
+from remat import policies, storage
+from remat._api import disabled, remat
+from remat._errors import (
+    BudgetError,
+    CapturedTensorError,
+    ImplicitRandomnessError,
+    KeyReuseError,
+    MutationError,
+    NotReplicatedError,
+    PolicyError,
+    RecomputationError,
+    RematError,
+    RematWarning,
+    SavedTensorModifiedError,
+    SideEffectError,
+    StaticArgumentError,
+    TraceError,
+)
+from remat._names import checkpoint_name
+from remat._residuals import Residual
+from remat.reporting import print_saved_residuals, saved_residuals
+
+__all__ = [
+    "BudgetError",
+    "CapturedTensorError",
+    "ImplicitRandomnessError",
+    "KeyReuseError",
+    "MutationError",
+    "NotReplicatedError",
+    "PolicyError",
+    "RecomputationError",
+    "RematError",
+    "RematWarning",
+    "Residual",
+    "SavedTensorModifiedError",
+    "SideEffectError",
+    "StaticArgumentError",
+    "TraceError",
+    "checkpoint_name",
+    "disabled",
+    "policies",
+    "print_saved_residuals",
+    "remat",
+    "saved_residuals",
+    "storage",
+]

@@ -1,0 +1,627 @@
+"""The decorator: check the options, find the trace of a call, run its region."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, final, overload
+
+import torch
+from torch import Tensor, nn
+
+from remat import _captures, _compat, _rerun
+from remat._advice import advise
+from remat._entry import Entry, Options, make_entry
+from remat._errors import PolicyError, RematWarning, explain
+from remat._numerics import Numerics
+from remat._program import Program
+from remat._residuals import Residual, residuals_of_region
+from remat._signature import Signature, Statics, labels, sign
+from remat._trace import is_running, lift
+from remat.policies import AbstractPolicy, Save, Value, as_policy, nothing_saveable
+from remat.storage import AbstractStorage, require_available
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
+SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What the traces of one function's code have cost.
+
+    Attributes:
+        hits: calls that found a trace.
+        misses: calls that had to trace.
+        currsize: traces kept.
+        trace_s: seconds spent tracing, for each trace kept.
+    """
+
+    hits: int
+    misses: int
+    currsize: int
+    trace_s: tuple[float, ...]
+
+
+class _Cache:
+    """The traces of one code with one set of options."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, list[Entry]] = {}
+        self.hits = 0
+        self.misses = 0
+        self.statics_seen: dict[int, set[Hashable]] = {}
+
+    def find(self, key: Hashable, roots: tuple[object, ...]) -> _Found | None:
+        """The first trace that holds for these roots, and its captured tensors."""
+        entries = self.entries.get(key)
+        if entries is None:
+            return None
+        for place, entry in enumerate(entries):
+            captured = entry.fetch(roots)
+            if captured is not None:
+                if place:
+                    entries.insert(0, entries.pop(place))
+                return entry, captured
+        return None
+
+
+_Found = tuple[Entry, tuple[Tensor, ...]]
+_caches: dict[Hashable, _Cache] = {}
+# One trace at a time: a trace patches the classes that it watches.
+_tracing = threading.RLock()
+
+
+class _Switch(threading.local):
+    depth = 0
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def disabled() -> Generator[None]:
+    """Runs every region inside as the plain function, on this thread.
+
+    The environment variable `REMAT_DISABLE=1` does the same for a whole process.
+
+    Example:
+        >>> import torch
+        >>> from remat import disabled, remat
+        >>> f = remat(lambda x: x.sin().sin())
+        >>> with disabled():
+        ...     y = f(torch.ones(2, requires_grad=True))
+        >>> y.grad_fn.name()
+        'SinBackward0'
+    """
+    _switch.depth += 1
+    try:
+        yield
+    finally:
+        _switch.depth -= 1
+
+
+def _is_disabled() -> bool:
+    return _switch.depth > 0 or os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of `remat`, checked."""
+
+    policy: AbstractPolicy
+    rng: str | None
+    engine: str
+    statics: Statics
+    verify: bool
+
+
+class Region(Generic[_P, _R]):
+    """A function decorated with `remat`; see there."""
+
+    def __init__(self, fun: Callable[_P, _R], settings: Settings) -> None:
+        self._settings = settings
+        self._fun = fun
+        self._rng_default = "preserve" if _is_of_module(fun) else "keys"
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Calls the function; its backward will recompute."""
+        if _is_disabled() or not _gradients_are_on():
+            return self._fun(*args, **kwargs)
+        if self._settings.engine == "rerun":
+            return _rerun.call(self._fun, args, kwargs)
+        signature = sign(self._fun, args, kwargs, self._settings.statics)
+        roots = (self._fun, *signature.objects)
+        if not any(signature.requires_grad) and not _reaches_gradient(
+            self._cache, signature, roots
+        ):
+            return self._fun(*args, **kwargs)
+        entry, captured = self._entry(signature, roots, args, kwargs)
+        tensors = (*signature.tensors, *captured)
+        if is_running():
+            tensors = tuple(map(lift, tensors))
+        if not any(map(_compat.requires_grad_anywhere, tensors)):
+            return self._fun(*args, **kwargs)
+        return entry.call(roots, tensors)
+
+    @property
+    def _cache(self) -> _Cache:
+        return _caches.setdefault(self._key, _Cache())
+
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        return (_captures.code_key(self._fun), self._settings.policy, self._rng,
+                self._settings.engine, self._settings.statics, self._settings.verify)
+
+    @property
+    def _rng(self) -> str:
+        return self._settings.rng or self._rng_default
+
+    def _entry(
+        self,
+        signature: Signature,
+        roots: tuple[object, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> _Found:
+        numerics = Numerics.current()
+        cache = self._cache
+        key = (signature.key, numerics)
+        found = cache.find(key, roots)
+        if found is not None:
+            cache.hits += 1
+            return found
+        with _tracing:
+            found = cache.find(key, roots)
+            if found is not None:
+                cache.hits += 1
+                return found
+            return self._trace(cache, key, signature, roots, numerics, args, kwargs)
+
+    def _trace(
+        self,
+        cache: _Cache,
+        key: Hashable,
+        signature: Signature,
+        roots: tuple[object, ...],
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> _Found:
+        names = labels(self._fun, args, kwargs)
+        tensor_names = [
+            name
+            for name, kind in zip(names, signature.layout.kinds, strict=True)
+            if kind == "tensor"
+        ]
+        options = Options(self._settings.policy, self._rng, self._settings.verify)
+        entry = make_entry(roots, signature, numerics, options, tensor_names)
+        _require_storage(entry, roots)
+        cache.misses += 1
+        cache.entries.setdefault(key, []).insert(0, entry)
+        self._advise_of_statics(cache, signature, names)
+        advise(entry.region, roots, _captures.code_key(self._fun), self._where,
+               self._settings.verify)
+        captured = entry.fetch(roots)
+        assert captured is not None, entry.covered.explain(roots)
+        return entry, captured
+
+    @property
+    def _where(self) -> str:
+        fun = inspect.unwrap(self._fun)
+        name = getattr(fun, "__qualname__", type(fun).__name__)
+        code = getattr(fun, "__code__", None)
+        if code is None:
+            code = getattr(getattr(type(fun), "forward", None), "__code__", None)
+        if code is None:
+            return f"the region {name}"
+        file = code.co_filename.rpartition("/")[2]
+        return f"the region {name} ({file}:{code.co_firstlineno})"
+
+    def _advise_of_statics(
+        self, cache: _Cache, signature: Signature, names: tuple[str, ...]
+    ) -> None:
+        """Warns at the tenth trace that one static value has caused."""
+        places = [
+            place
+            for place, kind in enumerate(signature.layout.kinds)
+            if kind == "static"
+        ]
+        for place, value in zip(places, signature.layout.values, strict=True):
+            seen = cache.statics_seen.setdefault(place, set())
+            seen.add(repr(value))
+            if len(seen) == 10:
+                seen.add("said")
+                warnings.warn(
+                    explain(
+                        where=self._where,
+                        what=f"was traced for a tenth value of the static argument "
+                        f"`{names[place]}`.",
+                        why="Every leaf that is no tensor is part of the signature, and "
+                        "a trace takes a tenth of a second or more.",
+                        do="Pass a 0-d tensor: torch.tensor(value).",
+                    ),
+                    RematWarning,
+                    stacklevel=5,
+                )
+
+    def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
+        """The forward program and the backward program of a call; both print.
+
+        Nothing runs but the trace. What is differentiated is what `saved_residuals`
+        says; the backward is the one for cotangents laid out like the outputs.
+        """
+        entry, roots = self.entry_of(args, kwargs)
+        region = entry.region
+        joint = region.joint(roots)
+        layout = tuple(
+            dataclasses.replace(meta, requires_grad=False) if flows else None
+            for meta, flows in zip(joint.output_metas, joint.differentiable, strict=True)
+        )
+        wanted = tuple(meta.requires_grad for meta in region.operands)
+        derived = region.vjp(roots, layout, wanted, len(joint.states))
+        return (
+            region.forward(roots, save=True).program,
+            derived.forward(roots, save=False).program,
+        )
+
+    def entry_of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, tuple[object, ...]]:
+        """The trace of a call, without running it; for `saved_residuals`."""
+        signature = sign(self._fun, args, kwargs, self._settings.statics)
+        roots = (self._fun, *signature.objects)
+        if not any(signature.requires_grad) and not _reaches_gradient(
+            self._cache, signature, roots
+        ):
+            signature = _all_wanted(signature)
+        return self._entry(signature, roots, args, kwargs)[0], roots
+
+    def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
+        """What a call holds between its forward and its backward; see there."""
+        return residuals_of_region(*self.entry_of(args, kwargs))
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses and traces of this function's code, with these options."""
+        cache = self._cache
+        entries = [entry for found in cache.entries.values() for entry in found]
+        return CacheInfo(
+            cache.hits,
+            cache.misses,
+            len(entries),
+            tuple(entry.trace_s for entry in entries),
+        )
+
+    def cache_clear(self) -> None:
+        """Forgets the traces of this function's code, with these options."""
+        _caches.pop(self._key, None)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds a decorated method."""
+        return self if instance is None else BoundRegion(self, instance)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """A decorated method of a module draws like the module."""
+        if issubclass(owner, nn.Module):
+            self._rng_default = "preserve"
+
+    def __reduce__(self) -> Any:
+        """Pickles a decorated function by its name, another region by its parts."""
+        if _by_name(self) is self:
+            return self._fun.__qualname__
+        return Region, (self._fun, self._settings)
+
+    def __repr__(self) -> str:
+        """The function and its policy."""
+        return f"remat({self._fun!r}, policy={self._settings.policy!r})"
+
+
+def _by_name(region: Region[..., Any]) -> object:
+    found: Any = sys.modules.get(getattr(region, "__module__", ""))
+    for name in getattr(region, "__qualname__", "<none>").split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+@final
+class BoundRegion:
+    """A decorated method of one object."""
+
+    def __init__(self, region: Region[..., Any], instance: object) -> None:
+        self._region = region
+        self.__self__ = instance
+        self.__wrapped__ = region.__wrapped__.__get__(instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method; its backward will recompute."""
+        return self._region(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What regions answer about a call, with the object filled in."""
+        if name in ("programs", "saved_residuals"):
+            return functools.partial(getattr(self._region, name), self.__self__)
+        return getattr(self._region, name)
+
+
+class RematModule(nn.Module):
+    """A module decorated with `remat`: its parameters, buffers and children are shared.
+
+    Whatever is done to one is done to the other; `state_dict` has the module's own keys.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        for name in shared:
+            self.__dict__[name] = module.__dict__[name]
+        self.__dict__["__wrapped__"] = module
+        self.__dict__["_region"] = Region(module, settings)
+
+    @property
+    def training(self) -> bool:
+        """The module's own flag."""
+        return self.__dict__["__wrapped__"].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "__wrapped__" in self.__dict__:
+            self.__dict__["__wrapped__"].training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; its backward will recompute."""
+        return self.__dict__["_region"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attributes, and what regions answer about a call."""
+        own = self.__dict__
+        if name in _ANSWERS:
+            return getattr(own["_region"], name)
+        return getattr(own["__wrapped__"], name)
+
+    def __reduce__(self) -> Any:
+        """Pickles with its module."""
+        return RematModule, (self.__dict__["__wrapped__"], self._region._settings)
+
+
+_ANSWERS = ("programs", "saved_residuals", "entry_of", "cache_info", "cache_clear")
+
+
+def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
+    """A region to look at a plain function with; it is never run, and warns of nothing."""
+    settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
+    return Region(fun, settings)
+
+
+def _is_of_module(fun: object) -> bool:
+    return isinstance(fun, nn.Module) or isinstance(
+        getattr(fun, "__self__", None), nn.Module
+    )
+
+
+def _gradients_are_on() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _reaches_gradient(
+    cache: _Cache, signature: Signature, roots: tuple[object, ...]
+) -> bool:
+    """Whether a captured tensor is to be differentiated."""
+    found = cache.find((signature.key, Numerics.current()), roots)
+    if found is not None:
+        return any(map(_compat.requires_grad_anywhere, found[1]))
+    reached = _captures.survey(roots).reached
+    return any(map(_compat.requires_grad_anywhere, reached))
+
+
+def _all_wanted(signature: Signature) -> Signature:
+    """The signature with every floating tensor to be differentiated."""
+    tensors = tuple(
+        tensor.detach().requires_grad_()
+        if tensor.is_floating_point() or tensor.is_complex()
+        else tensor
+        for tensor in signature.tensors
+    )
+    args, kwargs = signature.layout.arguments(tensors, signature.objects)
+    return sign(lambda: None, args, kwargs, Statics())
+
+
+def _require_storage(entry: Entry, roots: tuple[object, ...]) -> None:
+    for answer in entry.region.decisions(roots).values():
+        require_available(answer.storage, where=f"the policy {entry.region.policy!r}")
+
+
+@overload
+def remat(
+    fun: Callable[_P, _R],
+    /,
+    *,
+    policy: PolicyLike = None,
+    saved_inputs: SavedInputs = None,
+    rng: str | None = None,
+    engine: str = "trace",
+    backend: str | None = None,
+    dynamic_shapes: bool = False,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    verify: bool = False,
+) -> Region[_P, _R]: ...
+
+
+@overload
+def remat(
+    fun: None = None,
+    /,
+    *,
+    policy: PolicyLike = None,
+    saved_inputs: SavedInputs = None,
+    rng: str | None = None,
+    engine: str = "trace",
+    backend: str | None = None,
+    dynamic_shapes: bool = False,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    verify: bool = False,
+) -> Callable[[Callable[_P, _R]], Region[_P, _R]]: ...
+
+
+def remat(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    policy: PolicyLike = None,
+    saved_inputs: SavedInputs = None,
+    rng: str | None = None,
+    engine: str = "trace",
+    backend: str | None = None,
+    dynamic_shapes: bool = False,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    verify: bool = False,
+) -> Any:
+    """Makes a function drop its intermediate values and recompute them in the backward.
+
+    A pure function becomes a *region*: its outputs and its gradients stay the same, to the
+    last bit under `.backward()` on a CPU, while what it holds between forward and backward
+    is what the policy permits. Regions work under plain autograd and under every
+    torch.func transform, nested in any order, and inside each other.
+
+    Args:
+        fun: pytree in, pytree out; tensors, by any way that the function reaches them, are
+            dynamic, and every other leaf is static. An nn.Module or a method will do.
+        policy: which values may be saved; None means `policies.nothing_saveable`.
+        saved_inputs: how inputs wait; in this release `storage.Keep()` only.
+        rng: "keys" refuses operators that draw from a `torch.Generator`; "preserve" draws
+            the same numbers again and leaves generators as without remat. None means
+            "keys" for functions, "preserve" for modules and their methods.
+        engine: "trace"; or "rerun", which runs the Python function again in the backward,
+            for what cannot be traced.
+        backend: not in this release.
+        dynamic_shapes: not in this release; each shape is traced once.
+        static_argnums: positions of arguments that are compared as a whole.
+        static_argnames: names of such arguments, however they are passed.
+        verify: whether the backward compares each saved value with its recomputation.
+
+    Returns:
+        A callable that looks like `fun`, with `.saved_residuals`, `.programs`,
+        `.cache_info` and `.cache_clear`; an nn.Module where `fun` is one.
+
+    Raises:
+        PolicyError: `policy` is none, or cannot be used with this engine.
+        ValueError: an option has a value that it cannot have.
+        NotImplementedError: an option comes with a later release.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies, remat
+        >>> @remat(policy=policies.save_matmul_outputs)
+        ... def mlp(params, x):
+        ...     return torch.tanh(x @ params["up"]) @ params["down"]
+        >>> params = {"up": torch.ones(2, 8), "down": torch.ones(8, 2)}
+        >>> grads = torch.func.grad(lambda p, x: mlp(p, x).sum())(params, torch.ones(3, 2))
+        >>> grads["up"].shape
+        torch.Size([2, 8])
+
+    References:
+        `jax.checkpoint`; Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+        2016, https://arxiv.org/abs/1604.06174.
+    """
+    _require_choice("rng", rng, (None, "keys", "preserve"))
+    _require_choice("engine", engine, ("trace", "rerun"))
+    _require_later("backend", backend, None)
+    _require_later("dynamic_shapes", dynamic_shapes, False)
+    _require_inputs(saved_inputs)
+    settings = Settings(
+        _policy_for(policy, engine),
+        rng,
+        engine,
+        _statics(static_argnums, static_argnames),
+        verify,
+    )
+    if fun is None:
+        return lambda fun: _decorate(fun, settings)
+    return _decorate(fun, settings)
+
+
+def _decorate(fun: Any, settings: Settings) -> Any:
+    if not callable(fun):
+        raise TypeError(
+            f"remat decorates callables, not {fun!r}. Options go by keyword: "
+            "@remat(policy=...)."
+        )
+    if isinstance(fun, nn.Module):
+        return RematModule(fun, settings)
+    return Region(fun, settings)
+
+
+def _policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
+    found = as_policy(policy)
+    if engine == "rerun" and found is not nothing_saveable:
+        raise PolicyError(
+            explain(
+                where='remat(engine="rerun")',
+                what=f"got the policy {found!r}.",
+                why="This engine runs the whole function again; it has no graph whose "
+                "values could be saved one by one.",
+                do='Leave the policy out, or use engine="trace".',
+            )
+        )
+    return found
+
+
+def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(
+            explain(
+                where=f"remat({name}={value!r})",
+                what="is no value of this option.",
+                why=f"It can be {listed}.",
+                do="Choose one of these.",
+            )
+        )
+
+
+def _require_later(name: str, value: object, default: object) -> None:
+    if value != default:
+        raise NotImplementedError(
+            explain(
+                where=f"remat({name}={value!r})",
+                what="is not carried out in this release.",
+                why="It is part of the design and comes with a later one.",
+                do=f"Leave `{name}` out until then.",
+            )
+        )
+
+
+def _require_inputs(saved_inputs: SavedInputs) -> None:
+    storages: Iterable[AbstractStorage] = ()
+    if isinstance(saved_inputs, Mapping):
+        storages = saved_inputs.values()
+    elif saved_inputs is not None:
+        storages = (saved_inputs,)
+    for storage in storages:
+        if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"remat(saved_inputs=...) takes a storage value or a mapping from "
+                f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
+            )
+        require_available(storage, where="remat(saved_inputs=...)")
+
+
+def _statics(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:
+    positions = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    keywords = (names,) if isinstance(names, str) else tuple(names)
+    return Statics(frozenset(positions), frozenset(keywords))

@@ -1,0 +1,347 @@
+"""Runs a region under whatever transforms are active: the rules of differentiation.
+
+`bind` walks down the stack of torch.func transforms itself, as JAX's `bind` does
+("Autodidax", part 1), instead of leaving that to `torch.autograd.Function`: there, forward
+mode over forward mode is silently zero (pytorch #197867), saved values have to be outputs,
+and nothing tells at which level reverse mode is taken.
+
+At each level of reverse mode one `autograd.Function` keeps the operands and what the
+forward saved; its backward binds the region of the gradients, so that whatever is active
+when a backward runs applies to it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from remat import _compat
+from remat._derived import Batch
+from remat._errors import SavedTensorModifiedError, explain
+from remat._graph import TensorMeta
+from remat._program import Program
+from remat._region import AnyRegion, Results, Roots
+from remat._trace import View
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a region: what stays the same at every level.
+
+    Attributes:
+        region: what is called: a `Region`, or one that runs again.
+        roots: the function and the objects among its arguments.
+        labels: what messages call the operands.
+    """
+
+    region: AnyRegion
+    roots: Roots
+    labels: tuple[str, ...] = ()
+
+    def of(self, region: AnyRegion) -> Call:
+        """The call of a region derived from this one's."""
+        return Call(region, self.roots, self.labels)
+
+
+def bind(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """What the region's function returns for these tensors; mutations are dropped."""
+    return bind_all(call, tensors)[0]
+
+
+def bind_all(
+    call: Call, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+    """What the region's function returns, and the new values of what it changed."""
+    results = _run(call, tensors, save=False)
+    views = call.region.views(call.roots)
+    if views is None:
+        return list(results.outputs), results.mutations
+    operands = tensors[call.region.num_leading :]
+    returned = [_make_view(view, results.outputs, operands) for view in views]
+    return returned, results.mutations
+
+
+def _make_view(
+    view: View, outputs: Sequence[Tensor], operands: Sequence[Tensor]
+) -> Tensor | None:
+    if view.output is not None:
+        tensor = outputs[view.output]
+    elif view.operand is not None:
+        tensor = operands[view.operand]
+    else:
+        return None
+    if view.is_detached and tensor.requires_grad:
+        tensor = tensor.detach()
+    if view.path is not None:
+        (tensor,) = Program(view.path, "view").with_gradient((tensor,))
+    return tensor
+
+
+def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    """The region's forward below every active transform, with their rules applied."""
+    tensors = _compat.unwrap_dead(tuple(tensors))
+    found = _compat.current_interpreter()
+    if found is None:
+        return _run_plainly(call, tensors, save)
+    kind, interpreter = found
+    match kind:
+        case "grad":
+            return _run_under_grad(call, tensors, interpreter)
+        case "jvp":
+            return _run_under_jvp(call, tensors, save, interpreter)
+        case "vmap":
+            return _run_under_vmap(call, tensors, save, interpreter)
+        case _:
+            raise NotImplementedError(
+                f"a remat region under torch.func.{kind}: remat has rules for grad, vjp, "
+                "jvp and vmap, and what is made of them. Apply the transform inside."
+            )
+
+
+def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    if _compat.dual_level_is_active():
+        pairs = [forward_ad.unpack_dual(tensor) for tensor in tensors]
+        if any(pair.tangent is not None for pair in pairs):
+            primals = [pair.primal for pair in pairs]
+            return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
+    skip = call.region.num_leading
+    operands = tensors[skip:]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        ticket = _Ticket(call, tensors[:skip], None)
+        return ticket.redeem(_PlainFunction.apply(ticket, *operands))
+    return call.region.forward(call.roots, save)(tensors)
+
+
+def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
+    level = interpreter.level()
+    skip = call.region.num_leading
+    leading = [_compat.unwrap_at(tensor, level) for tensor in tensors[:skip]]
+    operands = [
+        tensor
+        if _compat.level_of(tensor) == level
+        else _compat.wrap_at(tensor, level)
+        for tensor in tensors[skip:]
+    ]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        ticket = _Ticket(call, leading, interpreter)
+        with _compat.enable_single_level():
+            outputs = _LevelFunction.apply(ticket, *operands)
+        return ticket.redeem(outputs)
+    below = [_compat.unwrap_at(tensor, level) for tensor in operands]
+    with _compat.lowered(interpreter):
+        results = _run(call, [*leading, *below], save=True)
+    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    return dataclasses.replace(results, outputs=outputs)
+
+
+def _run_under_jvp(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
+    level = interpreter.level()
+    pairs = [
+        forward_ad.unpack_dual(tensor)
+        if _compat.level_of(tensor) == level
+        else (tensor, None)
+        for tensor in tensors
+    ]
+    primals = [_compat.unwrap_at(primal, level) for primal, _ in pairs]
+    tangents = [
+        None if tangent is None else _compat.unwrap_at(tangent, level)
+        for _, tangent in pairs
+    ]
+    with _compat.lowered(interpreter):
+        results, moved = _primal_and_tangents(call, primals, tangents, save)
+    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    for index, tangent in moved.items():
+        wrapped = _compat.wrap_at(tangent, level)
+        outputs[index] = forward_ad.make_dual(outputs[index], wrapped)
+    return dataclasses.replace(results, outputs=outputs)
+
+
+def _push_forward(
+    call: Call,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    save: bool,
+) -> Results:
+    """The jvp rule where `torch.autograd.forward_ad` is used without torch.func."""
+    results, moved = _primal_and_tangents(call, primals, tangents, save)
+    outputs = list(results.outputs)
+    for index, tangent in moved.items():
+        outputs[index] = forward_ad.make_dual(outputs[index], tangent)
+    return dataclasses.replace(results, outputs=outputs)
+
+
+def _primal_and_tangents(
+    call: Call,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    save: bool,
+) -> tuple[Results, dict[int, Tensor]]:
+    region, roots = call.region, call.roots
+    skip = call.region.num_leading
+    has_tangent = tuple(tangent is not None for tangent in tangents[skip:])
+    if not any(has_tangent):
+        return _run(call, primals, save), {}
+    num_draws = region.num_draws(roots)
+    # The tangents must see the draws of the primal.
+    results = _run(call, primals, save or num_draws > 0)
+    derived, moved = region.jvp(roots, has_tangent, len(results.states))
+    given = [tangent for tangent in tangents[skip:] if tangent is not None]
+    found = bind(call.of(derived), [*primals[skip:], *results.states, *given])
+    if moved is None:
+        moved = [
+            index
+            for index, each in enumerate(results.outputs)
+            if each.is_floating_point() or each.is_complex()
+        ]
+        found = [found[index] for index in moved]
+    pairs = zip(moved, found, strict=True)
+    return results, {index: each for index, each in pairs if each is not None}
+
+
+def _run_under_vmap(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
+    level = interpreter.level()
+    region, roots = call.region, call.roots
+    physical, dims = _compat.unwrap_batched(tensors, level)
+    randomness = interpreter.randomness()
+    draws_apart = randomness != "same" and region.num_draws(roots) > 0
+    with _compat.lowered_vmap(interpreter):
+        if all(dim is None for dim in dims) and not draws_apart:
+            return _run(call, physical, save)
+        metas = tuple(
+            TensorMeta.of(
+                tensor, requires_grad=_compat.requires_grad_anywhere(tensor)
+            )
+            for tensor in physical
+        )
+        batch = Batch(interpreter.batch_size(), randomness, dims, metas)
+        batched = region.batched(roots, batch, save)
+        below = call.of(batched.region)
+        if region.keeps and not save:
+            outputs, mutations = bind_all(below, physical)
+            results = Results(_present(outputs), mutations)
+        else:
+            results = _run(below, physical, save)
+    dims = [0] * len(results.flat) if batched.dims is None else batched.dims
+    wrapped = _compat.wrap_batched(results.flat, dims, level)
+    return Results.of(results.shape, wrapped, results.flows)
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+@final
+class _Ticket:
+    """Carries a call into an `autograd.Function`, and out of it what is no output."""
+
+    def __init__(self, call: Call, leading: Sequence[Tensor], interpreter: Any) -> None:
+        self.call = call
+        self.leading = leading
+        self.interpreter = interpreter
+        self.results: Results | None = None
+
+    def run(self, operands: Sequence[Tensor]) -> Results:
+        """Runs the forward below the function's level."""
+        interpreter = self.interpreter
+        if interpreter is None:
+            region, roots = self.call.region, self.call.roots
+            self.results = region.forward(roots, True)([*self.leading, *operands])
+        else:
+            level = interpreter.level()
+            below = [_compat.unwrap_at(tensor, level) for tensor in operands]
+            with _compat.lowered(interpreter):
+                self.results = _run(self.call, [*self.leading, *below], save=True)
+        return self.results
+
+    def redeem(self, outputs: Sequence[Tensor]) -> Results:
+        """What the forward handed out, with the outputs that have gradients."""
+        assert self.results is not None
+        return dataclasses.replace(self.results, outputs=outputs)
+
+
+def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
+    call = ticket.call
+    results = ticket.run(operands)
+    outputs = results.outputs
+    if ticket.interpreter is not None:
+        level = ticket.interpreter.level()
+        outputs = [_compat.wrap_at(tensor, level) for tensor in outputs]
+    own = results.saved if call.region.keeps else ()
+    ctx.call = call
+    ctx.num_operands = len(operands)
+    ctx.num_saved = len(own)
+    ctx.num_states = len(results.states)
+    ctx.versions = tuple(tensor._version for tensor in operands)
+    ctx.save_for_backward(*operands, *own, *results.states)
+    ctx.set_materialize_grads(False)
+    if results.flows is not None:
+        ctx.mark_non_differentiable(
+            *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
+        )
+    return tuple(outputs)
+
+
+def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    call: Call = ctx.call
+    operands, saved, states = _unpack(ctx)
+    wanted = tuple(ctx.needs_input_grad[1:])
+    layout = tuple(
+        None if each is None else TensorMeta.of(each, requires_grad=False)
+        for each in cotangents
+    )
+    derived = call.region.vjp(call.roots, layout, wanted, len(states))
+    present = [each for each in cotangents if each is not None]
+    found = iter(bind(call.of(derived), [*saved, *operands, *states, *present]))
+    return (None, *(next(found) if each else None for each in wanted))
+
+
+def _unpack(
+    ctx: Any,
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    try:
+        tensors = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise _modified(ctx) from error
+    first = ctx.num_operands
+    last = first + ctx.num_saved
+    return tensors[:first], tensors[first:last], tensors[last:]
+
+
+def _modified(ctx: Any) -> SavedTensorModifiedError:
+    labels = ", ".join(ctx.call.labels) or "none"
+    return SavedTensorModifiedError(
+        explain(
+            where=f"the backward of a region with the operands {labels}",
+            what="a tensor that waits for it was changed in place since the forward.",
+            why="The recomputation would start from other numbers.",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
+        )
+    )
+
+
+class _PlainFunction(torch.autograd.Function):
+    """Plain autograd, where no torch.func transform is active."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)
+
+
+class _LevelFunction(_compat.SingleLevelFunction):
+    """One level of torch.func reverse mode."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)
+
+

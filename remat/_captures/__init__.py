@@ -1,0 +1,35 @@
+"""What a function reaches beyond its arguments: found, fetched, checked at each call.
+
+Before a trace, `survey` walks what the roots reach: roots[0] is the user's callable, the
+others are objects among its arguments. While the trace runs, `recording` notes which
+attributes are read. After it, `cover` bakes both into a `Covered`, which for *any* roots of
+the same code fetches the captured tensors anew and checks that the covered state is what
+it was: closure cells, named globals (through the user's helper functions), defaults,
+partials, attributes that the trace read, lists, tuples and dicts of these, the code of
+helpers, and which captured tensors are one. An attribute that was not read is not
+covered, so equal layers that differ in `layer_idx` share one trace.
+
+What cannot be covered, and is never checked: the contents of sets, deques and numpy
+arrays, values that properties compute from elsewhere, iterators, names computed at run
+time, attributes hung on tensors, objects that only C types hold, library globals (torch's
+default dtype and the like are part of the signature instead), constants that library
+classes hold in containers, a builtin's name that becomes a global later, time, files.
+"""
+
+from remat._captures._code_key import code_key
+from remat._captures._cover import cover, describe_unreachable
+from remat._captures._covered import Covered
+from remat._captures._reads import Reads, recording
+from remat._captures._walk import Path, Survey, survey
+
+__all__ = [
+    "Covered",
+    "Path",
+    "Reads",
+    "Survey",
+    "code_key",
+    "cover",
+    "describe_unreachable",
+    "recording",
+    "survey",
+]

@@ -1,0 +1,294 @@
+"""What stands at an object's places, one function for each sort of object.
+
+Each answers the values that can be reached in one step. `names` are the names that the
+user's code mentions: of modules, classes and functions only these are looked at.
+"""
+
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
+
+from torch import nn
+
+from remat._captures._library import (
+    OWN_FILES,
+    cached_by_class,
+    is_library_file,
+    is_library_module,
+    mentions,
+    user_bases,
+)
+from remat._captures._places import Step, attributes
+
+Content: TypeAlias = dict[Step, object]
+
+REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
+# Stdlib classes whose instances are namespaces of the user's; others are machinery, with
+# ways (loggers, threads) into everything.
+_NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace"})
+# What making an object runs: mentioned by no operator on an object that exists already.
+_CONSTRUCTION = frozenset(
+    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
+    | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
+)
+# Put there by a recording that is under way, and gone after it.
+_WATCHER = "__getattribute__"
+
+
+def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
+    """Of a function that a library made: what the user gave it, not its own caches."""
+    content = _of_function(function, names)
+    return {
+        step: value
+        for step, value in content.items()
+        if step[0] != "cell" or not isinstance(value, (dict, list))
+    }
+
+
+def _of_function(function: types.FunctionType, names: set[str]) -> Content:
+    content: Content = {}
+    for index, cell in enumerate(function.__closure__ or ()):
+        try:
+            content["cell", index] = cell.cell_contents
+        except ValueError:
+            continue  # not yet filled
+    for index, value in enumerate(function.__defaults__ or ()):
+        content["default", index] = value
+    for key, value in (function.__kwdefaults__ or {}).items():
+        content["kwdefault", key] = value
+    for key, value in function.__dict__.items():
+        if key in names or key == "__wrapped__":
+            content["var", key] = value
+    return content
+
+
+def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
+    """Of the user's function: cells, defaults, and the globals and imports it names."""
+    content = _of_function(function, names)
+    space = function.__globals__
+    mentioned = mentions(function.__code__)
+    for key in sorted(mentioned.globals):
+        if key in space:
+            content["global", key] = space[key]
+    for dots, name in sorted(mentioned.imports):
+        package: str = space.get("__package__") or ""
+        full = "." * dots + name
+        key = importlib.util.resolve_name(full, package) if package else full
+        if key in sys.modules and not is_library_module(key):
+            content["import", key] = sys.modules[key]
+    return content
+
+
+def _of_attributes(owner: object, names: set[str]) -> Content:
+    del names
+    content: Content = {("var", k): v for k, v in attributes(owner).items()}
+    for name in slots(type(owner)):
+        try:
+            content["attr", name] = object.__getattribute__(owner, name)
+        except AttributeError:
+            continue  # an unset slot
+    return content
+
+
+def _of_object(owner: object, names: set[str]) -> Content:
+    content = _of_attributes(owner, names)
+    if user_bases(type(owner)):
+        content["type", ""] = type(owner)
+    return content
+
+
+def _of_module(module: nn.Module, names: set[str]) -> Content:
+    content = _of_object(module, names)
+    for holder, kind in REGISTERED.items():
+        entries = cast("dict[str, object]", content.pop(("var", holder), {}))
+        for key, value in entries.items():
+            content[kind, key] = value
+    return content
+
+
+def _of_sequence(owner: Iterable[object], names: set[str]) -> Content:
+    content: Content = {("item", i): v for i, v in enumerate(owner)}
+    return (
+        content if type(owner) in {list, tuple} else content | _of_object(owner, names)
+    )
+
+
+def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
+    content: Content = {("item", k): v for k, v in owner.items()}
+    return content if type(owner) is dict else content | _of_object(owner, names)
+
+
+def _of_partial(owner: functools.partial[object], names: set[str]) -> Content:
+    del names
+    content: Content = {("attr", "func"): owner.func}
+    content |= {("arg", i): v for i, v in enumerate(owner.args)}
+    return content | {("keyword", k): v for k, v in owner.keywords.items()}
+
+
+def _of_method(owner: types.MethodType, names: set[str]) -> Content:
+    del names
+    return {("attr", "__self__"): owner.__self__, ("attr", "__func__"): owner.__func__}
+
+
+def _of_builtin_method(owner: types.BuiltinFunctionType, names: set[str]) -> Content:
+    del names
+    return {("attr", "__self__"): owner.__self__}
+
+
+def _of_property(owner: property, names: set[str]) -> Content:
+    del names
+    return {("attr", "fget"): owner.fget}
+
+
+def _of_descriptor(owner: Any, names: set[str]) -> Content:
+    del names
+    return {("attr", "__func__"): owner.__func__}
+
+
+def _of_wrapper(owner: object, names: set[str]) -> Content:
+    """Of our own regions and of cached functions: only what they wrap."""
+    del names
+    held = attributes(owner)
+    return (
+        {("var", "__wrapped__"): held["__wrapped__"]} if "__wrapped__" in held else {}
+    )
+
+
+def _of_namespace(owner: object, names: set[str]) -> Content:
+    held = attributes(owner)
+    return {("var", key): held[key] for key in held if key in names}
+
+
+def of_class(owner: type, names: set[str]) -> Content:
+    """Of a class met as the type of an object: methods and constants that are mentioned."""
+    content: Content = {}
+    for key, value in attributes(owner).items():
+        operator = key.startswith("__") and isinstance(value, types.FunctionType)
+        if key == _WATCHER or (operator and key in _CONSTRUCTION):
+            continue
+        if key in names or key == "forward" or operator:
+            content["var", key] = value
+    first, *others = user_bases(owner) or (0,)
+    for index in others if first == 0 else (first, *others):
+        content["base", index] = owner.__mro__[index]
+    return content
+
+
+def of_called_class(owner: type, names: set[str]) -> Content:
+    """Of a class met as a value: it may be called, or its functions applied."""
+    content = of_class(owner, names)
+    for key, value in attributes(owner).items():
+        function = isinstance(value, (types.FunctionType, staticmethod, classmethod))
+        if function and key != _WATCHER:
+            content["var", key] = value
+    return content
+
+
+def _of_nothing(owner: object, names: set[str]) -> Content:
+    del owner, names
+    return {}
+
+
+@cached_by_class
+def slots(kind: type) -> tuple[str, ...]:
+    """The slots that the Python classes among the bases of a class declare."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        own: Mapping[str, object] = attributes(base)
+        declared = own.get("__slots__", ())
+        each = (declared,) if isinstance(declared, str) else declared
+        found += [
+            _mangled(name, base)
+            for name in cast("Iterable[str]", each)
+            if name not in {"__dict__", "__weakref__"}
+        ]
+    return tuple(found)
+
+
+def _mangled(name: str, base: type) -> str:
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{base.__name__.lstrip('_')}{name}" if private else name
+
+
+Look: TypeAlias = Callable[[Any, set[str]], Content]
+
+# First match wins; a sort that holds the user's code or constants by name is looked at
+# again when more names are known.
+_SORTS: tuple[tuple[type, Look], ...] = (
+    (nn.Module, _of_module),
+    (functools.partial, _of_partial),
+    (types.MethodType, _of_method),
+    (types.BuiltinFunctionType, _of_builtin_method),
+    (property, _of_property),
+    (staticmethod, _of_descriptor),
+    (classmethod, _of_descriptor),
+    (dict, _of_dict),
+    (list, _of_sequence),
+    (tuple, _of_sequence),
+)
+
+
+def _sort_of_type(kind: type) -> Look:
+    for base, sort in _SORTS:
+        if issubclass(kind, base):
+            return sort
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _NAMESPACES:
+        return _of_attributes
+    own = kind.__module__.partition(".")[0]
+    if own == __name__.partition(".")[0] or own in sys.stdlib_module_names - {
+        "__main__"
+    }:
+        return _of_wrapper
+    return _of_object
+
+
+def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
+    """How to look at an object that was met at the end of this step."""
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        return _look_for_function(value, step)
+    if isinstance(value, types.ModuleType):
+        return _of_nothing if is_library_module(value.__name__) else _of_namespace
+    if isinstance(value, type):
+        if not user_bases(value):
+            return _of_nothing
+        return of_class if is_class_of_an_object(step) else of_called_class
+    if kind not in cache:
+        cache[kind] = _sort_of_type(kind)
+    return cache[kind]
+
+
+def _look_for_function(function: types.FunctionType, step: Step) -> Look:
+    file = function.__code__.co_filename
+    if file.startswith(OWN_FILES):
+        return _of_wrapper
+    # A root is the user's choice, whoever wrote it.
+    if step[0] != "root" and is_library_file(file):
+        return _of_library_function
+    return of_user_function
+
+
+def is_class_of_an_object(step: Step) -> bool:
+    """Whether a class was met as the type of something, and not as a value."""
+    return step[0] in {"type", "base"}
+
+
+def of_roots(roots: tuple[object, ...], names: set[str]) -> Content:
+    """Of the tuple of roots itself."""
+    del names
+    return {("root", index): root for index, root in enumerate(roots)}
+
+
+# Looked at again when more names are known.
+BY_NAME = frozenset(
+    {
+        *(_of_namespace, of_class, of_called_class),
+        *(_of_library_function, of_user_function),
+    }
+)
+# Objects whose attribute reads are watched; of all others, what is looked at is covered.
+WATCHED = frozenset({_of_module, _of_object, _of_attributes, _of_dict, _of_sequence})

@@ -1,0 +1,234 @@
+"""What a trace rests on: from what was reached and what was read to spots and rules."""
+
+import functools
+import types
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, cast, final
+
+from torch import Tensor, nn
+
+from remat._captures._contents import REGISTERED, WATCHED, slots
+from remat._captures._covered import Covered
+from remat._captures._library import is_library_module
+from remat._captures._places import Label, Step, is_simple, look
+from remat._captures._spots import (
+    NOT_THERE,
+    Absent,
+    Equal,
+    Instance,
+    IsTensor,
+    Keyed,
+    Rule,
+    Runs,
+    SameAs,
+    Sized,
+    Spot,
+)
+from remat._captures._walk import EVERYTHING, Node, Survey
+from remat._errors import CapturedTensorError, explain
+
+
+def describe_unreachable(tensor: Tensor) -> str:
+    """The tensor in words, for the message that no path to it was found."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = ", ".join(str(size) for size in tensor.shape)
+    kind = type(tensor).__name__
+    return f"a captured {kind} ({dtype}[{shape}], on {tensor.device})"
+
+
+def cover(
+    survey: Survey, reads: Mapping[int, Iterable[str]], used: Sequence[int]
+) -> "Covered":
+    """Bakes what a trace rests on.
+
+    Args:
+        survey: what the roots reached before the trace.
+        reads: the attributes that the trace read, from `recording`.
+        used: the ids of the captured tensors that the trace met, in input order.
+
+    Raises:
+        CapturedTensorError: a tensor of `used` is reached by no path.
+    """
+    lost = [identity for identity in used if identity not in survey.tensors]
+    if lost:
+        raise CapturedTensorError(
+            explain(
+                where="a captured tensor",
+                what="is reached by no path that can be followed again.",
+                why="It would be stale, or lose its gradient, at the next call.",
+                do="Pass it as an argument.",
+            )
+        )
+    baker = _Baker(survey, reads, {})
+    baker.bake()
+    hidden = [identity for identity in used if identity not in baker.tensors]
+    if hidden:
+        # Reached past every read that is noted, by C code for example.
+        forced: dict[int, set[Step]] = {}
+        for identity in hidden:
+            for owner, step in survey.tensors[identity][0].steps():
+                forced.setdefault(id(owner.value), set()).add(step)
+        baker = _Baker(survey, reads, forced)
+        baker.bake()
+    return Covered(baker.finish(used), [baker.tensors[i][0] for i in used])
+
+
+@final
+class _Baker:
+    """Goes from the roots through covered places only, and writes a spot for each."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        reads: Mapping[int, Iterable[str]],
+        forced: Mapping[int, set[Step]],
+    ) -> None:
+        self.survey = survey
+        self.reads = reads
+        self.forced = forced
+        self.spots: list[Spot] = []
+        self.labels: list[Label] = []
+        self.tensors: dict[int, list[int]] = {}
+        self.known: dict[int, int] = {}
+        self.pending: deque[tuple[Node, int]] = deque()
+
+    def bake(self) -> None:
+        """Writes the spots, nearest first."""
+        self.pending.append((self.survey.roots, -1))
+        while self.pending:
+            node, index = self.pending.popleft()
+            for step in self.steps(node, index):
+                self.cover_place(node, index, step)
+
+    def finish(self, used: Sequence[int]) -> list[Spot]:
+        """The spots, with aliases of the tensors that are used."""
+        spots = list(self.spots)
+        for identity in dict.fromkeys(used):
+            first, *others = self.tensors[identity]
+            for other in others:
+                spot = spots[other]
+                spots[other] = Spot(spot.parent, spot.step, spot.label, SameAs(first))
+        return spots
+
+    def steps(self, node: Node, index: int) -> Iterable[Step]:
+        """The covered places of a reached object; writes those of no value at once."""
+        names = self.reads.get(id(node.value), (EVERYTHING,))
+        if EVERYTHING in names or node.look not in WATCHED:
+            for step in _shapes(node):
+                self.cover_shape(node, index, step)
+            return node.content
+        found = dict.fromkeys(self.forced.get(id(node.value), ()))
+        found |= {s: None for s in node.content if s[0] in {"item", "type"}}
+        for name in names:
+            self.cover_name(node, index, name, found)
+        return found
+
+    def cover_name(
+        self, node: Node, index: int, name: str, found: dict[Step, None]
+    ) -> None:
+        """Adds the places that a read of this name rests on."""
+        if isinstance(node.value, nn.Module) and name in REGISTERED:
+            self.cover_shape(node, index, ("var", name))
+            kind = REGISTERED[name]
+            found |= {step: None for step in node.content if step[0] == kind}
+            return
+        for kind in ("var", "attr", *REGISTERED.values()):
+            if (kind, name) in node.content:
+                found[kind, name] = None
+                return
+        self.cover_absence(node, index, name)
+
+    def cover_absence(self, node: Node, index: int, name: str) -> None:
+        """What was read came from the class, or was missing: it must stay so."""
+        kind = node.kind
+        if name in slots(kind):
+            self.write(node, index, ("attr", name), Absent())
+        if not _has_dict(node.value) or (name[:2] == "__" == name[-2:]):
+            return
+        for base in kind.__mro__:
+            if name in base.__dict__:
+                given: object = base.__dict__[name]
+                if not hasattr(cast("Any", type(given)), "__set__"):
+                    self.write(node, index, ("var", name), Absent())
+                if is_simple(given) and not isinstance(given, type):
+                    self.write(node, index, ("inherited", name), Equal(given))
+                return
+        self.write(node, index, ("var", name), Absent())
+        if isinstance(node.value, nn.Module):
+            for registered in REGISTERED.values():
+                self.write(node, index, (registered, name), Absent())
+
+    def cover_shape(self, node: Node, index: int, step: Step) -> None:
+        """The size or the keys of a container that an object holds for itself."""
+        try:
+            rule = _rule(look(node.value, step))
+        except NOT_THERE:
+            rule = Absent()
+        self.write(node, index, step, rule)
+
+    def cover_place(self, node: Node, index: int, step: Step) -> None:
+        """Writes the spot of one value, and goes on from it once."""
+        value = node.content[step]
+        if step[0] == "item" and not is_simple(step[1]):
+            return
+        if isinstance(value, Tensor):
+            spot = self.write(node, index, step, IsTensor(type(value)))
+            self.tensors.setdefault(id(value), []).append(spot)
+        elif id(value) not in self.survey.nodes:
+            if is_simple(value):
+                self.write(node, index, step, Equal(value))
+        elif id(value) not in self.known:
+            spot = self.write(node, index, step, _rule(value))
+            self.known[id(value)] = spot
+            self.pending.append((self.survey.nodes[id(value)], spot))
+        elif step[0] not in {"type", "base"}:
+            self.write(node, index, step, SameAs(self.known[id(value)]))
+
+    def write(self, node: Node, index: int, step: Step, rule: Rule) -> int:
+        """Adds a spot; answers its index."""
+        above = self.labels[index] if index >= 0 else Label("", "")
+        label = above.then(node.value, step)
+        self.labels.append(label)
+        self.spots.append(Spot(index, step, str(label), rule))
+        return len(self.spots) - 1
+
+
+def _has_dict(value: object) -> bool:
+    return type(value).__dictoffset__ != 0
+
+
+def _shapes(node: Node) -> Iterable[Step]:
+    """The containers that stand between an object and its places."""
+    value: object = node.value
+    if isinstance(value, types.FunctionType) and value.__defaults__:
+        return (("attr", "__defaults__"),)
+    if isinstance(value, functools.partial):
+        return (("attr", "args"), ("attr", "keywords"))
+    shapes: list[Step] = []
+    # Every hook dictionary is an OrderedDict: nobody hangs attributes on those.
+    own_dict = _has_dict(value) and node.kind.__module__ != "collections"
+    if node.look in WATCHED and own_dict:
+        shapes.append(("attr", "__dict__"))
+    if isinstance(value, nn.Module):
+        shapes += [("var", name) for name in REGISTERED]
+    return shapes
+
+
+def _rule(value: object) -> Rule:
+    """What must stay true of an object by itself."""
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        return Runs(value.__code__)
+    if isinstance(value, type):
+        return Equal(value)
+    if isinstance(value, types.ModuleType) and is_library_module(value.__name__):
+        return Equal(value)
+    if isinstance(value, dict):
+        entries = cast("dict[Hashable, object]", value)
+        if entries and all(is_simple(key) for key in entries):
+            return Keyed(kind, tuple(entries))
+        return Sized(kind, len(entries))
+    if isinstance(value, (list, tuple)):
+        return Sized(kind, len(cast("list[object]", value)))
+    return Instance(kind)

@@ -1,0 +1,121 @@
+"""Whose code it is, and what it mentions.
+
+Library code is torch, the standard library, what is installed in site-packages, and this
+package; all other code is the user's, and is followed by the names that it mentions.
+"""
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import TypeVar, cast, final
+
+import torch
+
+Answer = TypeVar("Answer")
+
+OWN_FILES = (str(FilePath(__file__).parent.parent), "<remat")
+_LIBRARY_FILES = (
+    *OWN_FILES,
+    str(FilePath(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<frozen",
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(name: str) -> bool:
+    """Whether a source file belongs to a library, and not to the user."""
+    parts = FilePath(name).parts
+    installed = "site-packages" in parts or "dist-packages" in parts
+    return installed or name.startswith(_LIBRARY_FILES)
+
+
+def is_library_module(name: str) -> bool:
+    """Whether a module, by its dotted name, belongs to a library."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return name != "__main__"
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and is_library_file(file)
+
+
+def cached_by_class(fun: Callable[[type], Answer]) -> Callable[[type], Answer]:
+    """Remembers the answers of `fun` for as long as each class lives, and no longer.
+
+    A class holds its methods' closures, and so whatever the user's code holds.
+    """
+    known: weakref.WeakKeyDictionary[type, Answer] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def cached(kind: type) -> Answer:
+        answer = known.get(kind)
+        if answer is None:
+            answer = known[kind] = fun(kind)
+        return answer
+
+    return cached
+
+
+@cached_by_class
+def user_bases(kind: type) -> tuple[int, ...]:
+    """Where in the resolution order of a class the user's own classes stand."""
+    return tuple(
+        index
+        for index, base in enumerate(kind.__mro__)
+        if base is not object and not is_library_module(str(base.__module__))
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mentions:
+    """What code refers to by name, the code nested in it included.
+
+    Attributes:
+        globals: names loaded from the globals.
+        names: all names: attributes and imported ones, too.
+        imports: modules imported when the code runs, as (dots, dotted name).
+    """
+
+    globals: frozenset[str]
+    names: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+
+
+_known_mentions: weakref.WeakKeyDictionary[types.CodeType, Mentions] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def mentions(code: types.CodeType) -> Mentions:
+    """What code refers to; found once for each code."""
+    known = _known_mentions.get(code)
+    if known is None:
+        known = _known_mentions[code] = _read_mentions(code)
+    return known
+
+
+def _read_mentions(code: types.CodeType) -> Mentions:
+    loads: set[str] = set()
+    names: set[str] = set()
+    imports: set[tuple[int, str]] = set()
+    pending = [code]
+    while pending:
+        part = pending.pop()
+        names.update(part.co_names)
+        pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
+        # An import follows the loads of its number of dots and of its list of names.
+        before: deque[object] = deque([0, 0], maxlen=2)
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}:
+                loads.add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                imports.add((cast("int", before[0]), instruction.argval))
+            before.append(instruction.argval)
+    return Mentions(frozenset(loads), frozenset(names), frozenset(imports))

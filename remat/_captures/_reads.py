@@ -1,0 +1,140 @@
+"""What a trace reads: which attributes of which reached objects, library reads included.
+
+While a recording is active, the Python classes of the surveyed objects carry a
+`__getattribute__` that notes the name and goes on to the class's own. Only reads on the
+thread that records are noted. Classes that cannot be given one (builtins, C types) are not
+watched: all that their instances hold then counts as read.
+
+A region inside the traced function may find its own trace in its cache, and then runs only
+its generated check, which reads instance dictionaries. Such a read stands for the
+attributes that the check's line goes on to look at: `line_reads` of the generated code.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, final
+
+from torch import nn
+
+from remat._captures._contents import WATCHED
+from remat._captures._walk import EVERYTHING, Survey
+
+# The file name of generated checks, by which a read of theirs is told from a user's.
+GENERATED = "<remat captures>"
+
+# torch looks children up in the instance dictionary: a read of the child, not of all.
+_LOOKUPS = frozenset(
+    getattr(nn.Module, name).__code__
+    for name in ("__getattr__", "__setattr__", "__delattr__")
+)
+
+
+@final
+class Reads(dict[int, dict[str, None]]):
+    """The names read, in order, by the id of the object they were read from."""
+
+    def __init__(self, survey: Survey) -> None:
+        """Starts with nothing read from any object of `survey`."""
+        super().__init__({identity: {} for identity in survey.nodes})
+
+
+class _Active(threading.local):
+    """The recordings of one thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.reads: list[Reads] = []
+
+
+_active = _Active()
+_lock = threading.Lock()
+# Watched classes: how many recordings want them watched.
+_watchers: dict[type, int] = {}
+
+
+@contextlib.contextmanager
+def recording(survey: Survey) -> Generator[Reads, None, None]:
+    """Notes what this thread reads from the objects of `survey`, until the block ends."""
+    reads = Reads(survey)
+    watched: dict[type, None] = {}
+    unwatchable: set[type] = set()
+    try:
+        for identity, node in survey.nodes.items():
+            kind = node.kind
+            unseen = kind in _PLAIN or kind in unwatchable
+            if unseen or node.look not in WATCHED:
+                reads[identity][EVERYTHING] = None
+            elif kind not in watched:
+                if _watch(kind):
+                    watched[kind] = None
+                else:
+                    unwatchable.add(kind)
+                    reads[identity][EVERYTHING] = None
+        _active.reads.append(reads)
+        try:
+            yield reads
+        finally:
+            _active.reads.pop()
+    finally:
+        for kind in watched:
+            _unwatch(kind)
+
+
+_PLAIN = frozenset({list, tuple, dict})
+
+
+def _watch(kind: type) -> bool:
+    with _lock:
+        if kind not in _watchers:
+            watcher = _watcher(kind)
+            try:
+                type.__setattr__(kind, "__getattribute__", watcher)
+            except TypeError:
+                return False
+            _watchers[kind] = 0
+        _watchers[kind] += 1
+    return True
+
+
+def _unwatch(kind: type) -> None:
+    with _lock:
+        _watchers[kind] -= 1
+        if _watchers[kind]:
+            return
+        del _watchers[kind]
+        own = kind.__dict__["__getattribute__"].own
+        if own is None:
+            type.__delattr__(kind, "__getattribute__")
+        else:
+            type.__setattr__(kind, "__getattribute__", own)
+
+
+def _watcher(kind: type) -> Callable[[Any, str], object]:
+    inherited: Any = kind.__getattribute__
+    # Past the watcher of a base class, or one read would be noted twice.
+    original = getattr(inherited, "original", inherited)
+
+    def __getattribute__(self: object, name: str) -> object:
+        if _active.reads:
+            _note(self, name)
+        return original(self, name)
+
+    watcher: Any = __getattribute__
+    watcher.original = original
+    watcher.own = kind.__dict__.get("__getattribute__")
+    return watcher
+
+
+def _note(owner: object, name: str) -> None:
+    names: tuple[str, ...] = (name,)
+    if name == EVERYTHING:
+        frame = sys._getframe(2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if frame.f_code in _LOOKUPS:
+            return
+        if frame.f_code.co_filename == GENERATED:
+            names = frame.f_globals["LINE_READS"].get(frame.f_lineno, names)
+    for reads in _active.reads:
+        known = reads.get(id(owner))
+        if known is not None:
+            known.update(dict.fromkeys(names))

@@ -1,0 +1,265 @@
+"""The walk: everything that a function and its static arguments reach, before the trace.
+
+From the roots the walk goes, breadth first and so by shortest path, through closure
+cells, named globals, defaults, partials, bound instances, `__wrapped__`, modules, instance
+dictionaries, slots, lists, tuples, dicts, and through the user's helper functions and the
+methods of the user's classes, each by the names that code mentions. It notes for each
+object what stands at each of its places, so that a later look tells what a trace changed.
+
+Library code (torch, the standard library, site-packages, this package) is not followed
+into its globals; what its functions hold in closures, and its objects, are.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast, final
+
+from torch import Tensor
+
+from remat._captures._contents import (
+    BY_NAME,
+    Content,
+    Look,
+    is_class_of_an_object,
+    look_for,
+    of_called_class,
+    of_class,
+    of_roots,
+    of_user_function,
+)
+from remat._captures._library import mentions
+from remat._captures._places import (
+    MISSING,
+    SIMPLE_TYPES,
+    Label,
+    Step,
+    in_words,
+    is_simple,
+    kind_of,
+    put,
+    remove,
+    same,
+)
+
+# Among the names that were read: all that the object holds.
+EVERYTHING = "__dict__"
+
+
+@final
+class Node:
+    """One reached object: its shortest path, and what stood at its places."""
+
+    __slots__ = ("content", "look", "parent", "step", "value")
+
+    def __init__(self, value: object, parent: "Node | None", step: Step) -> None:
+        self.value: Any = value
+        self.parent = parent
+        self.step = step
+        self.look: Look = of_roots
+        self.content: Content = {}
+
+    @property
+    def kind(self) -> type:
+        """The class of the object."""
+        value: object = self.value
+        return type(value)
+
+    @property
+    def label(self) -> Label:
+        """The words for the shortest path."""
+        chain: list[Node] = [self]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        label = Label("", "")
+        for parent, node in itertools.pairwise(reversed(chain)):
+            label = label.then(parent.value, node.step)
+        return label
+
+
+@final
+class Path:
+    """One way to a tensor: the node that holds it, and the last step."""
+
+    __slots__ = ("owner", "step")
+
+    def __init__(self, owner: Node, step: Step) -> None:
+        self.owner = owner
+        self.step = step
+
+    def steps(self) -> Iterator[tuple[Node, Step]]:
+        """Owners and steps, from the tensor back to a root."""
+        node, step = self.owner, self.step
+        yield node, step
+        while node.parent is not None:
+            step, node = node.step, node.parent
+            yield node, step
+
+    @property
+    def label(self) -> str:
+        """The way in the user's words, such as self.attn.weight or global `W`."""
+        return str(self.owner.label.then(self.owner.value, self.step))
+
+    @property
+    def code(self) -> str:
+        """The way as a Python expression over `roots`."""
+        text = "roots"
+        for _, step in reversed([*self.steps()]):
+            text = expression(text, step)
+        return text
+
+
+def expression(owner: str, step: Step) -> str:
+    """The step written in Python, from an expression for the owner."""
+    kind = kind_of(step)
+    key = step[1] if step[0] == "attr" else repr(step[1])
+    return kind.holder.format(owner) + kind.item.format(key)
+
+
+@final
+class Survey:
+    """What the roots reach, as it stood before the trace. Holds the objects alive.
+
+    Attributes:
+        nodes: each reached object that has places, by its id, nearest first.
+        tensors: all paths to each reached tensor, by its id, shortest first.
+    """
+
+    def __init__(self, roots: tuple[object, ...]) -> None:
+        self.roots = Node(roots, None, ("root", 0))
+        self.nodes: dict[int, Node] = {}
+        self.tensors: dict[int, tuple[Path, ...]] = {}
+        self._names: set[str] = set()
+        self._buffers: set[int] = set()
+        self._held: list[object] = [roots]
+        self._sorts: dict[type, Look] = {}
+        self._tensor_types: dict[type, bool] = {}
+        self._walk()
+
+    @property
+    def reached(self) -> list[Tensor]:
+        """The reached tensors, each once."""
+        firsts = (paths[0] for paths in self.tensors.values())
+        return [cast("Tensor", path.owner.content[path.step]) for path in firsts]
+
+    def is_buffer(self, identity: int) -> bool:
+        """Whether the tensor of this id is registered as a buffer of some module."""
+        return identity in self._buffers
+
+    def _walk(self) -> None:
+        pending = deque([self.roots])
+        while pending:
+            while pending:
+                node = pending.popleft()
+                self._open(node, node.look(node.value, self._names), pending)
+            # Names that were met later may be attributes of namespaces met earlier.
+            for node in [*self.nodes.values()]:
+                if node.look in BY_NAME:
+                    self._open(node, node.look(node.value, self._names), pending)
+
+    def _open(self, node: Node, content: Content, pending: deque[Node]) -> None:
+        known = node.content
+        for step, value in content.items():
+            if type(value) not in SIMPLE_TYPES and step not in known:
+                self._meet(value, node, step, pending)
+        node.content = content
+
+    def _meet(
+        self, value: object, owner: Node, step: Step, pending: deque[Node]
+    ) -> None:
+        if self._is_tensor(value):
+            paths = self.tensors.get(id(value), ())
+            self.tensors[id(value)] = (*paths, Path(owner, step))
+            self._held.append(value)
+            if step[0] == "buffer":
+                self._buffers.add(id(value))
+            return
+        node = self.nodes.get(id(value))
+        if node is None and (isinstance(value, type) or not is_simple(value)):
+            node = self.nodes[id(value)] = Node(value, owner, step)
+            node.look = look_for(value, step, self._sorts)
+            if node.look is of_user_function:
+                self._names |= mentions(node.value.__code__).names
+            pending.append(node)
+        elif node and node.look is of_class and not is_class_of_an_object(step):
+            node.look = of_called_class
+            pending.append(node)
+
+    def _is_tensor(self, value: object) -> bool:
+        # Tensor's metaclass makes isinstance slow: asked once a type.
+        kind = type(value)
+        known = self._tensor_types.get(kind)
+        if known is None:
+            known = self._tensor_types[kind] = issubclass(kind, Tensor)
+        return known
+
+    # --- what a trace changed -------------------------------------------------------
+
+    def changes(
+        self,
+        roots: tuple[object, ...] | None = None,
+        reads: Mapping[int, Iterable[str]] | None = None,
+    ) -> str | None:
+        """The first reached state that differs from what it was, in words.
+
+        With `reads` (of `recording`), an attribute that was only written, never read,
+        counts only if a tensor was left in it: nothing that the trace did rests on it.
+
+        Args:
+            roots: unused; the objects that were surveyed are looked at.
+            reads: the attributes that the trace read, by the id of their owner.
+        """
+        del roots
+        for node, step, before, after in self._differences():
+            if reads is None or step[0] not in {"var", "attr"}:
+                return _changed(node, step, before, after)
+            plain = node.look in BY_NAME
+            names = reads.get(id(node.value), (EVERYTHING,))
+            read = cast("str", step[1]) in names or EVERYTHING in names
+            if plain or read or self._leaks(after):
+                return _changed(node, step, before, after)
+        return None
+
+    def restore(self) -> None:
+        """Puts back, in place, all reached state that a trace changed."""
+        for node, step, before, _ in [*self._differences()]:
+            if step[0] == "item":
+                _refill(node.value, node.content)
+            elif before is MISSING:
+                remove(node.value, step)
+            else:
+                put(node.value, step, before)
+
+    def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
+        for node in (self.roots, *self.nodes.values()):
+            then, now = node.content, node.look(node.value, self._names)
+            for step in then if then.keys() == now.keys() else {**then, **now}:
+                before, after = then.get(step, MISSING), now.get(step, MISSING)
+                if before is not after and not (
+                    is_simple(before) and same(after, before)
+                ):
+                    yield node, step, before, after
+
+    def _leaks(self, value: object) -> bool:
+        if value is MISSING or is_simple(value):
+            return False
+        return not survey((value,)).tensors.keys() <= self.tensors.keys()
+
+
+def survey(roots: tuple[object, ...]) -> Survey:
+    """Looks at everything that `roots` reach; see the module's docstring."""
+    return Survey(roots)
+
+
+def _refill(owner: list[object] | dict[object, object], content: Content) -> None:
+    before = {step[1]: value for step, value in content.items() if step[0] == "item"}
+    if isinstance(owner, list):
+        list[object].__setitem__(owner, slice(None), [*before.values()])
+    else:
+        dict[object, object].clear(owner)
+        dict[object, object].update(owner, before)
+
+
+def _changed(node: Node, step: Step, before: object, after: object) -> str:
+    label = node.label.then(node.value, step)
+    return f"{label} was {in_words(before)} and became {in_words(after)}"

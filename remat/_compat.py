@@ -1,0 +1,326 @@
+"""The only module that imports parts of torch that carry no promise of stability.
+
+Each shim names what would make it obsolete. Everything here was checked on torch 2.13 and
+2.15; what fails to import names the version, so that an upgrade fails at import and not
+in the middle of a training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C import _functorch as _functorch_c
+from torch._functorch import pyfunctorch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch._functorch.vmap import restore_vmap
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree, flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# The autograd.Function that sees one functorch level. Obsolete when autograd.Function
+# carries its own rule for nested forward mode (pytorch #197867).
+SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore
+
+enable_single_level = enable_single_level_autograd_function
+disable_modes = _disable_current_modes
+unwrap_dead = unwrap_dead_wrappers
+
+Interpreter = pyfunctorch.FuncTorchInterpreter
+
+
+def interpreter_is_active() -> bool:
+    """Whether any torch.func transform is running on this thread."""
+    return _functorch_c.peek_interpreter_stack() is not None
+
+
+def current_interpreter() -> tuple[str, Any] | None:
+    """The innermost running transform, as ("grad" | "jvp" | "vmap" | ..., interpreter).
+
+    Obsolete when torch.func lets a primitive register its own rules.
+    """
+    top = _functorch_c.peek_interpreter_stack()
+    if top is None:
+        return None
+    interpreter = pyfunctorch.retrieve_current_functorch_interpreter()
+    return interpreter.key().name.lower(), interpreter
+
+
+@contextlib.contextmanager
+def lowered(interpreter: Any) -> Generator[None]:
+    """Runs the body below `interpreter`, with both modes of differentiation on."""
+    with (
+        torch.enable_grad(),
+        forward_ad._set_fwd_grad_enabled(True),
+        interpreter.lower(),
+    ):
+        yield
+
+
+def lowered_vmap(interpreter: Any) -> contextlib.AbstractContextManager[Any]:
+    """Runs the body below a vmap level, which leaves both modes as they are."""
+    return interpreter.lower()
+
+
+def leave_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body outside of every torch.func transform."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+def unwrap_at(tensor: Tensor, level: int) -> Tensor:
+    """What a grad or jvp level wraps, or the tensor itself."""
+    return _functorch_c._unwrap_for_grad(tensor, level)
+
+
+def wrap_at(tensor: Tensor, level: int) -> Tensor:
+    """The tensor as a grad or jvp level sees it."""
+    return _functorch_c._wrap_for_grad(tensor, level)
+
+
+def unwrap_batched(
+    tensors: Sequence[Tensor], level: int
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The tensors below a vmap level, and which dimension of each is mapped."""
+    pairs = [_functorch_c._unwrap_batched(tensor, level) for tensor in tensors]
+    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+
+
+def wrap_batched(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], level: int
+) -> tuple[Tensor, ...]:
+    """The inverse of `unwrap_batched`."""
+    return tuple(
+        tensor if dim is None else _functorch_c._add_batch_dim(tensor, dim, level)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    )
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor below all torch.func wrappers."""
+    while _functorch_c.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch_c.get_unwrapped(tensor)
+    return tensor
+
+
+def requires_grad_anywhere(tensor: Tensor) -> bool:
+    """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
+    while not tensor.requires_grad:
+        if not _functorch_c.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch_c.get_unwrapped(tensor)
+    return True
+
+
+def dual_level_is_active() -> bool:
+    """Whether a `torch.autograd.forward_ad.dual_level` is open."""
+    return forward_ad._current_level >= 0
+
+
+def untracked_alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd does not take for a view.
+
+    `autograd.Function` forbids in-place changes of outputs that are views. Obsolete when
+    it lets a Function say that nobody else holds their base.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return torch.ops.aten.alias.default(tensor)
+
+
+def level_of(tensor: Tensor) -> int:
+    """The level of the transform that wrapped a tensor, -1 where none has."""
+    return _functorch_c.maybe_get_level(tensor)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no data, below all wrappers."""
+    return isinstance(unwrapped(tensor), FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fresh mode for one trace: sizes are constants, real tensors are refused."""
+    return FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
+
+
+@contextlib.contextmanager
+def isolated() -> Generator[None]:
+    """Runs the body outside of every transform and every mode of the caller."""
+    with leave_functorch(), _disable_current_modes():
+        yield
+
+
+def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphModule:
+    """The operators below autograd that `function` runs on the fake tensors `args`."""
+    return proxy_tensor.make_fx(
+        function, tracing_mode="real", _error_on_data_dependent_ops=True
+    )(*args)
+
+
+def proxy_is_active() -> bool:
+    """Whether operators are being recorded on this thread by `make_fx`."""
+    return proxy_tensor.get_proxy_mode() is not None
+
+
+def active_graph() -> fx.Graph:
+    """The graph that `make_fx` is filling on this thread."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "no trace is running"
+    return mode.tracer.graph
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body without recording it in the trace being made."""
+    return proxy_tensor.disable_proxy_modes_tracing()
+
+
+def add_placeholder(tensor: Tensor, name: str) -> None:
+    """Adds an input, found while the trace runs, to the graph being filled."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "no trace is running"
+    tracer = mode.tracer
+    first_call = next(
+        (node for node in tracer.graph.nodes if node.op != "placeholder"), None
+    )
+    where = (
+        contextlib.nullcontext()
+        if first_call is None
+        else tracer.graph.inserting_before(first_call)
+    )
+    with where:
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its in-place operators replaced, its views kept."""
+    return torch.func.functionalize(function, remove="mutations")
+
+
+def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one operator by torch's own formulas, 0 where it has none."""
+    formula = flop_counter.flop_registry.get(getattr(op, "overloadpacket", op))
+    if formula is None:
+        return 0
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+@functools.cache
+def library() -> torch.library.Library:
+    """The namespace of this package's own operators."""
+    return torch.library.Library("remat", "DEF")
+
+
+def keep_in_traces(op: Any) -> None:
+    """Tells dead-code elimination that an operator without users matters."""
+    fx.node.has_side_effect(op)
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a pytree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A pytree with `function` applied to its tensors."""
+    return pytree.tree_map_only(Tensor, function, tree)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number for all tensors that share memory, fake ones too."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Lifts the arguments of users' `autograd.Function`s on this thread.
+
+    `Function.apply` is no torch function, so that a mode does not see it. Obsolete when it
+    becomes one.
+    """
+    thread = threading.get_ident()
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args, kwargs = map_tensors(lift, (args, kwargs))
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+# What tracing raises when a function needs the values of a tensor.
+UNTRACEABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an error says that a trace would have needed the data of a tensor."""
+    return isinstance(error, UNTRACEABLE) or any(
+        words in str(error)
+        for words in (
+            "trying to get a value out of a tracing tensor",
+            "Please convert all Tensors to FakeTensors first",
+            "Cannot access data pointer of Tensor",
+            "data is not allocated yet",
+        )
+    )
+
+
+def new_nodes(graph: fx.Graph, count: int) -> Iterator[fx.Node]:
+    """The last `count` nodes of a graph being filled, newest first."""
+    nodes = reversed(graph.nodes)
+    for _ in range(count):
+        yield next(nodes)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and what puts them together again."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """The inverse of `flatten`."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
+    """The leaves of a pytree, each with the keys that lead to it."""
+    return [
+        ([_key_text(key) for key in path], leaf)
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same bits: nan equals itself, -0.0 is not 0.0."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    bits = [each.contiguous().view(torch.uint8) for each in (first, second) if each.numel()]
+    return not bits or torch.equal(*bits)

@@ -1,0 +1,161 @@
+"""Functions made from flat functions: their pullback, their pushforward, their map.
+
+Each is again a flat function (tensors in, tensors out), so that it can be traced, and
+derived from, like the one it came from. They follow the operand layouts of `_region`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._graph import TensorMeta
+from remat._trace import Flat
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """How a vmap level maps the tensors of a region.
+
+    Attributes:
+        size: the size of the mapped dimension.
+        randomness: vmap's own option.
+        dims: the mapped dimension of each physical tensor, None where it has none.
+        metas: the metadata of the physical tensors.
+    """
+
+    size: int
+    randomness: str
+    dims: tuple[int | None, ...]
+    metas: tuple[TensorMeta, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """Which cotangents a pullback takes and which gradients it gives.
+
+    Attributes:
+        outputs: indices, among what the function returns, of the outputs that have one.
+        wanted: the operands whose gradient is asked for.
+        num_operands: how many operands the function takes.
+    """
+
+    outputs: tuple[int, ...]
+    wanted: tuple[int, ...]
+    num_operands: int
+
+
+def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
+    """(operands, ..., cotangents) -> the gradients of the wanted operands."""
+
+    def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        operands = list(tensors[: pull.num_operands])
+        cotangents = tensors[len(tensors) - len(pull.outputs) :]
+
+        def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(pull.wanted, wanted, strict=True):
+                operands[index] = tensor
+            returned = function(operands)
+            return tuple(_present(returned[index]) for index in pull.outputs)
+
+        wanted = [operands[index] for index in pull.wanted]
+        if _compat.interpreter_is_active():
+            _, pull_back = torch.func.vjp(outputs, *wanted)
+            return pull_back(tuple(cotangents))
+        # Unlike torch.func.vjp this takes users' autograd.Functions of the older form.
+        return _gradients(outputs(*wanted), wanted, cotangents, create_graph)
+
+    return gradients
+
+
+def _chosen(
+    returned: Sequence[Tensor | None], outputs: tuple[int, ...] | None
+) -> tuple[Tensor, ...]:
+    places = range(len(returned)) if outputs is None else outputs
+    return tuple(_present(returned[place]) for place in places)
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "an output of the first trace is missing in this one"
+    return tensor
+
+
+def _gradients(
+    outputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    create_graph: bool,
+) -> Sequence[Tensor | None]:
+    pairs = [
+        (output, cotangent)
+        for output, cotangent in zip(outputs, cotangents, strict=True)
+        if output.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(wanted)
+    differentiable, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        differentiable, wanted, given, create_graph=create_graph, allow_unused=True
+    )
+
+
+def pushforward(
+    function: Flat, outputs: tuple[int, ...] | None, has_tangent: tuple[bool, ...]
+) -> Flat:
+    """(operands, ..., tangents) -> the tangents of these outputs, of all for None."""
+
+    def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        operands = list(tensors[: len(has_tangent)])
+        moved = [index for index, has in enumerate(has_tangent) if has]
+        given = tuple(tensors[len(tensors) - len(moved) :])
+
+        def of(*primals: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(moved, primals, strict=True):
+                operands[index] = tensor
+            return _chosen(function(operands), outputs)
+
+        primals = tuple(operands[index] for index in moved)
+        return torch.func.jvp(of, primals, given)[1]
+
+    return tangents
+
+
+def mapped(
+    function: Flat, outputs: tuple[int, ...] | None, batch: Batch, skip: int
+) -> Flat:
+    """The physical operands -> these outputs, each mapped over its first dimension.
+
+    Args:
+        function: what to map.
+        outputs: which of its results to hand out, None for all.
+        batch: how to map.
+        skip: how many leading tensors of `batch` are not among the operands.
+    """
+
+    def of(*operands: Tensor) -> tuple[Tensor, ...]:
+        return _chosen(function(operands), outputs)
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        dims = batch.dims[skip:]
+        over = _compat.restore_vmap(of, dims, batch.size, batch.randomness)
+        found, found_dims = over(*tensors)
+        return [
+            mapped_first(tensor, dim, batch.size)
+            for tensor, dim in zip(found, found_dims, strict=True)
+        ]
+
+    return run
+
+
+def mapped_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """A physical tensor with its mapped dimension first, repeated if it has none."""
+    if dim is None:
+        return tensor.expand(size, *tensor.shape)
+    return tensor if dim == 0 else tensor.movedim(dim, 0)

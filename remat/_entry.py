@@ -1,0 +1,323 @@
+"""One trace that is kept: how to know that it still holds, and how to call it.
+
+An entry belongs to a function's *code* and to a signature; it holds nothing of the user's
+strongly. Each call checks what the trace rested on (`_captures`), fetches the captured
+tensors anew, and binds the region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _captures, _compat, _operators as operators
+from remat._bind import Call, bind_all
+from remat._errors import (
+    ImplicitRandomnessError,
+    MutationError,
+    SideEffectError,
+    explain,
+)
+from remat._graph import TensorMeta, label
+from remat._numerics import Numerics
+from remat._region import Function, Region, Roots
+from remat._signature import Layout, Signature
+from remat._trace import Flat, Joint, Request, Traced, substituting, trace
+from remat.policies import AbstractPolicy
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """How what the function returns is put together: the non-tensor leaves are fixed."""
+
+    spec: Any
+    statics: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+
+    def tree(self, tensors: Sequence[Any]) -> Any:
+        """The pytree with these tensors."""
+        rest, fixed = iter(tensors), iter(self.statics)
+        leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
+        return _compat.unflatten(leaves, self.spec)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `remat` that decide what is traced."""
+
+    policy: AbstractPolicy
+    rng: str
+    verify: bool
+
+
+@final
+@dataclasses.dataclass
+class Entry:
+    """A kept trace.
+
+    Attributes:
+        covered: what it rested on, and where its captured tensors are found.
+        captured: their metadata.
+        region: what it traced.
+        output: how the result is put together.
+        labels: what messages call the operands.
+        written: operands that the function changes: its buffers.
+        trace_s: how long the trace took, in seconds.
+    """
+
+    covered: _captures.Covered
+    captured: tuple[TensorMeta, ...]
+    region: Region
+    output: Output
+    labels: tuple[str, ...]
+    written: tuple[int, ...]
+    trace_s: float
+
+    def fetch(self, roots: Roots) -> tuple[Tensor, ...] | None:
+        """The captured tensors of these roots, None if the trace does not hold there."""
+        if not self.covered.check(roots):
+            return None
+        tensors = self.covered.fetch(roots)
+        for tensor, meta in zip(tensors, self.captured, strict=True):
+            if TensorMeta.of(tensor, requires_grad=meta.requires_grad) != meta:
+                return None
+            if _compat.requires_grad_anywhere(tensor) != meta.requires_grad:
+                return None
+        return tensors
+
+    def call(self, roots: Roots, tensors: Sequence[Tensor]) -> Any:
+        """Runs the region and writes changed buffers back, once."""
+        given = list(tensors)
+        for index in self.written:
+            # The backward must find what the forward found.
+            given[index] = given[index].clone()
+        returned, mutations = bind_all(Call(self.region, roots, self.labels), given)
+        with torch.no_grad():
+            for index, new in zip(self.written, mutations, strict=True):
+                tensors[index].copy_(new)
+        if self.written:
+            returned = self._with_buffers(roots, returned, tensors)
+        return self.output.tree(returned)
+
+    def _with_buffers(
+        self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        views = self.region.views(roots)
+        return [
+            tensors[view.operand]
+            if view.operand in self.written and view.path is None
+            else tensor
+            for view, tensor in zip(views, returned, strict=True)
+        ]
+
+
+@final
+class _Flattened:
+    """The user's function as tensors in, tensors out; remembers how it came apart."""
+
+    def __init__(self, layout: Layout, num_tensors: int) -> None:
+        self.layout = layout
+        self.num_tensors = num_tensors
+        self.output: Output | None = None
+
+    def build(
+        self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None
+    ) -> Flat:
+        """The flat function of these roots; captured tensors follow the arguments."""
+
+        def flat(operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            function: Any = roots[0]
+            args, kwargs = self.layout.arguments(
+                operands[: self.num_tensors], roots[1:]
+            )
+            captured = () if fetch is None else fetch(roots)
+            mapping = {
+                id(real): stands
+                for real, stands in zip(
+                    captured, operands[self.num_tensors :], strict=False
+                )
+            }
+            with substituting(mapping):
+                return self._apart(function(*args, **kwargs))
+
+        return flat
+
+    def _apart(self, result: Any) -> Sequence[Tensor | None]:
+        leaves, spec = _compat.flatten(result)
+        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        if self.output is None:
+            self.output = Output(spec, statics, is_tensor)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def make_entry(
+    roots: Roots,
+    signature: Signature,
+    numerics: Numerics,
+    options: Options,
+    labels: Sequence[str],
+) -> Entry:
+    """Traces a function at a signature.
+
+    Raises:
+        TraceError, CapturedTensorError, ImplicitRandomnessError, MutationError,
+        SideEffectError: as their texts say; the user's objects are as they were.
+    """
+    started = time.perf_counter()
+    survey = _captures.survey(roots)
+    flattened = _Flattened(signature.layout, len(signature.tensors))
+    with _undone_on_error(survey):
+        traced, reads = _trace_once(survey, flattened, roots, signature, numerics)
+        _require_no_effects(survey, reads, traced)
+    used = [id(tensor) for tensor in traced.captured]
+    covered = _captures.cover(survey, reads, used)
+    operands = (*signature.metas, *_captured_metas(traced))
+    names = (*labels, *covered.labels)
+    _require_random_by_keys(traced.joint, options.rng)
+    is_buffer = [False] * len(signature.tensors) + list(map(survey.is_buffer, used))
+    _require_only_buffers_change(traced.joint, operands, names, is_buffer)
+    assert flattened.output is not None
+    function = Function(
+        lambda roots: flattened.build(roots, covered.fetch),
+        covered.restored,
+        numerics,
+    )
+    return Entry(
+        covered=covered,
+        captured=_captured_metas(traced),
+        region=Region(function, operands, options.policy, joint=traced.joint,
+                      verify=options.verify),
+        output=flattened.output,
+        labels=names,
+        written=tuple(operand for operand, _ in traced.joint.mutations),
+        trace_s=time.perf_counter() - started,
+    )
+
+
+def _trace_once(
+    survey: _captures.Survey,
+    flattened: _Flattened,
+    roots: Roots,
+    signature: Signature,
+    numerics: Numerics,
+) -> tuple[Traced, _captures.Reads]:
+    request = Request(
+        flattened.build(roots, None),
+        signature.metas,
+        find=lambda tensor: id(tensor) in survey.tensors,
+    )
+    with numerics.applied(), _captures.recording(survey) as reads:
+        return trace(request), reads
+
+
+def _captured_metas(traced: Traced) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+        for tensor in traced.captured
+    )
+
+
+@contextlib.contextmanager
+def _undone_on_error(survey: _captures.Survey) -> Any:
+    try:
+        yield
+    except BaseException:
+        survey.restore()
+        raise
+
+
+def _require_no_effects(
+    survey: _captures.Survey, reads: _captures.Reads, traced: Traced
+) -> None:
+    changed = survey.changes(reads=reads)
+    if changed is not None:
+        raise SideEffectError(
+            explain(
+                where=f"{changed}",
+                what="was changed by the function while it was traced.",
+                why="A trace runs Python once: at the next call the change would not "
+                "happen, and what depends on it would be stale.",
+                do="Return the new value instead, keep it in a buffer, or use "
+                'engine="rerun".',
+            )
+        )
+    leaked = _survivor(traced.fakes)
+    if leaked is not None:
+        raise SideEffectError(
+            explain(
+                where=f"a tensor of the trace, {TensorMeta.of(leaked)},",
+                what=f"was left in {_holder(leaked)}.",
+                why="It has no data, and would fail wherever it is used next.",
+                do="Return the tensor from the function instead.",
+            )
+        )
+
+
+def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
+    if all(fake() is None for fake in fakes):
+        return None
+    # What only a cycle holds was not left anywhere.
+    gc.collect()
+    return next((found for fake in fakes if (found := fake()) is not None), None)
+
+
+def _holder(tensor: Tensor) -> str:
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, dict):
+            for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
+                if value is tensor and isinstance(key, str):
+                    return f"a name or attribute `{key}`"
+        if isinstance(referrer, (list, set)):
+            return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
+    return "an object outside of the function"
+
+
+def _require_random_by_keys(joint: Joint, rng: str) -> None:
+    if rng == "preserve":
+        return
+    for index, value in enumerate(joint.graph.values):
+        if operators.draws(value):
+            raise ImplicitRandomnessError(
+                explain(
+                    where=label(joint.graph, index),
+                    what="the function draws from a torch.Generator.",
+                    why='Under rng="keys" all randomness comes from keys, so that a '
+                    "recomputation needs no generator state.",
+                    do='Pass rng="preserve" to have generator states recorded, or set '
+                    "the rate to 0.",
+                )
+            )
+
+
+def _require_only_buffers_change(
+    joint: Joint,
+    operands: Sequence[TensorMeta],
+    names: Sequence[str],
+    is_buffer: Sequence[bool],
+) -> None:
+    for operand, new in joint.mutations:
+        if not operands[operand].requires_grad or is_buffer[operand]:
+            continue
+        source = joint.graph.values[new.index].source
+        raise MutationError(
+            explain(
+                where=f"`{names[operand]}` ({operands[operand]}) at {source}",
+                what="is changed in place by the function.",
+                why="The recomputation would start from the changed value, and the "
+                "caller's tensor is not ours to change.",
+                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+            )
+        )
+
+

@@ -1,0 +1,68 @@
+"""The errors and the warning that this package raises.
+
+Each message has four parts, in this order: where (value, shape, dtype, the user's
+file:line), what happened, why that is refused, and what to do. `explain` joins them, so
+that no message loses one. Each class also derives from the built-in exception that a
+caller would catch without knowing this package.
+"""
+
+
+class RematError(Exception):
+    """The root of every error that this package raises on purpose."""
+
+
+class TraceError(RematError, RuntimeError):
+    """A function could not be traced to a graph."""
+
+
+class CapturedTensorError(RematError, RuntimeError):
+    """A function reaches a tensor by a way that cannot be followed at the next call."""
+
+
+class ImplicitRandomnessError(RematError, RuntimeError):
+    """A function draws from a generator although its randomness must come from keys."""
+
+
+class PolicyError(RematError, TypeError):
+    """A policy gave an answer, or was combined in a way, that has no meaning."""
+
+
+class StaticArgumentError(RematError, TypeError):
+    """An argument can be neither traced nor compared from call to call."""
+
+
+class MutationError(RematError, RuntimeError):
+    """A function changes a differentiable argument in place."""
+
+
+class SideEffectError(RematError, RuntimeError):
+    """A function changed state outside itself while it was traced."""
+
+
+class SavedTensorModifiedError(RematError, RuntimeError):
+    """A tensor that waits for the backward was changed in place before it."""
+
+
+class RecomputationError(RematError, RuntimeError):
+    """A recomputed value differs from the one that the forward computed."""
+
+
+class BudgetError(RematError, ValueError):
+    """No choice of saved values fits the budget."""
+
+
+class NotReplicatedError(RematError, RuntimeError):
+    """Ranks that should hold the same value hold different ones."""
+
+
+class KeyReuseError(RematError, ValueError):
+    """A random key was consumed twice."""
+
+
+class RematWarning(UserWarning):
+    """Something asked for has no effect, or not the wanted one."""
+
+
+def explain(*, where: str, what: str, why: str, do: str) -> str:
+    """Joins the four parts of a message, each a phrase or a sentence, into one text."""
+    return f"{where}: {what} {why} {do}"

@@ -1,0 +1,298 @@
+"""What a legal graph is: values, their numbers, the check, and how one prints.
+
+A graph is a straight line of values in static single assignment: each value is an input,
+a constant, or one pure operator applied to earlier values. A joint graph holds a forward
+and its backward; `is_backward` says to which a value belongs.
+
+Two values with one *value number* are equal at run time to the last bit: the same
+operator on equal values and equal literals. Names and `detach` are gone before a graph is
+built; an operator that draws random numbers shares its number only with the redraws that
+read its own recorded generator state. This is the value numbering of compilers (Cocke and
+Schwartz, 1970), and what replaces tags on operators for nested regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+
+from remat import _operators as operators
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value at `index`."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """All that a trace may know of a tensor: no data, no storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> TensorMeta:
+        """The metadata of a tensor, of any kind."""
+        wanted = tensor.requires_grad if requires_grad is None else requires_grad
+        return cls(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, wanted
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements, were each stored once."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether tensors of this dtype have gradients."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, self.shape))}]"
+
+
+Meta = TensorMeta | tuple["TensorMeta | None", ...] | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One step of a graph.
+
+    Attributes:
+        op: what makes the value; None for an input.
+        args: positional arguments, with a `Ref` wherever another value is used.
+        kwargs: keyword arguments, likewise.
+        meta: one tensor's metadata, a tuple for an operator with several outputs.
+        is_backward: whether the value belongs to the backward half of a joint graph.
+        names: what the user called this value with `checkpoint_name`.
+        source: the user's "file.py:line".
+        function: the torch function that the user called to make it.
+        state: the generator state, recorded just before, that a draw starts from.
+        is_redraw: whether a draw sets that state first, instead of finding it.
+    """
+
+    op: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    meta: Meta = None
+    is_backward: bool = False
+    names: tuple[str, ...] = ()
+    source: str = ""
+    function: str = ""
+    state: Ref | None = None
+    is_redraw: bool = False
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The indices of the values that this one reads."""
+        found = list(refs((self.args, self.kwargs)))
+        if self.state is not None:
+            found.append(self.state.index)
+        return tuple(found)
+
+
+def refs(tree: Any) -> Iterator[int]:
+    """The indices of every `Ref` in nested tuples, lists and slices."""
+    if isinstance(tree, Ref):
+        yield tree.index
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:  # pyright: ignore[reportUnknownVariableType]
+            yield from refs(item)
+
+
+def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
+    """The same nested tuples and lists with every `Ref` replaced."""
+    if isinstance(tree, Ref):
+        return rename(tree.index)
+    if isinstance(tree, tuple):
+        return tuple(replace_refs(item, rename) for item in tree)  # pyright: ignore
+    if isinstance(tree, list):
+        return [replace_refs(item, rename) for item in tree]  # pyright: ignore
+    return tree
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """Values in an order in which they can be computed, the inputs first.
+
+    Attributes:
+        values: the steps; the first `num_inputs` are inputs.
+        num_inputs: how many values are given from outside.
+        outputs: what is handed out; None stands for no value.
+    """
+
+    values: tuple[Value, ...]
+    num_inputs: int
+    outputs: tuple[Ref | None, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The names of the operators that a run executes, views included, in order."""
+        return tuple(
+            operators.short_name(value.op)
+            for value in self.values
+            if value.op is not None and value.op is not operator.getitem
+        )
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    inputs = ", ".join(
+        f"%{i}: {graph.values[i].meta}" for i in range(graph.num_inputs)
+    )
+    yield f"program({inputs}):"
+    for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):
+        arguments = [repr(argument) for argument in value.args]
+        arguments += [f"{key}={argument!r}" for key, argument in value.kwargs]
+        notes = [str(value.meta) if isinstance(value.meta, TensorMeta) else ""]
+        notes += [f'"{name}"' for name in value.names] + [value.source]
+        note = "  # " + " ".join(filter(None, notes)) if any(notes) else ""
+        name = operators.short_name(value.op)
+        yield f"  %{index} = {name}({', '.join(arguments)}){note}"
+    yield f"  return {', '.join(map(repr, graph.outputs))}"
+
+
+def check(graph: Graph) -> Graph:
+    """Returns the graph if it is legal; an illegal one is a mistake of this package.
+
+    Legal means: inputs come first and nowhere else, every use follows its definition,
+    outputs exist, no forward value reads a backward one, and nothing writes in place.
+    """
+    for index, value in enumerate(graph.values):
+        is_input = value.op is None
+        assert is_input == (index < graph.num_inputs), f"%{index} is a misplaced input"
+        for use in value.uses:
+            assert use < index, f"%{index} reads %{use} before it is made"
+            reads_ahead = graph.values[use].is_backward and use >= graph.num_inputs
+            assert value.is_backward or not reads_ahead, (
+                f"forward value %{index} reads backward value %{use}"
+            )
+        assert not operators.is_mutable(value.op), f"%{index} writes in place"
+    for output in graph.outputs:
+        assert output is None or output.index < len(graph.values), f"no {output}"
+    return graph
+
+
+def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
+    """The graph without what neither its outputs nor `keep` need; inputs all stay."""
+    needed = set(keep) | {ref.index for ref in graph.outputs if ref is not None}
+    for index in range(len(graph.values) - 1, -1, -1):
+        if index in needed:
+            needed.update(graph.values[index].uses)
+    order = [
+        index
+        for index in range(len(graph.values))
+        if index < graph.num_inputs or index in needed
+    ]
+    return select(graph, order, graph.outputs)
+
+
+def select(
+    graph: Graph, order: list[int], outputs: tuple[Ref | None, ...]
+) -> Graph:
+    """The graph of the values in `order`, renumbered."""
+    number = {old: new for new, old in enumerate(order)}
+    values = tuple(_renumbered(graph.values[old], number) for old in order)
+    renamed = tuple(None if ref is None else Ref(number[ref.index]) for ref in outputs)
+    return Graph(values, graph.num_inputs, renamed)
+
+
+def _renumbered(value: Value, number: dict[int, int]) -> Value:
+    def rename(index: int) -> Ref:
+        return Ref(number[index])
+
+    state = None if value.state is None else rename(value.state.index)
+    args = replace_refs(value.args, rename)
+    kwargs = replace_refs(value.kwargs, rename)
+    return dataclasses.replace(value, args=args, kwargs=kwargs, state=state)
+
+
+def value_numbers(graph: Graph) -> tuple[int, ...]:
+    """One number a value; equal numbers mean equal values, to the last bit."""
+    known: dict[Any, int] = {}
+    numbers: list[int] = []
+    for index, value in enumerate(graph.values):
+        key = _key(index, value, numbers)
+        numbers.append(known.setdefault(key, len(known)))
+    return tuple(numbers)
+
+
+def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
+    if value.op is None or operators.is_rng_state(value.op):
+        return ("input", index)
+    if value.op is operators.constant:
+        return ("constant", id(value.args[0]))
+    numbered = _literal(
+        replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
+    )
+    if not operators.draws(value):
+        return ("op", value.op, numbered)
+    # A draw equals another one only if both read one recorded state.
+    state = index if value.state is None else numbers[value.state.index]
+    return ("draw", value.op, numbered, value.state is None, state)
+
+
+def _literal(tree: Any) -> Any:
+    """A hashable stand-in in which 1, 1.0 and True, or 0.0 and -0.0, differ."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(_literal(item) for item in tree)  # pyright: ignore
+    if isinstance(tree, Ref):
+        return tree
+    return (type(tree), repr(tree))
+
+
+def roots(graph: Graph) -> tuple[int, ...]:
+    """For each value the one whose storage it shares: itself unless it is a view."""
+    found: list[int] = []
+    for index, value in enumerate(graph.values):
+        viewer = value
+        if value.op is operator.getitem:
+            # split, unbind and chunk hand out several views of one tensor.
+            viewer = graph.values[value.args[0].index]
+        base = operators.viewed(viewer)
+        found.append(index if base is None else found[base])
+    return tuple(found)
+
+
+def is_tensor(value: Value) -> bool:
+    """Whether a value is one tensor, not an operator's tuple of outputs."""
+    return isinstance(value.meta, TensorMeta)
+
+
+def label(graph: Graph, index: int) -> str:
+    """A value in a message: its names, dtype[shape], operator and line."""
+    value = graph.values[index]
+    if value.op is operator.getitem:
+        maker = graph.values[value.args[0].index].op
+    else:
+        maker = value.op
+    names = ", ".join(f'"{name}"' for name in value.names)
+    made = f"made by {operators.short_name(maker)}"
+    return " ".join(filter(None, [names, str(value.meta), made, _at(value.source)]))
+
+
+def _at(source: str) -> str:
+    return f"at {source}" if source else ""
+
+

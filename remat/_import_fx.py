@@ -1,0 +1,309 @@
+"""torch.fx graph -> this package's values.
+
+What changes on the way: `detach` and `alias` vanish (autograd puts them everywhere, and a
+program is never differentiated operator by operator), marks become names, in-place
+operators become pure ones, a write to an operand becomes a mutation, and each draw of the
+forward is preceded by a recorded generator state. All else stays as it was traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat, _names, _operators as operators, _rng
+from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
+
+_aten = torch.ops.aten
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """Where a node came from; kept in its `meta["remat"]`."""
+
+    source: str
+    function: str
+    is_backward: bool = True
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Imported:
+    """A graph in parts.
+
+    Attributes:
+        values: the steps.
+        num_inputs: how many of them are inputs.
+        outputs: what the function returned.
+        mutations: (input, its new value) for each input that was written to.
+        states: the generator states recorded before the forward's draws.
+    """
+
+    values: tuple[Value, ...]
+    num_inputs: int
+    outputs: tuple[Ref | None, ...]
+    mutations: tuple[tuple[int, Ref], ...]
+    states: tuple[Ref, ...]
+
+
+def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
+    """Notes where the nodes added since came from, unless they know already."""
+    for node in _compat.new_nodes(graph, len(graph.nodes) - nodes_before):
+        node.meta.setdefault("remat", note)
+
+
+def has_mutations(graph: fx.Graph) -> bool:
+    """Whether some node writes in place."""
+    return any(operators.is_mutable(node.target) for node in graph.nodes)
+
+
+class _Annotated(fx.Interpreter):
+    """Runs a graph under a second trace and hands the notes on."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        graph = _compat.active_graph()
+        before = len(graph.nodes)
+        out = super().run_node(n)
+        note = n.meta.get("remat")
+        if note is not None:
+            annotate(graph, before, note)
+        return out
+
+
+def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
+    """The same graph with its in-place operators replaced, its views kept."""
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    examples = [*operands, *examples[len(operands) :]]
+    with torch.no_grad():
+        detached = [each.detach() for each in examples]
+        interpreter = _Annotated(module)
+        return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
+
+
+def import_graph(module: fx.GraphModule) -> Imported:
+    """Reads a traced module."""
+    return _Importer(module).run()
+
+
+class _Importer:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.values: list[Value] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.num_inputs = 0
+        self.inputs: dict[fx.Node, int] = {}
+        self.mutations: dict[int, Ref] = {}
+        self.states: list[Ref] = []
+        self.recorded: Ref | None = None
+        self.forced: Ref | None = None
+
+    def run(self) -> Imported:
+        outputs: tuple[Ref | None, ...] = ()
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node)
+            elif node.op == "get_attr":
+                tensor = getattr(self.module, node.target)
+                self._add(node, operators.constant, (tensor,), {})
+            elif node.op == "output":
+                outputs = tuple(self._resolve(each) for each in node.args[0])
+            else:
+                self._call(node)
+        return Imported(
+            tuple(self.values),
+            self.num_inputs,
+            outputs,
+            tuple(sorted(self.mutations.items())),
+            tuple(self.states),
+        )
+
+    def _input(self, node: fx.Node) -> None:
+        self.env[node] = Ref(len(self.values))
+        self.inputs[node] = len(self.values)
+        self.values.append(Value(None, meta=_meta(node)))
+        self.num_inputs += 1
+
+    def _call(self, node: fx.Node) -> None:
+        target, args, kwargs = node.target, node.args, node.kwargs
+        if target in operators.TRANSPARENT:
+            self.env[node] = self.env[args[0]]
+        elif target is _names.MARK:
+            self._name(self.env[args[0]], args[1])
+        elif target is _aten.copy_.default and args[0] in self.inputs:
+            self.mutations[self.inputs[args[0]]] = self.env[args[1]]
+            self.env[node] = self.env[args[1]]
+        elif target is _rng.STATE:
+            self._record(node, args[0])
+        elif target is _rng.SWAP:
+            self._swap(node, args)
+        else:
+            args, kwargs = self._resolve(tuple(args)), self._resolve(dict(kwargs))
+            if target is _aten.native_batch_norm.default and _writes_statistics(args):
+                self._batch_norm(node, args)
+                return
+            if target is _aten.native_batch_norm_backward.default:
+                args = _without_running_statistics(args)
+            self._add(node, target, args, kwargs)
+
+    def _name(self, ref: Ref, name: str) -> None:
+        value = self.values[ref.index]
+        if name not in value.names:
+            self.values[ref.index] = dataclasses.replace(
+                value, names=(*value.names, name)
+            )
+
+    def _record(self, node: fx.Node, device: torch.device) -> None:
+        self._add(node, _rng.STATE, (device,), {})
+        self.recorded = self.env[node]
+
+    def _swap(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        # A redraw comes as swap in, draw, swap back: the first sets the state that the
+        # draw reads, the last ends it.
+        self.env[node] = None
+        is_end = self.env.get(args[0]) is None
+        self.forced = None if is_end else self.env[args[0]]
+
+    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        # native_batch_norm writes its running statistics although its schema says that
+        # it does not; the functional variant hands the new ones out.
+        self._add(node, _aten._native_batch_norm_legit_functional.default, args, {})
+        made = self.env[node]
+        metas = tuple(self.values[old.index].meta for old in args[3:5])
+        value = self.values[made.index]
+        self.values[made.index] = dataclasses.replace(
+            value,
+            meta=(*value.meta, *metas),  # pyright: ignore
+        )
+        for position, old, meta in zip((3, 4), args[3:5], metas, strict=True):
+            new = Ref(len(self.values))
+            self.values.append(
+                dataclasses.replace(
+                    value, op=operator.getitem, args=(made, position), meta=meta
+                )
+            )
+            self._overwrite(old, new)
+
+    def _overwrite(self, old: Ref, new: Ref) -> None:
+        if old.index < self.num_inputs:
+            self.mutations[old.index] = new
+        for node, ref in self.env.items():
+            if ref == old:
+                self.env[node] = new
+
+    def _add(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
+        note = node.meta.get("remat", Note("", ""))
+        value = Value(
+            op=target,
+            args=args,
+            kwargs=tuple(kwargs.items()),
+            meta=_meta(node),
+            is_backward=note.is_backward,
+            source=note.source,
+            function=note.function,
+        )
+        if operators.draws(value):
+            value = self._draw(value)
+        self.env[node] = Ref(len(self.values))
+        self.values.append(value)
+
+    def _draw(self, value: Value) -> Value:
+        if self.forced is not None:
+            return dataclasses.replace(value, state=self.forced, is_redraw=True)
+        if self.recorded is None:
+            state = Value(
+                op=_rng.STATE,
+                args=(_device(value),),
+                meta=_state_meta(_device(value)),
+                is_backward=value.is_backward,
+                source=value.source,
+            )
+            self.recorded = Ref(len(self.values))
+            self.values.append(state)
+        state, self.recorded = self.recorded, None
+        if not value.is_backward:
+            self.states.append(state)
+        return dataclasses.replace(value, state=state)
+
+    def _resolve(self, tree: Any) -> Any:
+        if isinstance(tree, fx.Node):
+            return self.env[tree]
+        if isinstance(tree, tuple):
+            return tuple(self._resolve(item) for item in tree)  # pyright: ignore
+        if isinstance(tree, list):
+            return [self._resolve(item) for item in tree]  # pyright: ignore
+        if isinstance(tree, dict):
+            return {key: self._resolve(item) for key, item in tree.items()}  # pyright: ignore
+        return tree
+
+
+def _writes_statistics(args: tuple[Any, ...]) -> bool:
+    _, _, _, mean, _, training, *_ = args
+    return training and mean is not None
+
+
+def _without_running_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # In training mode the kernel does not read them, and they have changed since.
+    is_training = args[7]
+    return (*args[:3], None, None, *args[5:]) if is_training else args
+
+
+def _meta(node: fx.Node) -> Meta:
+    return _meta_of(node.meta.get("val"))
+
+
+def _meta_of(val: Any) -> Meta:
+    if isinstance(val, Tensor):
+        return TensorMeta.of(val)
+    if isinstance(val, (tuple, list)):
+        return tuple(_meta_of(item) for item in val)  # pyright: ignore
+    return None
+
+
+def _device(value: Value) -> torch.device:
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return next(meta.device for meta in metas if meta is not None)
+
+
+def _state_meta(device: torch.device) -> TensorMeta:
+    size = _rng.size_bytes(device)
+    return TensorMeta((size,), (1,), torch.uint8, torch.device("cpu"))
+
+
+def view_path(
+    graph: Graph, bases: Sequence[Ref], ref: Ref
+) -> tuple[Ref, Graph | None] | None:
+    """From which base or input a value is a view, and the view operators in between.
+
+    Returns:
+        The base and a graph with one input (None if there is nothing in between), or None
+        if the value is neither a base, an input, nor a view of one.
+    """
+    steps: list[int] = []
+    index = ref.index
+    while Ref(index) not in bases and index >= graph.num_inputs:
+        value = graph.values[index]
+        steps.append(index)
+        if value.op is operator.getitem:
+            index = value.args[0].index
+            continue
+        base = operators.viewed(value)
+        if base is None:
+            return None
+        index = base
+    if not steps:
+        return Ref(index), None
+    first = Value(None, meta=graph.values[index].meta)
+    number = {index: 0}
+    values = [first]
+    for step in reversed(steps):
+        value = graph.values[step]
+        args = replace_refs(value.args, lambda use: Ref(number[use]))
+        number[step] = len(values)
+        values.append(dataclasses.replace(value, args=args, is_backward=False))
+    return Ref(index), Graph(tuple(values), 1, (Ref(len(values) - 1),))

@@ -1,0 +1,75 @@
+"""The naming operator: `checkpoint_name` marks a value in a trace and changes nothing.
+
+The value itself is returned, so that a name is transparent to aliases, to in-place
+operators and to every transform; the mark is an operator without outputs, which only a
+trace ever runs.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from remat import _compat
+
+_T = TypeVar("_T")
+
+_compat.library().define("mark(Tensor value, str name) -> ()")
+
+
+def _mark_nothing(value: torch.Tensor, name: str) -> None:
+    """What the mark does when it runs: it is there to be recorded."""
+
+
+_compat.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
+MARK = torch.ops.remat.mark.default
+_compat.keep_in_traces(MARK)
+
+
+def checkpoint_name(x: _T, name: str) -> _T:
+    """Names the tensors of a pytree, so that policies can speak of them.
+
+    The identity: the same tensors come back. Inside a region each tensor is marked with
+    `name`; anywhere else nothing happens. A name covers every alias of the value (`view`,
+    `transpose`, `detach`), and the helper outputs of the operator that makes it. Several
+    values may share a name, and arguments may be named.
+
+    Args:
+        x: a pytree with tensors of any shape and dtype among its leaves.
+        name: what policies will match, by glob.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        TypeError: if `name` is not a string.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat
+        >>> @remat(policy=policies.save_only_these_names("hidden"))
+        ... def f(x):
+        ...     return checkpoint_name(x.sin(), "hidden").exp()
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> [residual.name for residual in f.saved_residuals(x)]
+        ['hidden', 'x']
+
+    References:
+        `jax.ad_checkpoint.checkpoint_name`.
+    """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"checkpoint_name(x, name) takes a string as name, not {name!r}. "
+            "The value comes first: checkpoint_name(x, 'hidden')."
+        )
+    if _compat.proxy_is_active():
+        for tensor in _compat.tensor_leaves(x):
+            mark(tensor, name)
+    return x
+
+
+def mark(tensor: torch.Tensor, name: str) -> None:
+    """Records `name` for a tensor of the running trace, below all wrappers."""
+    with _compat.leave_functorch():
+        MARK(_compat.unwrapped(tensor), name)

@@ -1,0 +1,117 @@
+"""The switches that change what operators compute: read, compared, put back.
+
+They belong to a call's signature (law 12), and a recomputation runs under the forward's:
+autocast, the default dtype, deterministic algorithms, matmul precision, and the choice of
+attention kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from typing import final
+
+import torch
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Numerics:
+    """A snapshot of the numerics switches of this thread.
+
+    Attributes:
+        autocast: (device type, dtype) for each device type that autocasts.
+        default_dtype: what factories make.
+        deterministic: (algorithms, warn only).
+        matmul_precision: of float32.
+        switches: backends that may be chosen.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    matmul_precision: str
+    switches: tuple[bool, ...]
+
+    @classmethod
+    def current(cls) -> Numerics:
+        """What is in force on this thread."""
+        return cls(
+            autocast=_autocast(),
+            default_dtype=torch.get_default_dtype(),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            switches=tuple(read() for read, _ in _SWITCHES),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Generator[None]:
+        """Runs the body under these switches, for tracing: autocast without its cache.
+
+        The cache of casts would keep fake weights and hand them to real code.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.settled())
+            for device in _DEVICES:
+                dtype = dict(self.autocast).get(device)
+                stack.enter_context(
+                    torch.autocast(
+                        device,
+                        dtype=dtype,
+                        enabled=dtype is not None,
+                        cache_enabled=False,
+                    )
+                )
+            yield
+
+    @contextlib.contextmanager
+    def settled(self) -> Generator[None]:
+        """Runs the body under these switches, autocast off: a program holds its casts."""
+        found = Numerics.current()
+        if found == self and not found.autocast:
+            yield
+            return
+        try:
+            self._set()
+            with contextlib.ExitStack() as stack:
+                for device, dtype in found.autocast:
+                    stack.enter_context(
+                        torch.autocast(device, dtype=dtype, enabled=False)
+                    )
+                yield
+        finally:
+            found._set()
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
+        algorithms, warn_only = self.deterministic
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        for (_, write), value in zip(_SWITCHES, self.switches, strict=True):
+            write(value)
+
+
+_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+
+
+_SWITCHES = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)

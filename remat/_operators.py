@@ -1,0 +1,113 @@
+"""What single operators do: which are views, which draw, which write in place.
+
+Judged by schema and arguments, not by tags alone: attention with `dropout_p=0` carries the
+tag of a random operator and draws nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from remat import _compat
+
+_aten = torch.ops.aten
+
+# Identity on the numbers; autograd puts them everywhere.
+TRANSPARENT = frozenset(
+    {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+)
+
+# Share storage although their schema says otherwise.
+_HIDDEN_VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
+
+# The arguments that say whether a random operator draws at all, and the value of each at
+# which it does not.
+_SILENT = {"dropout_p": 0.0, "train": False, "training": False}
+
+
+class Step(Protocol):
+    """The part of a graph's value that this module looks at."""
+
+    @property
+    def op(self) -> Callable[..., Any] | None: ...
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> tuple[tuple[str, Any], ...]: ...
+
+
+def constant(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that the traced function made from literals."""
+    return tensor
+
+
+def short_name(op: Any) -> str:
+    """ "aten.mm" for torch.ops.aten.mm.default."""
+    if isinstance(op, _compat.OpOverload):
+        return str(op.overloadpacket)
+    return "input" if op is None else getattr(op, "__name__", str(op))
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return isinstance(op, _compat.OpOverload) and op._schema.is_mutable
+
+
+def viewed(value: Step) -> int | None:
+    """The index of the value whose storage this one shares, None if it has its own."""
+    op = value.op
+    if not isinstance(op, _compat.OpOverload) or not value.args:
+        return None
+    if op in _HIDDEN_VIEWS or _returns_view(op):
+        return getattr(value.args[0], "index", None)
+    return None
+
+
+def _returns_view(op: Any) -> bool:
+    returned = op._schema.returns
+    return bool(returned) and all(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in returned
+    )
+
+
+def draws(value: Step) -> bool:
+    """Whether an operator takes numbers from a generator when it is called so."""
+    op = value.op
+    if not isinstance(op, _compat.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = arguments(op, value.args, dict(value.kwargs))
+    return all(given.get(name, None) != silent for name, silent in _SILENT.items())
+
+
+def arguments(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """An operator's arguments by name, defaults included."""
+    named = {
+        each.name: each.default_value
+        for each in op._schema.arguments
+        if each.has_default_value()
+    }
+    named.update(
+        zip((each.name for each in op._schema.arguments), args, strict=False)
+    )
+    return named | kwargs
+
+
+def is_rng_state(op: Any) -> bool:
+    """Whether an operator reads the state of a generator."""
+    return isinstance(op, _compat.OpOverload) and short_name(op) == "remat.rng_state"
+
+
+def made_by(value: Step, values: Sequence[Step]) -> str:
+    """The name of the operator behind a value: past getitem and matmul's last view."""
+    while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:
+        value = values[value.args[0].index]
+    return short_name(value.op)

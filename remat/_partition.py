@@ -1,0 +1,385 @@
+"""Joint graph + decisions -> forward program and backward program.
+
+Walk back from the wanted gradients; stop at an operand or at a value that the policy
+permits; recompute everything else. What the walk stops at is saved, nothing more (law 2),
+and the backward runs only what the walk met (law 3).
+
+A decision belongs to a *class* of equal values (see `_graph.value_numbers`), so that a
+recomputation that an inner region left in the backward half stops at what an outer policy
+saves; nothing else is merged, so that inner regions still bound the peak (law 9). Views
+are never saved: the walk goes on to what they view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from remat import _compat, _operators as operators, policies
+from remat._graph import (
+    Graph,
+    Ref,
+    TensorMeta,
+    Value,
+    check,
+    prune,
+    replace_refs,
+    roots,
+    value_numbers,
+)
+from remat._import_fx import view_path
+from remat._trace import Joint, View
+from remat.policies import AbstractPolicy, Save
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_CLONE = torch.ops.aten.clone.default
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What the walk needs to know of a joint graph.
+
+    Attributes:
+        joint: the graph.
+        numbers: the class of each value.
+        members: for each class the first forward value in it.
+        roots: for each value the one whose storage it shares.
+        forward: the forward values that are no inputs, in order.
+    """
+
+    joint: Joint
+    numbers: tuple[int, ...]
+    members: dict[int, int]
+    roots: tuple[int, ...]
+    forward: tuple[int, ...]
+
+    @functools.cached_property
+    def views(self) -> dict[int, policies.Value]:
+        """What a policy is asked about: class -> the value as the policy sees it."""
+        graph = self.joint.graph
+        names = _names(self)
+        return {
+            self.numbers[index]: _policy_value(graph, index, names[self.numbers[index]])
+            for index in self.forward
+            if self.is_saveable(index) and self.roots[index] == index
+        }
+
+    def is_saveable(self, index: int) -> bool:
+        """Whether a forward value may wait for the backward."""
+        value = self.joint.graph.values[index]
+        is_value = isinstance(value.meta, TensorMeta) and self._varies[index]
+        return is_value and not operators.is_rng_state(value.op)
+
+    @functools.cached_property
+    def _varies(self) -> list[bool]:
+        # Constants made inside are recomputed: they depend on no input.
+        found: list[bool] = []
+        for value in self.joint.graph.values:
+            varies = value.op is None or operators.draws(value)
+            found.append(varies or any(found[use] for use in value.uses))
+        return found
+
+
+def analyze(joint: Joint) -> Analysis:
+    """Numbers the values of a joint graph and finds its classes."""
+    values = joint.graph.values
+    numbers = value_numbers(joint.graph)
+    forward = tuple(
+        index
+        for index, value in enumerate(values)
+        if value.op is not None and not value.is_backward
+    )
+    members: dict[int, int] = {}
+    for index in forward:
+        members.setdefault(numbers[index], index)
+    return Analysis(joint, numbers, members, roots(joint.graph), forward)
+
+
+def _names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
+    """The names of each class: its members', their views', and their siblings'."""
+    found: dict[int, dict[str, None]] = {}
+    values = analysis.joint.graph.values
+    for index, value in enumerate(values):
+        for alias in (index, analysis.roots[index]):
+            number = analysis.numbers[alias]
+            found.setdefault(number, {}).update(dict.fromkeys(value.names))
+    for index, value in enumerate(values):
+        # One output of an operator hands its names to the others: attention's
+        # log-sum-exp is saved with its output.
+        if value.op is operator.getitem:
+            made_by = found[analysis.numbers[value.args[0].index]]
+            made_by.update(found[analysis.numbers[index]])
+    for index, value in enumerate(values):
+        if value.op is operator.getitem and analysis.roots[index] == index:
+            made_by = found[analysis.numbers[value.args[0].index]]
+            found[analysis.numbers[index]].update(made_by)
+    return {number: tuple(names) for number, names in found.items()}
+
+
+def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.Value:
+    value = graph.values[index]
+    meta = value.meta
+    assert isinstance(meta, TensorMeta)
+    maker = value
+    if value.op is operator.getitem:
+        maker = graph.values[value.args[0].index]
+    return policies.Value(
+        op=maker.op,
+        names=names,
+        shape=meta.shape,
+        dtype=meta.dtype,
+        size_bytes=meta.size_bytes,
+        flops=_flops(graph, maker),
+        source=value.source,
+        function=value.function,
+    )
+
+
+def _flops(graph: Graph, value: Value) -> int:
+    def shape(index: int) -> object:
+        meta = graph.values[index].meta
+        return torch.Size(meta.shape) if isinstance(meta, TensorMeta) else meta
+
+    out = value.meta
+    shapes = torch.Size(out.shape) if isinstance(out, TensorMeta) else out
+    args, kwargs = replace_refs((value.args, value.kwargs), shape)
+    return _compat.flops_of(value.op, args, dict(kwargs), shapes)
+
+
+Decisions = dict[int, Save]
+
+
+def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
+    """The classes that a policy permits to be saved, and how."""
+    answers = {
+        number: policies.decide(policy, value)
+        for number, value in analysis.views.items()
+    }
+    return {
+        number: answer for number, answer in answers.items() if isinstance(answer, Save)
+    }
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where forward and backward part.
+
+    Attributes:
+        saved: the forward values that wait, in order.
+        steps: what the backward runs, in order.
+        stand_ins: for a value that the backward would compute, the saved one it equals.
+        operands: the operands that the backward reads.
+    """
+
+    saved: tuple[int, ...]
+    steps: tuple[int, ...]
+    stand_ins: dict[int, int]
+    operands: frozenset[int]
+
+
+def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int]:
+    """The forward values that may be saved, given the permitted classes."""
+    values = analysis.joint.graph.values
+    found: set[int] = set()
+    for member in analysis.members.values():
+        # What matmul makes for more than two dimensions is a view in all but name.
+        root = member
+        while values[root].op is _UNSAFE_VIEW:
+            root = values[root].args[0].index
+        is_own = analysis.roots[root] == root
+        if is_own and analysis.numbers[root] in permitted:
+            found.add(member)
+    return frozenset(index for index in found if analysis.is_saveable(index))
+
+
+def cut(
+    analysis: Analysis, members: frozenset[int], wanted: Sequence[Ref | None]
+) -> Cut:
+    """Walks back from the wanted gradients and stops at `members` (law 2).
+
+    Generator states are no choice: what is not recorded cannot be drawn again. They are
+    operands of the backward, like the inputs.
+    """
+    joint = analysis.joint
+    given = {state.index for state in joint.states}
+    stand_ins: dict[int, int] = {}
+    steps: set[int] = set()
+    operands: set[int] = set()
+    seen: set[int] = set()
+    pending = [ref.index for ref in wanted if ref is not None]
+    while pending:
+        index = pending.pop()
+        if index in seen or index in given:
+            continue
+        seen.add(index)
+        member = analysis.members.get(analysis.numbers[index])
+        if index < joint.graph.num_inputs:
+            operands.update({index} if index < joint.num_operands else ())
+        elif member in members:
+            assert member is not None
+            stand_ins[index] = member
+        else:
+            steps.add(index)
+            pending.extend(joint.graph.values[index].uses)
+    saved = tuple(sorted(set(stand_ins.values())))
+    return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands))
+
+
+def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
+    """Operands -> outputs, new values of changed operands, saved values, states.
+
+    Draws stay even where nothing reads them: the generator must end where it would. An
+    output that shares storage with an earlier one is cloned: the caller may change one of
+    them in place.
+
+    Returns:
+        The graph, and which outputs are views of something that nobody else holds: they
+        must leave as tensors of their own, which may be changed in place.
+    """
+    graph = joint.graph
+    draws = [
+        index
+        for index, value in enumerate(graph.values)
+        if not value.is_backward and operators.draws(value) and not value.is_redraw
+    ]
+    graph, outputs = _with_clones(graph, joint.outputs)
+    held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
+    graph = dataclasses.replace(graph, outputs=(*outputs, *held, *joint.states))
+    owners = roots(graph)
+    shared = {owners[ref.index] for ref in held}
+    untracked = tuple(
+        place
+        for place, ref in enumerate(outputs)
+        if owners[ref.index] != ref.index and owners[ref.index] not in shared
+    )
+    return _with_inputs(prune(graph, draws), joint.num_operands), untracked
+
+
+def _with_clones(
+    graph: Graph, outputs: tuple[Ref, ...]
+) -> tuple[Graph, tuple[Ref, ...]]:
+    owners = roots(graph)
+    values = list(graph.values)
+    seen: dict[int, int | None] = {}
+    cloned: list[Ref] = []
+    for ref in outputs:
+        owner, split = owners[ref.index], _split_of(values[ref.index])
+        if owner not in seen:
+            seen[owner] = split
+        elif split is None or split != seen[owner] or ref in cloned:
+            value = values[ref.index]
+            values.append(
+                dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=())
+            )
+            ref = Ref(len(values) - 1)
+        cloned.append(ref)
+    return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
+
+
+def _split_of(value: Value) -> int | None:
+    # The outputs of one split, chunk or unbind do not overlap.
+    return value.args[0].index if value.op is operator.getitem else None
+
+
+def _with_inputs(graph: Graph, count: int) -> Graph:
+    """The graph without its inputs after the first `count`, which it does not read."""
+    dropped = graph.num_inputs - count
+    number = {
+        index: index if index < count else index - dropped
+        for index in range(len(graph.values))
+    }
+    values = tuple(
+        _renamed(value, number)
+        for index, value in enumerate(graph.values)
+        if not count <= index < graph.num_inputs
+    )
+    outputs = tuple(
+        None if ref is None else Ref(number[ref.index]) for ref in graph.outputs
+    )
+    return check(Graph(values, count, outputs))
+
+
+def _renamed(value: Value, number: dict[int, int]) -> Value:
+    def rename(index: int) -> Ref:
+        return Ref(number[index])
+
+    return dataclasses.replace(
+        value,
+        args=replace_refs(value.args, rename),
+        kwargs=replace_refs(value.kwargs, rename),
+        state=None if value.state is None else rename(value.state.index),
+    )
+
+
+def backward_graph(
+    joint: Joint, found: Cut, saved: Sequence[int], wanted: Sequence[Ref | None]
+) -> Graph:
+    """Saved values, operands, states, cotangents -> the wanted gradients.
+
+    A draw of the forward that the backward runs again reads its recorded state.
+    """
+    values = joint.graph.values
+    inputs = [
+        *saved,
+        *range(joint.num_operands),
+        *(state.index for state in joint.states),
+        *range(joint.num_operands, joint.graph.num_inputs),
+    ]
+    number = {index: position for position, index in enumerate(inputs)}
+    number |= {index: number[stands] for index, stands in found.stand_ins.items()}
+    lines = [
+        Value(None, meta=values[index].meta, names=values[index].names)
+        for index in inputs
+    ]
+    for index in found.steps:
+        value = values[index]
+        number[index] = len(lines)
+        is_redraw = value.is_redraw or (
+            operators.draws(value) and not value.is_backward
+        )
+        value = dataclasses.replace(value, is_backward=True, is_redraw=is_redraw)
+        lines.append(_renamed(value, number))
+    outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
+    return check(Graph(tuple(lines), len(inputs), outputs))
+
+
+def unique_outputs(graph: Graph, skip: int) -> tuple[Graph, tuple[View, ...]]:
+    """Each output once, and none that is only a view of an input after the first `skip`.
+
+    `autograd.Function` can hand out neither a tensor twice nor one of its inputs.
+    """
+    unique: list[Ref] = []
+    views: list[View] = []
+    for ref in graph.outputs:
+        path = None if ref is None else view_path(graph, unique, ref)
+        if ref is None:
+            views.append(View(None, None, None, True))
+        elif path is not None and path[0] in unique:
+            views.append(View(unique.index(path[0]), None, path[1], False))
+        elif path is not None and path[0].index >= skip:
+            views.append(View(None, path[0].index - skip, path[1], False))
+        else:
+            unique.append(ref)
+            views.append(View(len(unique) - 1, None, None, False))
+    return prune(dataclasses.replace(graph, outputs=tuple(unique))), tuple(views)
+
+
+def recomputed(found: Cut, joint: Joint) -> tuple[str, ...]:
+    """The operators of the forward that the backward runs again, views left out."""
+    values = joint.graph.values
+    return tuple(
+        operators.short_name(values[index].op)
+        for index in found.steps
+        if not values[index].is_backward
+        and values[index].op is not operator.getitem
+        and operators.viewed(values[index]) is None
+    )
+
+

@@ -1,0 +1,194 @@
+"""A graph -> one straight-line Python function that frees each value at its last use.
+
+The text of the function is kept and printed by `.programs()`: what runs is what prints.
+While a trace of something around it runs, the graph is interpreted instead, so that each
+operator keeps its name and its line in the other trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _import_fx, _names, _operators as operators, _rng
+from remat._graph import Graph, TensorMeta, Value, refs, replace_refs
+
+_SIMPLE = (bool, int, str, type(None))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A graph that can be run on tensors.
+
+    Attributes:
+        graph: what it runs.
+        title: the name of the function in its printed form.
+    """
+
+    graph: Graph
+    title: str
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs for these inputs; no gradient is recorded."""
+        with torch.no_grad():
+            return self.with_gradient(inputs)
+
+    def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs, differentiable operator by operator if the caller wants that."""
+        if _compat.proxy_is_active():
+            return _interpret(self.graph, inputs)
+        return self._run(*inputs)
+
+    def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return _Writer(self.graph, self.title).text
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., list[Any]]:
+        writer = _Writer(self.graph, self.title)
+        namespace = dict(writer.bound)
+        exec(compile(writer.text, f"<remat {self.title}>", "exec"), namespace)
+        return namespace[self.title]
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operators that a run executes, in order."""
+        return self.graph.operators
+
+
+class _Writer:
+    """Writes the function and collects the objects that its text speaks of."""
+
+    def __init__(self, graph: Graph, title: str) -> None:
+        self.graph = graph
+        self.bound: dict[str, Any] = {"rng_swap": _rng.swap}
+        self._names: dict[int, str] = {}
+        inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
+        lines = [f"def {title}({inputs}):"]
+        last = _last_uses(graph)
+        for index in range(graph.num_inputs, len(graph.values)):
+            value = graph.values[index]
+            lines += [f"    {line}" for line in self._lines(index, value)]
+            freed = [f"v{use}" for use in last.get(index, ())]
+            if freed:
+                lines.append(f"    del {', '.join(freed)}")
+        outputs = ", ".join(
+            "None" if ref is None else f"v{ref.index}" for ref in graph.outputs
+        )
+        lines.append(f"    return [{outputs}]")
+        self.text = "\n".join(lines) + "\n"
+
+    def _lines(self, index: int, value: Value) -> list[str]:
+        comment = _comment(value)
+        call = f"v{index} = {self._call(value)}{comment}"
+        if not value.is_redraw:
+            return [call]
+        assert value.state is not None
+        state, device = f"v{value.state.index}", self._bind("device", _device(value))
+        return [
+            f"found = rng_swap({state}, {device})",
+            call,
+            f"rng_swap(found, {device})",
+        ]
+
+    def _call(self, value: Value) -> str:
+        if value.op is operator.getitem:
+            return f"v{value.args[0].index}[{value.args[1]}]"
+        if value.op is operators.constant:
+            return self._bind("constant", value.args[0])
+        arguments = [self._literal(argument) for argument in value.args]
+        arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
+        name = operators.short_name(value.op).replace(".", "_")
+        return f"{self._bind(name, value.op)}({', '.join(arguments)})"
+
+    def _literal(self, tree: Any) -> str:
+        if isinstance(tree, (tuple, list)):
+            items = [self._literal(item) for item in tree]  # pyright: ignore
+            return f"[{', '.join(items)}]"
+        if type(tree) in _SIMPLE:
+            return repr(tree)
+        if type(tree) is float and tree - tree == 0.0:
+            return repr(tree)
+        for index in refs(tree):
+            return f"v{index}"
+        return self._bind("literal", tree)
+
+    def _bind(self, name: str, thing: Any) -> str:
+        known = self._names.get(id(thing))
+        if known is not None:
+            return known
+        unique, count = name, 2
+        while unique in self.bound:
+            unique, count = f"{name}_{count}", count + 1
+        self.bound[unique] = thing
+        self._names[id(thing)] = unique
+        return unique
+
+
+def _comment(value: Value) -> str:
+    notes = [str(value.meta)] if isinstance(value.meta, TensorMeta) else []
+    notes += [f'"{name}"' for name in value.names]
+    notes += [value.source] if value.source else []
+    return "  # " + " ".join(notes) if notes else ""
+
+
+def _last_uses(graph: Graph) -> dict[int, list[int]]:
+    """For each step the values that nothing reads after it."""
+    kept = {ref.index for ref in graph.outputs if ref is not None}
+    last: dict[int, int] = {}
+    for index, value in enumerate(graph.values):
+        last[index] = index
+        for use in value.uses:
+            last[use] = index
+    found: dict[int, list[int]] = {}
+    for index, step in last.items():
+        if index not in kept and step >= graph.num_inputs:
+            found.setdefault(step, []).append(index)
+    return found
+
+
+def _device(value: Value) -> torch.device:
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return next(meta.device for meta in metas if meta is not None)
+
+
+def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
+    """Runs a graph step by step inside another trace, which learns names and lines."""
+    last = _last_uses(graph)
+    env: dict[int, Any] = dict(enumerate(inputs))
+    with torch._C.DisableTorchFunction():
+        for index, value in enumerate(graph.values):
+            if value.op is not None:
+                env[index] = _step(value, env)
+            for name in value.names:
+                _names.mark(env[index], name)
+            for freed in last.get(index, ()):
+                del env[freed]
+    return [None if ref is None else env[ref.index] for ref in graph.outputs]
+
+
+def _step(value: Value, env: dict[int, Any]) -> Any:
+    assert value.op is not None
+    args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
+    traced = _compat.active_graph()
+    before = len(traced.nodes)
+    if value.is_redraw:
+        assert value.state is not None
+        found = _rng.swap(env[value.state.index], _device(value))
+        out = value.op(*args, **dict(kwargs))
+        _rng.swap(found, _device(value))
+    else:
+        out = value.op(*args, **dict(kwargs))
+    note = _import_fx.Note(value.source, value.function)
+    _import_fx.annotate(traced, before, note)
+    return out

@@ -1,0 +1,599 @@
+"""A region: one function at one signature, its programs, and the regions derived from it.
+
+The derivatives of a region are regions again:
+
+- `vjp`: (saved, operands, states, cotangents) -> gradients, run by the backward program.
+  That a backward is a region too is what makes memory fall under `torch.func.grad`, which
+  records every backward in case somebody differentiates it. It saves its operands alone;
+  its own derivative is traced only if asked for, from the pullback of the function.
+- `jvp`: (operands, states, tangents) -> tangents, the region of the pushforward.
+- `batched`: the region of the mapped function; where reverse mode is taken per example,
+  its forward is the per-example program, mapped.
+
+Everything is traced when it is first needed and kept; `_bind` decides what is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
+from remat._errors import RecomputationError, explain
+from remat._graph import Ref, TensorMeta, label
+from remat._numerics import Numerics
+from remat._partition import (
+    Analysis,
+    Cut,
+    Save,
+    analyze,
+    backward_graph,
+    cut,
+    decide,
+    forward_graph,
+    permitted_members,
+    unique_outputs,
+)
+from remat._program import Program
+from remat._trace import Flat, Joint, Request, View, record, trace, with_states
+from remat.policies import AbstractPolicy, nothing_saveable
+
+Roots = tuple[object, ...]
+Layout = tuple[TensorMeta | None, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A flat function that can be executed again, for another trace.
+
+    Attributes:
+        build: from a call's roots to the function, tensors in and tensors out.
+        restored: a context in which the state that the function reads is what it was.
+        numerics: the switches under which the forward runs.
+    """
+
+    build: Callable[[Roots], Flat]
+    restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
+    numerics: Numerics
+
+    def derive(self, transform: Callable[[Flat], Flat]) -> Function:
+        """The same with another function made from this one."""
+        build = self.build
+        return dataclasses.replace(self, build=lambda roots: transform(build(roots)))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What one run of a region's forward hands out, at the level where it ran.
+
+    Attributes:
+        outputs: the region's outputs.
+        mutations: the new values of the operands that the function changed.
+        saved: what the backward reads besides the operands; no gradient flows there.
+        states: generator states that the draws started from.
+        flows: for each output whether a cotangent can come back; None means all.
+    """
+
+    outputs: Sequence[Tensor]
+    mutations: Sequence[Tensor] = ()
+    saved: Sequence[Tensor] = ()
+    states: Sequence[Tensor] = ()
+    flows: tuple[bool, ...] | None = None
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All tensors in a row."""
+        return [*self.outputs, *self.mutations, *self.saved, *self.states]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """How many there are of each."""
+        kinds = (self.outputs, self.mutations, self.saved, self.states)
+        outputs, mutations, saved, states = map(len, kinds)
+        return outputs, mutations, saved, states
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        flows: tuple[bool, ...] | None,
+    ) -> Results:
+        """The inverse of `flat` and `shape`."""
+        parts: list[Sequence[Tensor]] = []
+        start = 0
+        for count in shape:
+            parts.append(tensors[start : start + count])
+            start += count
+        return cls(*parts, flows=flows)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A program for a region's forward.
+
+    Attributes:
+        program: (leading tensors, operands) -> the tensors of `Results` in a row.
+        shape: how many of each kind.
+        num_leading: how many tensors it reads before the operands.
+        flows: for each output whether a cotangent can come back; None means all.
+        untracked: outputs that autograd must not take for views of something.
+        verification: compares what was saved with what is recomputed, if asked for.
+    """
+
+    program: Program
+    shape: tuple[int, int, int, int]
+    num_leading: int = 0
+    flows: tuple[bool, ...] | None = None
+    untracked: tuple[int, ...] = ()
+    verification: Verification | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Results:
+        """Runs it on tensors that no transform has wrapped."""
+        if self.verification is not None:
+            self.verification(tensors)
+        found = self.program(tensors)
+        for index in self.untracked:
+            found[index] = _compat.untracked_alias(found[index])
+        return Results.of(self.shape, found, self.flows)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A forward that an outer region's program made, and what it returns.
+
+    Attributes:
+        forward: the program.
+        views: how each returned tensor is made from outputs and operands.
+    """
+
+    forward: Forward
+    views: tuple[View, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batched:
+    """A region over physical tensors, and where its results are mapped.
+
+    Attributes:
+        region: the region.
+        dims: the mapped dimension of each tensor of the results in a row; None means
+            the first of each.
+    """
+
+    region: AnyRegion
+    dims: tuple[int | None, ...] | None
+
+
+class AnyRegion(Protocol):
+    """What `_bind` needs of a region: traced ones and those that run again."""
+
+    @property
+    def num_leading(self) -> int: ...
+    @property
+    def keeps(self) -> bool: ...
+    def views(self, roots: Roots) -> tuple[View, ...] | None: ...
+    def num_draws(self, roots: Roots) -> int: ...
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor]], Results]: ...
+    def vjp(
+        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...], num_states: int
+    ) -> AnyRegion: ...
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
+
+
+@final
+class Region:
+    """One function at one signature; see the module's docstring."""
+
+    def __init__(
+        self,
+        function: Function,
+        operands: tuple[TensorMeta, ...],
+        policy: AbstractPolicy,
+        *,
+        joint: Joint | None = None,
+        given: Given | None = None,
+        states: tuple[int, ...] = (),
+        verify: bool = False,
+    ) -> None:
+        """Makes a region; nothing is traced yet.
+
+        Args:
+            function: what the region computes.
+            operands: the metadata of what it takes.
+            policy: what its backward may find saved.
+            joint: its joint graph, where it is known already.
+            given: its forward, where an outer region's program made it.
+            states: which operands are generator states for its draws, in order.
+            verify: whether the backward compares saved values with recomputed ones.
+        """
+        self.verify = verify
+        self.function = function
+        self.operands = operands
+        self.policy = policy
+        self.given = given
+        self.states = states
+        self._made: dict[Any, Any] = {}
+        if joint is not None:
+            self._made["joint"] = joint
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        found = self._made.get(key)
+        if found is None:
+            # Two threads may both make it; the first stays.
+            found = self._made.setdefault(key, make())
+        return found
+
+    def joint(self, roots: Roots) -> Joint:
+        """The joint graph for cotangents laid out like the outputs."""
+        return self._once("joint", lambda: self._trace(roots, None, None))
+
+    def _trace(
+        self, roots: Roots, layout: Layout | None, numerics: Numerics | None
+    ) -> Joint:
+        request = Request(
+            self.function.build(roots),
+            self.operands,
+            layout,
+            backward_numerics=numerics,
+        )
+        with self.function.restored(roots), self.function.numerics.applied():
+            return with_states(trace(request).joint, self.states)
+
+    def analysis(self, roots: Roots) -> Analysis:
+        """The joint graph with its classes."""
+        return self._once("analysis", lambda: analyze(self.joint(roots)))
+
+    def decisions(self, roots: Roots) -> dict[int, Save]:
+        """What the policy permits, by class."""
+        return self._once(
+            "decisions", lambda: decide(self.analysis(roots), self.policy)
+        )
+
+    def cut(self, roots: Roots) -> Cut:
+        """Where forward and backward part."""
+        return self._once("cut", lambda: self._cut(roots))
+
+    def _cut(self, roots: Roots) -> Cut:
+        analysis = self.analysis(roots)
+        # What another region's program does not hand out cannot be saved.
+        permitted = {} if self.given else self.decisions(roots)
+        members = permitted_members(analysis, permitted)
+        return cut(analysis, members, analysis.joint.gradients)
+
+    def forward(self, roots: Roots, save: bool) -> Forward:
+        """The forward, with or without handing out what the backward will read."""
+        if self.given is not None:
+            return self.given.forward
+        return self._once(("forward", save), lambda: self._forward(roots, save))
+
+    def _forward(self, roots: Roots, save: bool) -> Forward:
+        joint = self.joint(roots)
+        saved = self.cut(roots).saved if save else ()
+        if not save:
+            joint = dataclasses.replace(joint, states=())
+        graph, untracked = forward_graph(joint, saved)
+        shape = (
+            len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)
+        )
+        return Forward(
+            Program(graph, "forward"),
+            shape,
+            flows=joint.differentiable,
+            untracked=untracked,
+        )
+
+    @property
+    def num_leading(self) -> int:
+        """How many tensors the forward reads before the operands."""
+        return 0 if self.given is None else self.given.forward.num_leading
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the backward reads what the forward saved, not only its operands."""
+        return self.given is None
+
+    def views(self, roots: Roots) -> tuple[View, ...]:
+        """How what the function returns is made from the outputs and operands."""
+        return self.joint(roots).views if self.given is None else self.given.views
+
+    def num_draws(self, roots: Roots) -> int:
+        """How many generator states the forward records."""
+        return self.forward(roots, save=True).shape[3]
+
+    def chosen(self, roots: Roots) -> tuple[int, ...]:
+        """Which of the tensors that the function returns are the outputs."""
+        whole = {
+            view.output: index
+            for index, view in reversed(list(enumerate(self.views(roots))))
+            if view.output is not None and view.path is None
+        }
+        if self.given is None:
+            return self.joint(roots).chosen
+        return tuple(whole[output] for output in range(self.given.forward.shape[0]))
+
+    def vjp(
+        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...], num_states: int
+    ) -> Region:
+        """The region of the gradients of `wanted` operands, given these cotangents.
+
+        Its operands: this region's, `num_states` generator states, the cotangents. What
+        this region saved comes before them.
+        """
+        numerics = Numerics.current()
+        return self._once(
+            ("vjp", layout, wanted, num_states, numerics),
+            lambda: self._vjp(roots, layout, wanted, num_states, numerics),
+        )
+
+    def _vjp(
+        self,
+        roots: Roots,
+        layout: Layout,
+        wanted: tuple[bool, ...],
+        num_states: int,
+        numerics: Numerics,
+    ) -> Region:
+        analysis, saved = self._backward_analysis(roots, layout, numerics)
+        gradients = tuple(
+            ref if each else None
+            for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
+        )
+        found = cut(analysis, frozenset(saved), gradients)
+        asked = tuple(
+            ref
+            for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
+            if each
+        )
+        graph = backward_graph(analysis.joint, found, saved, asked)
+        unique, views = unique_outputs(graph, len(saved))
+        forward = Forward(
+            Program(unique, "backward"),
+            (len(unique.outputs), 0, 0, 0),
+            len(saved),
+            verification=_verification(analysis, saved) if self.verify else None,
+        )
+        return Region(
+            self.function.derive(self._pullback(roots, layout, wanted)),
+            (*self.operands, *_metas(analysis.joint.states, analysis),
+             *(_wanting(meta) for meta in layout if meta is not None)),
+            nothing_saveable,
+            given=Given(forward, views),
+            states=self._states_after(num_states),
+        )
+
+    def _states_after(self, num_states: int) -> tuple[int, ...]:
+        count = len(self.operands)
+        return self.states or tuple(range(count, count + num_states))
+
+    def _pullback(
+        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...]
+    ) -> Callable[[Flat], Flat]:
+        chosen = self.chosen(roots)
+        pull = Pull(
+            tuple(chosen[k] for k, meta in enumerate(layout) if meta is not None),
+            tuple(index for index, each in enumerate(wanted) if each),
+            len(self.operands),
+        )
+        return lambda function: pullback(function, pull)
+
+    def _backward_analysis(
+        self, roots: Roots, layout: Layout, numerics: Numerics
+    ) -> tuple[Analysis, tuple[int, ...]]:
+        """The joint graph for these cotangents, and where in it the saved values are.
+
+        What is saved was settled by the forward, for cotangents laid out like outputs.
+        """
+        analysis, saved = self.analysis(roots), self.cut(roots).saved
+        usual = tuple(
+            _plain(meta) if flows else None
+            for meta, flows in zip(
+                analysis.joint.output_metas, analysis.joint.differentiable, strict=True
+            )
+        )
+        if layout == usual and numerics.autocast == ():
+            return analysis, saved
+        again = analyze(self._trace(roots, layout, numerics))
+        _require_same_forward(analysis, again)
+        place = {index: rank for rank, index in enumerate(analysis.forward)}
+        return again, tuple(again.forward[place[index]] for index in saved)
+
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[Region, tuple[int, ...]]:
+        """The region of the outputs' tangents, and which outputs have one.
+
+        Its operands: this region's, `num_states` generator states, the tangents.
+        """
+        return self._once(
+            ("jvp", has_tangent, num_states),
+            lambda: self._jvp(roots, has_tangent, num_states),
+        )
+
+    def _jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[Region, tuple[int, ...]]:
+        joint = self.joint(roots)
+        chosen = self.chosen(roots)
+        moved = tuple(
+            index
+            for index, meta in enumerate(self._output_metas(roots))
+            if meta.is_differentiable
+        )
+        outputs = tuple(chosen[index] for index in moved)
+        operands = (
+            *self.operands,
+            *(_metas(joint.states, self.analysis(roots)) if num_states else ()),
+            *(
+                _wanting(meta)
+                for meta, has in zip(self.operands, has_tangent, strict=True)
+                if has
+            ),
+        )
+        region = Region(
+            self.function.derive(lambda f: pushforward(f, outputs, has_tangent)),
+            operands,
+            self.policy,
+            states=self._states_after(num_states),
+        )
+        return region, moved
+
+    def _output_metas(self, roots: Roots) -> list[TensorMeta]:
+        graph = self.forward(roots, save=True).program.graph
+        count = self.forward(roots, save=True).shape[0]
+        metas = [graph.values[ref.index].meta for ref in graph.outputs[:count] if ref]
+        return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        """The region of the mapped function, over the physical tensors."""
+        return self._once(
+            ("batched", batch, save), lambda: self._batched(roots, batch, save)
+        )
+
+    def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        chosen = self.chosen(roots)
+        if self.given is None and not save:
+            # Reverse mode is taken below this level: the policy sees batched values.
+            function = self.function.derive(lambda f: mapped(f, chosen, batch, 0))
+            region = Region(function, batch.metas, self.policy, states=self.states)
+            written = [operand for operand, _ in region.joint(roots).mutations]
+            dims = [0] * len(chosen) + [batch.dims[operand] for operand in written]
+            return Batched(region, tuple(dims))
+        forward = self.forward(roots, save)
+        skip = forward.num_leading
+        program, dims = _map_program(forward, batch)
+        views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
+        region = Region(
+            self.function.derive(lambda f: mapped(f, chosen, batch, skip)),
+            batch.metas[skip:],
+            nothing_saveable,
+            given=Given(Forward(program, forward.shape, skip, forward.flows), views),
+            states=self.states,
+        )
+        return Batched(region, dims)
+
+
+def _map_program(
+    forward: Forward, batch: Batch
+) -> tuple[Program, tuple[int | None, ...]]:
+    """A program over physical tensors; its outputs are mapped over dimension 0."""
+    dims: list[int | None] = []
+    count = forward.shape[0]
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        over = _compat.restore_vmap(
+            lambda *inputs: tuple(forward.program(inputs)),
+            batch.dims,
+            batch.size,
+            batch.randomness,
+        )
+        found, found_dims = over(*tensors)
+        outputs = [
+            mapped_first(tensor, dim, batch.size)
+            for tensor, dim in zip(found[:count], found_dims, strict=False)
+        ]
+        dims[:] = [0] * count + list(found_dims[count:])
+        return [*outputs, *found[count:]]
+
+    graph = record(run, batch.metas)
+    return Program(graph, f"mapped_{forward.program.title}"), tuple(dims)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Compares what was saved with what the same operands give now, bit by bit.
+
+    Attributes:
+        program: (saved, operands, states, cotangents) -> the saved values, recomputed.
+        labels: what to call them.
+    """
+
+    program: Program
+    labels: tuple[str, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Raises RecomputationError at the first value that differs."""
+        if _compat.proxy_is_active():
+            return
+        again = self.program(tensors)
+        saved = tensors[: len(again)]
+        for label, first, second in zip(self.labels, saved, again, strict=True):
+            if not _compat.same_bits(first, second):
+                raise _differs(label, first, second)
+
+
+def _verification(analysis: Analysis, saved: tuple[int, ...]) -> Verification:
+    wanted = tuple(Ref(index) for index in saved)
+    found = cut(analysis, frozenset(), wanted)
+    graph = backward_graph(analysis.joint, found, saved, wanted)
+    labels = tuple(label(analysis.joint.graph, index) for index in saved)
+    return Verification(Program(graph, "verification"), labels)
+
+
+def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
+    different = int((first != second).sum())
+    place = int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
+    values = first.flatten()[place].item(), second.flatten()[place].item()
+    return RecomputationError(
+        explain(
+            where=label,
+            what=f"the recomputation differs from the forward in {different} of "
+            f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
+            f"saved, {values[1]!r} is recomputed.",
+            why="A tensor that the region reads was changed where autograd does not "
+            "see it (through .data, or under no_grad in a custom operator), or the "
+            "operator does not give the same bits twice.",
+            do="Change tensors in place only after backward(), and see "
+            "torch.use_deterministic_algorithms.",
+        )
+    )
+
+
+def _plain(meta: TensorMeta) -> TensorMeta:
+    return dataclasses.replace(meta, requires_grad=False)
+
+
+def _wanting(meta: TensorMeta) -> TensorMeta:
+    return dataclasses.replace(meta, requires_grad=meta.is_differentiable)
+
+
+def _metas(refs: Sequence[Ref], analysis: Analysis) -> list[TensorMeta]:
+    metas = [analysis.joint.graph.values[ref.index].meta for ref in refs]
+    return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+
+def _require_same_forward(first: Analysis, again: Analysis) -> None:
+    def operators(analysis: Analysis) -> list[Any]:
+        values = analysis.joint.graph.values
+        return [values[index].op for index in analysis.forward]
+
+    if operators(first) != operators(again):
+        raise RecomputationError(
+            explain(
+                where="a region's backward",
+                what="the function ran other operators than when it was first traced.",
+                why="The backward for these cotangents is traced anew, and must find "
+                "the forward that ran.",
+                do="Make the function depend on nothing but its arguments and the state "
+                "that the documentation lists as covered.",
+            )
+        )
+
+

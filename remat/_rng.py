@@ -1,0 +1,70 @@
+"""Generator states as values: recorded before a draw, put back around its redraw.
+
+A recomputed draw reads the state that its first run started from, so that it gives the
+same numbers even where other draws were cut out as dead work; the generator itself is
+left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from remat import _compat
+
+_library = _compat.library()
+_library.define("rng_state(Device device) -> Tensor")
+_library.define("rng_swap(Tensor state, Device device) -> Tensor")
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def _set(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    found = _get(device)
+    _set(state, device)
+    return found
+
+
+_library.impl("rng_state", _get, "CompositeExplicitAutograd")
+_library.impl("rng_swap", _swap, "CompositeExplicitAutograd")
+STATE = torch.ops.remat.rng_state.default
+SWAP = torch.ops.remat.rng_swap.default
+_compat.keep_in_traces(STATE)
+_compat.keep_in_traces(SWAP)
+
+
+@torch.library.register_fake("remat::rng_state", lib=_library)
+def _fake_state(device: torch.device) -> torch.Tensor:
+    return torch.empty(size_bytes(device), dtype=torch.uint8)
+
+
+@torch.library.register_fake("remat::rng_swap", lib=_library)
+def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(state)
+
+
+def size_bytes(device: torch.device) -> int:
+    """How large the state of a device's generator is."""
+    return 5056 if device.type == "cpu" else 16
+
+
+def record(device: torch.device) -> torch.Tensor:
+    """The generator state of a device, by value."""
+    with _compat.leave_functorch():
+        return STATE(device)
+
+
+def swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Puts a state in and hands out the one it replaces."""
+    with _compat.leave_functorch():
+        return SWAP(state, device)

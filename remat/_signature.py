@@ -1,0 +1,270 @@
+"""A call -> its tensors, the objects that must be looked into, and a key for the rest.
+
+Tensors are dynamic: the key holds their metadata. Every other leaf is static: the key
+holds its type and value, and 1, 1.0 and True, or 0.0 and -0.0, are four different ones.
+An object that is neither is a *root*: what the function reads of it is found while it is
+traced, and checked at each call like a closure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import StaticArgumentError, explain
+from remat._graph import TensorMeta
+
+TENSOR, STATIC, ROOT = "tensor", "static", "root"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statics:
+    """Which arguments are compared as a whole: `static_argnums`, `static_argnames`."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How the leaves of a call are put together again.
+
+    Attributes:
+        spec: the pytree of (args, kwargs).
+        kinds: for each leaf whether it is a tensor, static, or a root.
+        values: the static leaves, in order.
+    """
+
+    spec: Any
+    kinds: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def arguments(
+        self, tensors: Sequence[Tensor], roots: Sequence[object]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's (args, kwargs) with other tensors and objects."""
+        sources: dict[str, Iterator[Any]] = {
+            TENSOR: iter(tensors),
+            STATIC: iter(self.values),
+            ROOT: iter(roots),
+        }
+        leaves = [next(sources[kind]) for kind in self.kinds]
+        return _compat.unflatten(leaves, self.spec)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """One call, taken apart.
+
+    Attributes:
+        key: what must be equal for a trace to be used again, captured state aside.
+        layout: how the arguments are put together.
+        tensors: the dynamic leaves.
+        objects: the leaves that must be looked into.
+        requires_grad: for each tensor whether some level of reverse mode wants it.
+    """
+
+    key: Hashable
+    layout: Layout
+    tensors: tuple[Tensor, ...]
+    objects: tuple[object, ...]
+    requires_grad: tuple[bool, ...]
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the tensors."""
+        return tuple(
+            TensorMeta.of(tensor, requires_grad=wanted)
+            for tensor, wanted in zip(self.tensors, self.requires_grad, strict=True)
+        )
+
+
+@final
+class _Static:
+    """Keeps an argument from being walked."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def sign(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> Signature:
+    """Takes a call of `function` apart.
+
+    Raises:
+        StaticArgumentError: if a leaf can be neither traced nor compared.
+    """
+    if statics.positions or statics.names:
+        args, kwargs = _wrapped(function, args, kwargs, statics)
+    leaves, spec = _compat.flatten((args, dict(kwargs)))
+    tensors: list[Tensor] = []
+    objects: list[object] = []
+    values: list[Any] = []
+    kinds: list[str] = []
+    keys: list[Hashable] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            kinds.append(TENSOR)
+            tensors.append(leaf)
+        elif (key := _static_key(leaf)) is not None:
+            kinds.append(STATIC)
+            values.append(leaf.value if isinstance(leaf, _Static) else leaf)
+            keys.append(key)
+        else:
+            kinds.append(ROOT)
+            if type(leaf).__module__ == "numpy":
+                raise _numpy(leaf, labels(function, args, kwargs)[index])
+            objects.append(leaf)
+            keys.append(type(leaf))
+    wanted = tuple(map(_compat.requires_grad_anywhere, tensors))
+    metas = tuple(
+        (each.shape, each.stride(), each.dtype, each.device, flag)
+        for each, flag in zip(tensors, wanted, strict=True)
+    )
+    key = (spec, tuple(kinds), tuple(keys), metas)
+    layout = Layout(spec, tuple(kinds), tuple(values))
+    return Signature(key, layout, tuple(tensors), tuple(objects), wanted)
+
+
+def _wrapped(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = _parameter_names(function, len(args))
+    positions = {index + len(args) if index < 0 else index for index in statics.positions}
+    # A parameter is static by its name too where it is passed by position, and the other
+    # way round.
+    by_position = {name for index, name in enumerate(_parameters(function)) if index in positions}
+    chosen = statics.names | by_position
+    wrapped = [
+        _static(arg, name) if index in positions or name in chosen else arg
+        for index, (arg, name) in enumerate(zip(args, names, strict=True))
+    ]
+    return tuple(wrapped), {
+        name: _static(arg, name) if name in chosen else arg
+        for name, arg in kwargs.items()
+    }
+
+
+def _static(value: Any, name: str) -> _Static:
+    if isinstance(value, Tensor):
+        raise StaticArgumentError(
+            explain(
+                where=f"the static argument `{name}`",
+                what=f"is a tensor, {TensorMeta.of(value)}.",
+                why="Static arguments are compared by == and hash; a tensor would be "
+                "frozen into the trace and lose its gradient.",
+                do="Take it out of static_argnums and static_argnames.",
+            )
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise StaticArgumentError(
+            explain(
+                where=f"the static argument `{name}` of type {type(value).__name__}",
+                what=f"cannot be hashed ({error}).",
+                why="Static arguments are compared by == and hash at each call.",
+                do="Pass a tuple for a list, a frozen dataclass for a dict, or leave "
+                "it out of static_argnums and static_argnames.",
+            )
+        ) from error
+    return _Static(value)
+
+
+_BY_VALUE = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_BY_VALUE += (torch.memory_format, types.EllipsisType, range, type(NotImplemented))
+
+
+def _static_key(leaf: Any) -> Hashable | None:
+    """What stands for a static leaf in the key; None if it must be looked into."""
+    kind = type(leaf)
+    if kind in (float, complex):
+        # The text tells -0.0 from 0.0 and lets nan equal itself.
+        return (kind, repr(leaf))
+    if kind in _BY_VALUE:
+        return (kind, leaf)
+    if kind is _Static:
+        return _whole_key(leaf.value)
+    if isinstance(leaf, (type, enum.Enum, torch.Generator)):
+        return (kind, leaf)
+    if kind is slice:
+        parts = (leaf.start, leaf.stop, leaf.step)
+        keys = [_static_key(part) for part in parts]
+        return None if None in keys else (kind, *keys)
+    return None
+
+
+def _whole_key(value: Any) -> Hashable:
+    if type(value) in (float, complex):
+        return (type(value), repr(value))
+    return (type(value), value)
+
+
+def _numpy(leaf: Any, label: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        explain(
+            where=f"the argument `{label}`",
+            what=f"is a numpy {type(leaf).__name__}.",
+            why="It is neither a tensor nor comparable at each call: a trace would "
+            "freeze its contents.",
+            do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant "
+            "a Python number or a tuple of them.",
+        )
+    )
+
+
+def labels(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What messages and reports call each leaf of a call: "x", "params.w", "xs.0"."""
+    names = _parameter_names(function, len(args))
+    return tuple(
+        ".".join([name, *path])
+        for name, tree in [*zip(names, args, strict=True), *kwargs.items()]
+        for path, _ in _compat.leaves_with_path(tree)
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        # Builtins without a signature.
+        return []
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for index in range(count):
+        parameter = parameters[min(index, len(parameters) - 1)] if parameters else None
+        if parameter is None:
+            names.append(f"args.{index}")
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names.append(f"{parameter.name}.{index - len(parameters) + 1}")
+        else:
+            names.append(parameter.name)
+    return names

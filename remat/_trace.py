@@ -1,0 +1,508 @@
+"""Pure function and metadata -> joint graph of its forward and its backward.
+
+The function runs once, on fake tensors, outside of every transform and mode of the caller
+(`make_fx` under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd
+does), so that users' `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph
+what they mean outside. Fakes have the exact strides of inputs and cotangents: kernels
+choose by strides, and a wrong guess is silently wrong. In-place operators are then
+replaced by a second pass (`torch.func.functionalize`, views kept).
+
+A torch-function mode sees every call of the user's code: it swaps captured tensors for
+inputs of the trace, and notes which line and which torch function makes each value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from remat import _compat, _import_fx
+from remat._errors import CapturedTensorError, RematError, TraceError, explain
+from remat._numerics import Numerics
+from remat._graph import Graph, Ref, TensorMeta, Value, check
+
+Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+Note = _import_fx.Note
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joint:
+    """A forward and its backward, in one graph.
+
+    Attributes:
+        graph: inputs are the operands, then the cotangents of `outputs` that are not
+            None in `cotangents`.
+        num_operands: how many inputs are operands.
+        chosen: which of the returned tensors the forward hands out.
+        outputs: these.
+        differentiable: for each output, whether a cotangent can come back for it.
+        views: for each tensor that the function returned, how to make it again from an
+            output or an operand (see `View`).
+        gradients: one Ref an operand, None where no gradient flows.
+        mutations: (operand, its new value) of operands that the function changed.
+        states: generator states that the forward's draws started from, in order.
+    """
+
+    graph: Graph
+    num_operands: int
+    chosen: tuple[int, ...]
+    outputs: tuple[Ref, ...]
+    differentiable: tuple[bool, ...]
+    views: tuple[View, ...]
+    gradients: tuple[Ref | None, ...]
+    mutations: tuple[tuple[int, Ref], ...]
+    states: tuple[Ref, ...]
+
+    @property
+    def output_metas(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the outputs."""
+        metas = [self.graph.values[ref.index].meta for ref in self.outputs]
+        return tuple(meta for meta in metas if isinstance(meta, TensorMeta))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """How one returned tensor is made from an output or an operand.
+
+    Attributes:
+        output: which output it is or shares its storage with; None for an operand.
+        operand: which operand, likewise.
+        path: the view operators in between, as a graph with one input; None if it is the
+            output or operand itself.
+        is_detached: whether no gradient flows although one flows to the base.
+    """
+
+    output: int | None
+    operand: int | None
+    path: Graph | None
+    is_detached: bool
+
+
+@dataclasses.dataclass
+class _Running:
+    """What a running trace knows: the mode asks it, the end of the trace reads it."""
+
+    mode: Any
+    find: Callable[[Tensor], bool]
+    substitutes: list[Mapping[int, Tensor]]
+    captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    fakes: list[weakref.ref[Tensor]] = dataclasses.field(
+        default_factory=list[weakref.ref[Tensor]]
+    )
+
+
+class _Thread(threading.local):
+    running: _Running | None = None
+
+
+_thread = _Thread()
+
+
+def is_running() -> bool:
+    """Whether this thread is tracing."""
+    return _thread.running is not None
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """The trace's stand-in for a real tensor, which becomes an input of the graph."""
+    running = _thread.running
+    if running is None or _compat.is_fake(tensor):
+        return tensor
+    for mapping in reversed(running.substitutes):
+        if id(tensor) in mapping:
+            return mapping[id(tensor)]
+    return _capture(running, tensor)
+
+
+def _capture(running: _Running, tensor: Tensor) -> Tensor:
+    for known, leaf in zip(running.captured, running.leaves, strict=True):
+        if known is tensor:
+            return leaf
+    if not running.find(tensor):
+        raise CapturedTensorError(
+            explain(
+                where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+                what="is reached by a way that cannot be followed at the next call.",
+                why="It would be frozen into the trace: its gradient would be lost, and "
+                "a later value of it never seen.",
+                do="Pass it as an argument, or keep it in a closure, a global, a list, "
+                "a dict or an attribute that the function names.",
+            )
+        )
+    name = f"captured_{len(running.captured)}"
+    meta = TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+    leaf = _placeholder(meta, name)
+    running.captured.append(tensor)
+    running.leaves.append(leaf)
+    return leaf
+
+
+@contextlib.contextmanager
+def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
+    """Inside, the captured tensors with these ids stand for the given operands."""
+    running = _thread.running
+    if running is None:
+        yield
+        return
+    running.substitutes.append(mapping)
+    try:
+        yield
+    finally:
+        running.substitutes.pop()
+
+
+class _UserCalls(TorchFunctionMode):
+    """Sees the torch calls of the traced function, and those alone."""
+
+    def __init__(self, running: _Running) -> None:
+        self._running = running
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        running = self._running
+        if _thread.running is not running or not _compat.proxy_is_active():
+            # A region inside is traced on its own; torch itself works unrecorded.
+            return func(*args, **(kwargs or {}))
+        args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
+        graph = _compat.active_graph()
+        before = len(graph.nodes)
+        out = func(*args, **kwargs)
+        if len(graph.nodes) > before:
+            note = Note(user_line(), getattr(func, "__name__", ""), is_backward=False)
+            _import_fx.annotate(graph, before, note)
+        running.fakes.extend(
+            weakref.ref(each) for each in _compat.tensor_leaves(out) if _compat.is_fake(each)
+        )
+        return out
+
+
+_LIBRARIES = (
+    torch.__path__[0],
+    __file__.rpartition("/")[0],
+    contextlib.__file__,
+    "<",
+)
+
+
+def user_line() -> str:
+    """The innermost "file.py:line" outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
+            return f"{filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _placeholder(meta: TensorMeta, name: str) -> Tensor:
+    """A further input of the running trace, made where the trace does not see it."""
+    with _compat.leave_functorch():
+        with _compat.unrecorded():
+            fake = _fake(meta)
+        _compat.add_placeholder(fake, name)
+    return fake
+
+
+def _fake(meta: TensorMeta) -> Tensor:
+    fake = torch.empty_strided(
+        meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
+    )
+    return fake.requires_grad_(meta.requires_grad)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What to trace.
+
+    Attributes:
+        function: tensors in, tensors (or None) out.
+        operands: the metadata of what goes in.
+        cotangents: the metadata of each output's cotangent, None where none comes; the
+            whole is None for "like the outputs".
+        find: whether a captured tensor may become a further operand.
+        backward_numerics: the switches under which the backward half runs; None means
+            the forward's, without autocast.
+    """
+
+    function: Flat
+    operands: tuple[TensorMeta, ...]
+    cotangents: tuple[TensorMeta | None, ...] | None = None
+    find: Callable[[Tensor], bool] = lambda _: False
+    backward_numerics: Numerics | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A joint graph and what was met on the way.
+
+    Attributes:
+        joint: the graph.
+        captured: the captured tensors, which are the operands after the given ones.
+        fakes: weak references to what the user's code held while it ran.
+    """
+
+    joint: Joint
+    captured: tuple[Tensor, ...]
+    fakes: tuple[weakref.ref[Tensor], ...]
+
+
+def trace(request: Request) -> Traced:
+    """Traces a function and its backward.
+
+    Raises:
+        TraceError: if it cannot be traced: it branches on values, say.
+        CapturedTensorError: if it reaches a tensor that `request.find` does not know.
+    """
+    running = _Running(_compat.fake_mode(), request.find, [])
+    outer, _thread.running = _thread.running, running
+    try:
+        with _compat.isolated(), torch.enable_grad(), running.mode:
+            run = _Run(request, running)
+            module = _record(run)
+            return _finish(run, module)
+    finally:
+        _thread.running = outer
+
+
+class _Run:
+    """One execution of the function and its backward under `make_fx`."""
+
+    def __init__(self, request: Request, running: _Running) -> None:
+        self.request = request
+        self.running = running
+        self.differentiable: list[bool] = []
+        self.detached: list[bool] = []
+        self.chosen: tuple[int, ...] = ()
+        self.num_returned = 0
+
+    def __call__(self, *operands: Tensor) -> list[Tensor | None]:
+        running, request = self.running, self.request
+        with _UserCalls(running), _compat.lifted_function_apply(lift):
+            returned = [
+                out if out is None else lift(out) for out in request.function(operands)
+            ]
+        self.num_returned = len(returned)
+        self.chosen = _choose([*operands, *running.leaves], returned)
+        outputs = [out for index in self.chosen if (out := returned[index]) is not None]
+        self.differentiable = [out.requires_grad for out in outputs]
+        self.detached = [
+            out is not None and not out.requires_grad for out in returned
+        ]
+        _note_forward(_compat.active_graph())
+        with _backward_numerics(request.backward_numerics):
+            gradients = self._gradients([*operands, *running.leaves], outputs)
+        return [*returned, *gradients]
+
+    def _gradients(
+        self, operands: list[Tensor], handed_out: list[Tensor]
+    ) -> list[Tensor | None]:
+        given = self.request.cotangents
+        outputs: list[Tensor] = []
+        cotangents: list[Tensor] = []
+        for index, output in enumerate(handed_out):
+            if not output.requires_grad:
+                continue
+            meta = TensorMeta.of(output) if given is None else given[index]
+            if meta is None:
+                continue
+            outputs.append(output)
+            meta = dataclasses.replace(meta, requires_grad=False)
+            cotangents.append(_placeholder(meta, f"cotangent_{index}"))
+        wanted = [operand for operand in operands if operand.requires_grad]
+        if not wanted or not outputs:
+            return [None] * len(operands)
+        found = iter(
+            torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        )
+        return [next(found) if each.requires_grad else None for each in operands]
+
+
+def _backward_numerics(
+    numerics: Numerics | None,
+) -> contextlib.AbstractContextManager[None]:
+    # Users call .backward() outside of autocast, as torch recommends.
+    if numerics is None:
+        forward = Numerics.current()
+        return dataclasses.replace(forward, autocast=()).applied()
+    return numerics.applied()
+
+
+def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int, ...]:
+    """Which returned tensors the region hands out; the others are views of these.
+
+    A tensor that shares its storage with an operand, or with a returned tensor that owns
+    it, is made again from that one, so that the caller's in-place changes stay visible.
+    """
+    owned = {_compat.storage_key(operand) for operand in operands}
+    tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
+    # Owners first, and where one is another's detached alias, the one with a gradient.
+    tensors.sort(key=lambda pair: (pair[1]._is_view(), not pair[1].requires_grad))
+    chosen: list[int] = []
+    taken: set[int] = set()
+    for index, tensor in tensors:
+        key = _compat.storage_key(tensor)
+        if key in owned or id(tensor) in taken:
+            continue
+        taken.add(id(tensor))
+        chosen.append(index)
+        if not tensor._is_view():
+            owned.add(key)
+    return tuple(sorted(chosen))
+
+
+def _note_forward(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        note = node.meta.get("remat", Note("", ""))
+        node.meta["remat"] = dataclasses.replace(note, is_backward=False)
+
+
+def _record(run: _Run) -> fx.GraphModule:
+    running = run.running
+    operands = [_fake(meta) for meta in run.request.operands]
+    running.fakes.extend(weakref.ref(fake) for fake in operands)
+    try:
+        module = _compat.make_fx(run, operands)
+        if _import_fx.has_mutations(module.graph):
+            module = _import_fx.functionalize(module, operands)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if isinstance(error, RematError) or not _compat.needs_values(error):
+            raise
+        raise _untraceable(error) from error
+    return module
+
+
+def _untraceable(error: Exception) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"{_line_of(error)}",
+            what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
+            why="A trace sees shapes and types, not values: it cannot branch on a "
+            "tensor's values, call .item(), or run a kernel that hides its work.",
+            do='Use torch.where, or engine="rerun", which runs the function again in '
+            "the backward.",
+        )
+    )
+
+
+def _line_of(error: Exception) -> str:
+    lines: list[str] = []
+    step = error.__traceback__
+    while step is not None:
+        filename = step.tb_frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES):
+            lines.append(f"{filename.rpartition('/')[2]}:{step.tb_lineno}")
+        step = step.tb_next
+    return lines[-1] if lines else "the function"
+
+
+def _finish(run: _Run, module: fx.GraphModule) -> Traced:
+    imported = _import_fx.import_graph(module)
+    running, count = run.running, run.num_returned
+    returned = imported.outputs[:count]
+    outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
+    forward = [*outputs, *(new for _, new in imported.mutations), *imported.states]
+    values = _settle_phases(imported.values, [ref.index for ref in forward])
+    graph = check(Graph(values, imported.num_inputs, imported.outputs))
+    bases = {new: operand for operand, new in imported.mutations}
+    joint = Joint(
+        graph=graph,
+        num_operands=len(run.request.operands) + len(running.captured),
+        chosen=run.chosen,
+        outputs=outputs,
+        differentiable=tuple(run.differentiable),
+        views=tuple(
+            _view(graph, outputs, bases, ref, is_detached)
+            for ref, is_detached in zip(returned, run.detached, strict=True)
+        ),
+        gradients=imported.outputs[count:],
+        mutations=imported.mutations,
+        states=imported.states,
+    )
+    return Traced(joint, tuple(running.captured), tuple(running.fakes))
+
+
+def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value, ...]:
+    """What a forward value or output needs is forward, wherever it was recorded.
+
+    The second pass brings views of changed tensors up to date only where they are read.
+    """
+    settled = list(values)
+    needed = needed + [
+        index
+        for index, value in enumerate(values)
+        if value.op is not None and not value.is_backward
+    ]
+    seen: set[int] = set()
+    while needed:
+        index = needed.pop()
+        if index not in seen:
+            seen.add(index)
+            settled[index] = dataclasses.replace(values[index], is_backward=False)
+            needed.extend(values[index].uses)
+    return tuple(settled)
+
+
+def _view(
+    graph: Graph,
+    outputs: tuple[Ref, ...],
+    written: Mapping[Ref, int],
+    ref: Ref | None,
+    is_detached: bool,
+) -> View:
+    if ref is None:
+        return View(None, None, None, True)
+    path = _import_fx.view_path(graph, (*outputs, *written), ref)
+    assert path is not None, f"{ref} is neither an output, an operand, nor a view of one"
+    base, steps = path
+    if base in outputs:
+        return View(outputs.index(base), None, steps, is_detached)
+    return View(None, written.get(base, base.index), steps, is_detached)
+
+
+def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
+    """The joint graph whose draws read their generator states from these operands."""
+    if not operands:
+        return joint
+    assert len(operands) == len(joint.states), "the function drew another time"
+    given = {state: Ref(k) for state, k in zip(joint.states, operands, strict=True)}
+    values = tuple(
+        value
+        if value.state not in given
+        else dataclasses.replace(value, state=given[value.state], is_redraw=True)
+        for value in joint.graph.values
+    )
+    graph = dataclasses.replace(joint.graph, values=values)
+    return dataclasses.replace(joint, graph=check(graph), states=())
+
+
+def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
+    """The graph of a function without a backward: a program, mapped."""
+    metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
+    with _compat.isolated(), _compat.fake_mode(), torch.no_grad():
+        fakes = [_fake(meta) for meta in metas]
+        module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
+    imported = _import_fx.import_graph(module)
+    values = tuple(
+        dataclasses.replace(value, is_backward=False) for value in imported.values
+    )
+    return check(Graph(values, imported.num_inputs, imported.outputs))

@@ -1,0 +1,49 @@
+"""Policies: which values of the forward are saved for the backward."""
+
+from remat.policies._as_policy import as_policy, from_callable
+from remat.policies._attention import save_attention_outputs
+from remat.policies._both import save_from_both_policies
+from remat.policies._by_op import by_op
+from remat.policies._by_size import by_size
+from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, decide
+from remat.policies._everything_or_nothing import everything_saveable, nothing_saveable
+from remat.policies._matmul import (
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    save_matmul_outputs,
+    save_matmul_outputs_no_batch,
+)
+from remat.policies._names import (
+    save_any_names_but_these,
+    save_anything_except_these_names,
+    save_only_these_names,
+)
+from remat.policies._offload import (
+    offload_dot_with_no_batch_dims,
+    save_and_offload_only_these_names,
+)
+
+__all__ = [
+    "AbstractPolicy",
+    "Recompute",
+    "Save",
+    "Value",
+    "as_policy",
+    "by_op",
+    "by_size",
+    "decide",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "from_callable",
+    "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_attention_outputs",
+    "save_from_both_policies",
+    "save_matmul_outputs",
+    "save_matmul_outputs_no_batch",
+    "save_only_these_names",
+]

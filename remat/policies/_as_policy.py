@@ -1,0 +1,188 @@
+"""What may stand where a policy is wanted, and what to say about everything else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast, final
+
+from remat._errors import PolicyError, explain
+from remat.policies._contract import (
+    AbstractPolicy,
+    Recompute,
+    Save,
+    Value,
+    policy_name,
+)
+from remat.policies._everything_or_nothing import nothing_saveable
+from remat.storage import AbstractStorage
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class FromCallable(AbstractPolicy):
+    """A plain function as a policy; two are equal when their functions are.
+
+    Args:
+        function: the function of a value; it can be hashed.
+    """
+
+    function: Callable[[Value], bool | Save | Recompute]
+
+    def __call__(self, value: Value, /) -> bool | Save | Recompute:
+        """Decides about one value."""
+        return self.function(value)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """None: what a function looks for cannot be seen from outside."""
+        return ()
+
+    def __repr__(self) -> str:
+        """The code that makes this policy, where the function's name is known."""
+        return f"from_callable({policy_name(self.function)})"
+
+
+def from_callable(
+    function: Callable[[Value], bool | Save | Recompute],
+) -> AbstractPolicy:
+    """Makes a policy that can be combined of a function of a value.
+
+    Laws: `from_callable(f) == from_callable(g)` exactly if `f == g`; the policy pickles
+    where the function does.
+
+    Args:
+        function: takes a `Value`; returns a bool, a `Save` or a `Recompute`, always the
+            same for equal values.
+
+    Returns:
+        The policy; `function` itself where it is such a policy already.
+
+    Raises:
+        PolicyError: `function` cannot be called or hashed, or is a class or a function
+            that makes policies.
+
+    Example:
+        >>> from remat import policies
+        >>> def small(value):
+        ...     return value.size_bytes < 1024
+        >>> ~policies.from_callable(small)
+        ~from_callable(small)
+    """
+    if isinstance(function, AbstractPolicy):
+        return function
+    _require_function(function, where="from_callable(function)")
+    return FromCallable(function)
+
+
+def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
+    """Makes a policy of what a user passed as one.
+
+    Args:
+        policy: None for `nothing_saveable`, a policy, or a function of a value.
+        where: the argument that it was passed as, for the message.
+
+    Returns:
+        The policy.
+
+    Raises:
+        PolicyError: it is none of these; the message says what was probably meant.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.as_policy(None)
+        nothing_saveable
+    """
+    match policy:
+        case None:
+            return nothing_saveable
+        case AbstractPolicy():
+            return policy
+        case _:
+            _require_function(policy, where)
+            return FromCallable(cast("Callable[[Value], bool]", policy))
+
+
+def _require_function(candidate: object, where: str) -> None:
+    why, do = _diagnose(candidate)
+    if not why:
+        return
+    raise PolicyError(
+        explain(where=where, what=f"got {_show(candidate)}.", why=why, do=do)
+    )
+
+
+def _diagnose(candidate: object) -> tuple[str, str]:
+    """Returns why this is no function of a value, and what to do; or two blanks."""
+    name = _show(candidate)
+    match candidate:
+        case str():
+            return (
+                "A text is no policy.",
+                f"Pass `policies.save_only_these_names({candidate!r})` to save the "
+                "values of that name, or a policy of `policies` itself, unquoted.",
+            )
+        case list() | tuple() | set() | frozenset():
+            return (
+                "A collection is no policy.",
+                "Pass `policies.save_only_these_names(*names)` to save the values of "
+                "these names, or join policies with `|`.",
+            )
+        case bool() | Save() | Recompute():
+            return (
+                "That is a decision about one value, not a policy.",
+                "Pass `policies.everything_saveable` or `policies.nothing_saveable`, "
+                "or a function of a value that returns the decision.",
+            )
+        case AbstractStorage():
+            return (
+                "A storage says how a value waits, not which values do.",
+                f"Pass `policies.everything_saveable.stored({candidate!r})`.",
+            )
+        case _ if _makes_policies(candidate):
+            return (
+                f"`{name}` makes a policy and is not one itself.",
+                f"Call it: `{name}(...)`.",
+            )
+        case type():
+            return (
+                f"`{name}` is a class, and a policy is a function of a value.",
+                "Pass an instance that can be called, or a function.",
+            )
+        case _ if not callable(candidate):
+            return (
+                "It cannot be called, and a policy is a function of a value.",
+                "Pass a policy of `policies`, a function of a value, or None.",
+            )
+        case _ if not _is_hashable(candidate):
+            return (
+                "It cannot be hashed, and a traced program is looked up by its policy.",
+                "Give its class `__hash__`, or pass a function.",
+            )
+        case _:
+            return "", ""
+
+
+def _makes_policies(candidate: object) -> bool:
+    """Whether this is a policy's class, or a function annotated to return a policy."""
+    made = candidate if isinstance(candidate, type) else _returned_type(candidate)
+    return isinstance(made, type) and issubclass(made, AbstractPolicy)
+
+
+def _returned_type(candidate: object) -> object:
+    try:
+        annotations: dict[str, object] = getattr(candidate, "__annotations__", {})
+    except NameError:  # from Python 3.14 on, annotations are evaluated when read
+        return None
+    return annotations.get("return")
+
+
+def _is_hashable(candidate: object) -> bool:
+    try:
+        hash(candidate)
+    except TypeError:
+        return False
+    return True
+
+
+def _show(candidate: object) -> str:
+    is_named = isinstance(candidate, type) or _makes_policies(candidate)
+    return policy_name(candidate) if is_named else repr(candidate)

@@ -1,0 +1,156 @@
+"""The policy that looks at what made a value: an operator, or a torch function.
+
+All targets become globs of names, which print, compare and pickle. The number of dots
+says what a glob is matched with: `aten.mm.default` with an overload, `aten.mm` with an
+operator, and `mm` with the bare name of an operator of ATen and with the name of the
+torch function that the user called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, final
+
+import torch
+from torch.nn import functional
+
+from remat._errors import PolicyError, explain
+from remat.policies._contract import AbstractPolicy, Value
+from remat.policies._names import show_call
+from remat.policies._operators import bare_name, function_name, packet_name
+
+# torch exports neither class under a public name; their objects are public.
+_OPERATORS: tuple[type, ...] = (
+    type(torch.ops.aten.mm.default),
+    type(torch.ops.aten.mm),
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class ByOp(AbstractPolicy):
+    """What `by_op` makes."""
+
+    targets: tuple[str, ...]
+
+    def __call__(self, value: Value, /) -> bool:
+        """Decides about one value."""
+        names = _names_of(value)
+        return any(
+            target.count(".") == name.count(".") and fnmatchcase(name, target)
+            for target in self.targets
+            for name in names
+        )
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """None: these globs are of operators, not of names of values."""
+        return ()
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return show_call("by_op", self.targets)
+
+
+def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
+    """Saves the values that these operators or torch functions make.
+
+    Args:
+        targets: each one of
+
+            - an overload, `torch.ops.aten.mm.default`, or `"aten.mm.default"`;
+            - an operator with all its overloads, `torch.ops.aten.mm` or `"aten.mm"`;
+            - a torch function, `torch.sin` or `torch.nn.functional.linear`, or its name
+              `"sin"`: what the operator `aten.sin` makes, and all that is made while
+              the user's call of that function runs;
+            - a glob of these names, such as `"aten.*mm*"` or `"*mm"`. A glob that fits
+              no operator saves nothing.
+
+    Returns:
+        The policy.
+
+    Raises:
+        PolicyError: there is no target, torch knows no such operator or function, or
+            the target is something else.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> policies.by_op(torch.ops.aten.mm, torch.nn.functional.gelu, "aten.sum.*")
+        by_op('aten.mm', 'gelu', 'aten.sum.*')
+    """
+    if not targets:
+        raise PolicyError(
+            explain(
+                where="by_op()",
+                what="got no target.",
+                why="Nothing would be saved.",
+                do='Pass operators, as in `by_op("aten.mm")`, or use nothing_saveable.',
+            )
+        )
+    return ByOp(tuple(dict.fromkeys(map(_as_glob, targets))))
+
+
+def _names_of(value: Value) -> tuple[str, ...]:
+    if value.op is None:
+        return ()
+    names = (str(value.op), packet_name(value.op), bare_name(value.op), value.function)
+    return tuple(name for name in names if name)
+
+
+def _as_glob(target: object) -> str:
+    match target:
+        case str():
+            if not _is_known(target):
+                raise _unknown(target, "torch knows no operator or function named so.")
+            return target
+        case _ if isinstance(target, _OPERATORS):
+            return str(target)
+        case _ if _is_of_torch(target) and _is_function(function_name(target)):
+            return function_name(target)
+        case _:
+            raise _unknown(target, "It is neither an operator nor a function of torch.")
+
+
+def _is_known(name: str) -> bool:
+    if any(character in name for character in "*?["):
+        return True
+    match name.split("."):
+        case [bare]:
+            return bare.isidentifier() and _is_function(bare)
+        case [namespace, packet]:
+            return hasattr(getattr(torch.ops, namespace, None), packet)
+        case [namespace, packet, overload]:
+            operator = getattr(getattr(torch.ops, namespace, None), packet, None)
+            return hasattr(operator, overload)
+        case _:
+            return False
+
+
+def _is_function(name: str) -> bool:
+    """Whether torch has an operator, a function or a method of tensors of that name."""
+    owners = (torch.ops.aten, torch.ops.higher_order, torch, functional, torch.Tensor)
+    found = (getattr(owner, name, None) for owner in owners)
+    is_found = any(callable(each) and not isinstance(each, type) for each in found)
+    return is_found or hasattr(torch.Tensor, f"__{name}__")
+
+
+def _is_of_torch(target: object) -> bool:
+    """Whether this is a function of torch; methods of its tensors have no module."""
+    if not callable(target) or isinstance(target, type) or not function_name(target):
+        return False
+    owner = getattr(target, "__objclass__", target)
+    return str(getattr(owner, "__module__", None)).split(".")[0] == "torch"
+
+
+def _unknown(target: object, why: str) -> PolicyError:
+    return PolicyError(
+        explain(
+            where="by_op(*targets)",
+            what=f"got {target!r}.",
+            why=why,
+            do='Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
+            "such as `torch.sin`; a value of your own function is best named with "
+            "`checkpoint_name` and saved by `save_only_these_names`.",
+        )
+    )

@@ -1,0 +1,512 @@
+"""The contract of policies: which values of the forward wait for the backward.
+
+A policy is a function from a value to a decision. It is a frozen value itself: it
+compares, hashes and pickles, and its repr is the code that makes it. It may be asked
+about one value any number of times, in any order, and must answer the same each time;
+it never sees a tensor.
+
+`|`, `&`, `~` and `.stored` make policies of policies. Looked at as sets of saved values,
+they are the union, the intersection and the complement; the storage comes from the left
+operand where it saves, and a complement saves with `Keep()`.
+"""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn, final
+
+import torch
+
+from remat._errors import PolicyError, explain
+from remat.policies._operators import packet_name
+from remat.policies._sizes import show_size
+from remat.storage import AbstractStorage, Keep
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a policy sees of one value of a traced function.
+
+    Args:
+        op: the operator that makes the value, an overload of `torch.ops` such as
+            `torch.ops.aten.mm.default`; None for an input.
+        names: the names that `checkpoint_name` gave to the value or to an alias of it.
+        shape: the sizes of the value's dimensions.
+        dtype: the value's dtype.
+        size_bytes: the bytes that it takes to keep the value as it is.
+        flops: the floating-point operations of the operator that makes the value.
+        source: the user's line that makes the value, as in `"model.py:41"`, or `""`.
+        function: the outermost torch function that the user called to make the value, as
+            in `"scaled_dot_product_attention"` or `"linear"`, or `""` if unknown.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> op = torch.ops.aten.mm.default
+        >>> value = policies.Value(op, ("mlp",), (8, 1024), torch.float32, 32768)
+        >>> print(value)
+        the value "mlp" (float32[8, 1024], 32.0 KiB, made by aten.mm)
+    """
+
+    op: Callable[..., Any] | None
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size_bytes: int
+    flops: int = 0
+    source: str = ""
+    function: str = ""
+
+    def __str__(self) -> str:
+        """The value as messages and reports name it."""
+        names = ", ".join(f'"{name}"' for name in self.names)
+        dtype = str(self.dtype).removeprefix("torch.")
+        maker = "an input" if self.op is None else f"made by {packet_name(self.op)}"
+        source = f" at {self.source}" if self.source else ""
+        title = f"the value {names}" if names else "an unnamed value"
+        size = show_size(self.size_bytes)
+        return f"{title} ({dtype}{list(self.shape)}, {size}, {maker}{source})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The decision to save a value for the backward.
+
+    Args:
+        storage: how the value waits; the default keeps it as it is.
+
+    Raises:
+        PolicyError: `storage` is no storage value.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.Save()
+        Save(storage=Keep())
+    """
+
+    storage: AbstractStorage = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        """Checks the argument."""
+        require_storage(self.storage, where="Save(storage=...)")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The decision to drop a value and to recompute it in the backward.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.Recompute()
+        Recompute()
+    """
+
+
+class AbstractPolicy(abc.ABC):
+    """The base of all policies that can be combined.
+
+    A plain function of a value is a policy too; `from_callable` makes it one of these.
+
+    Laws: with `saves(p)` the set of values that `p` saves, `saves(p | q)` is the union
+    and `saves(p & q)` the intersection of both sets, `saves(~p)` is the complement, and
+    `saves(p.stored(s))` is `saves(p)`. `|` and `&` are associative, storage included.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_matmul_outputs | policies.save_only_these_names("attn")
+        save_matmul_outputs | save_only_these_names('attn')
+    """
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def __call__(self, value: Value, /) -> bool | Save | Recompute:
+        """Decides about one value; True means `Save()`, False means `Recompute()`."""
+
+    @property
+    @abc.abstractmethod
+    def globs(self) -> tuple[str, ...]:
+        """The name globs that the policy mentions; each is meant to match some name."""
+
+    @abc.abstractmethod
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+
+    @staticmethod
+    def glob_matches(glob: str, name: str) -> bool:
+        """Returns whether a name fits a glob.
+
+        Args:
+            glob: a pattern of `fnmatch`: `*` any text, `?` one character, `[ab]` one of
+                these. Case counts, and the whole name must fit. A name fits itself,
+                whatever characters it has.
+            name: a name that `checkpoint_name` gave.
+
+        Returns:
+            Whether the name fits.
+
+        Example:
+            >>> from remat import policies
+            >>> policies.nothing_saveable.glob_matches("mlp_*", "mlp_1")
+            True
+        """
+        return name == glob or fnmatchcase(name, glob)
+
+    def stored(self, storage: AbstractStorage) -> "AbstractPolicy":
+        """The policy that saves the same values, each of them in `storage`.
+
+        Args:
+            storage: how the saved values wait, whatever storage the policy named.
+
+        Returns:
+            The policy with that storage.
+
+        Raises:
+            PolicyError: `storage` is no storage value.
+
+        Example:
+            >>> from remat import policies, storage
+            >>> policies.save_matmul_outputs.stored(storage.Keep())
+            save_matmul_outputs.stored(Keep())
+        """
+        return Stored(self, storage)
+
+    def __or__(self, other: "AbstractPolicy") -> "AbstractPolicy":
+        """Saves what either saves; where both do, in the left operand's storage."""
+        return Union(self, other)
+
+    def __and__(self, other: "AbstractPolicy") -> "AbstractPolicy":
+        """Saves what both save, in the left operand's storage."""
+        return Intersection(self, other)
+
+    def __invert__(self) -> "AbstractPolicy":
+        """Recomputes what this policy saves, and keeps what it recomputes."""
+        return Complement(self)
+
+    def __ror__(self, other: object) -> NoReturn:
+        """Refuses a left operand that is no policy of this package."""
+        raise _not_combinable(other, "|")
+
+    def __rand__(self, other: object) -> NoReturn:
+        """Refuses a left operand that is no policy of this package."""
+        raise _not_combinable(other, "&")
+
+    def __bool__(self) -> NoReturn:
+        """Refuses: `p and q` would silently be `q`."""
+        raise PolicyError(
+            explain(
+                where=f"the policy {self!r}",
+                what="was asked whether it is true.",
+                why="`p or q`, `p and q` and `not p` pick an operand; none combines.",
+                do="Write `p | q`, `p & q` or `~p`; compare with None by `is None`.",
+            )
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Union(AbstractPolicy):
+    """Saves what either operand saves, in the left operand's storage if it saves.
+
+    Args:
+        left: the policy that is asked first.
+        right: the policy that is asked about what `left` recomputes.
+
+    Raises:
+        PolicyError: an operand is no `AbstractPolicy`.
+    """
+
+    left: AbstractPolicy
+    right: AbstractPolicy
+
+    def __post_init__(self) -> None:
+        """Checks the operands."""
+        _require_policies("|", self.left, self.right)
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        """Decides about one value."""
+        match decide(self.left, value):
+            case Save() as save:
+                return save
+            case Recompute():
+                return decide(self.right, value)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of both operands."""
+        return _union(self.left.globs, self.right.globs)
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        # `|` binds weakest and to the left, so only a union at the right needs brackets.
+        return f"{self.left!r} | {_bracketed(self.right, Union)}"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Intersection(AbstractPolicy):
+    """Saves what both operands save, in the left operand's storage.
+
+    Args:
+        left: the policy that says the storage.
+        right: the policy that must save the value too.
+
+    Raises:
+        PolicyError: an operand is no `AbstractPolicy`.
+    """
+
+    left: AbstractPolicy
+    right: AbstractPolicy
+
+    def __post_init__(self) -> None:
+        """Checks the operands."""
+        _require_policies("&", self.left, self.right)
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        """Decides about one value."""
+        match decide(self.left, value), decide(self.right, value):
+            case Save() as save, Save():
+                return save
+            case _, _:  # at least one of the two recomputes
+                return Recompute()
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of both operands."""
+        return _union(self.left.globs, self.right.globs)
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        left = _bracketed(self.left, Union)
+        return f"{left} & {_bracketed(self.right, Union, Intersection)}"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Complement(AbstractPolicy):
+    """Recomputes what the operand saves, and keeps what it recomputes.
+
+    Args:
+        policy: the policy to turn around.
+
+    Raises:
+        PolicyError: the operand is no `AbstractPolicy`.
+    """
+
+    policy: AbstractPolicy
+
+    def __post_init__(self) -> None:
+        """Checks the operand."""
+        _require_policies("~", self.policy)
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        """Decides about one value."""
+        match decide(self.policy, value):
+            case Save():
+                return Recompute()
+            case Recompute():
+                return Save()
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the operand: a typing error in one shows here too."""
+        return self.policy.globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return f"~{_bracketed(self.policy, Union, Intersection)}"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Stored(AbstractPolicy):
+    """Saves what the operand saves, in a given storage.
+
+    Args:
+        policy: the policy that says what is saved.
+        storage: how the saved values wait.
+
+    Raises:
+        PolicyError: the operand is no `AbstractPolicy`, or `storage` no storage value.
+    """
+
+    policy: AbstractPolicy
+    storage: AbstractStorage
+
+    def __post_init__(self) -> None:
+        """Checks the operand and the storage."""
+        _require_policies(".stored", self.policy)
+        require_storage(self.storage, where=f"{self.policy!r}.stored(...)")
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        """Decides about one value."""
+        match decide(self.policy, value):
+            case Save():
+                return Save(self.storage)
+            case Recompute() as recompute:
+                return recompute
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the operand."""
+        return self.policy.globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        policy = _bracketed(self.policy, Union, Intersection, Complement)
+        return f"{policy}.stored({self.storage!r})"
+
+
+def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
+    """Asks a policy about a value, and takes only answers that have a meaning.
+
+    Args:
+        policy: any callable of a value.
+        value: the value that is decided about.
+
+    Returns:
+        The decision; True has become `Save()`, and False `Recompute()`.
+
+    Raises:
+        PolicyError: the policy answered anything but a bool, a `Save` or a `Recompute`.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies
+        >>> value = policies.Value(None, ("x",), (2,), torch.float32, 8)
+        >>> policies.decide(lambda value: value.size_bytes < 16, value)
+        Save(storage=Keep())
+    """
+    answer = policy(value)
+    match answer:
+        case True:
+            return Save()
+        case False:
+            return Recompute()
+        case Save() | Recompute():
+            return answer
+        case _:
+            raise _meaningless(policy, value, answer)
+
+
+def policy_name(policy: object) -> str:
+    """Returns how messages name a policy: its repr, or a plain function's name."""
+    if isinstance(policy, AbstractPolicy):
+        return repr(policy)
+    return str(getattr(policy, "__name__", None) or repr(policy))
+
+
+def require_storage(storage: object, where: str) -> None:
+    """Raises PolicyError unless `storage` is a storage value."""
+    if isinstance(storage, AbstractStorage):
+        return
+    is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
+    shown = storage.__name__ if isinstance(storage, type) else repr(storage)
+    raise PolicyError(
+        explain(
+            where=where,
+            what=f"got `{shown}`, which is no storage value.",
+            why=f"`{shown}` is a class and a storage must be an instance."
+            if is_class
+            else "How a value waits is said by an instance of a class of `storage`.",
+            do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
+        )
+    )
+
+
+def _meaningless(policy: object, value: Value, answer: object) -> PolicyError:
+    shown, why, do = _diagnose(answer)
+    return PolicyError(
+        explain(
+            where=str(value),
+            what=f"the policy {policy_name(policy)} answered {shown}.",
+            why=why,
+            do=do,
+        )
+    )
+
+
+def _diagnose(answer: object) -> tuple[str, str, str]:
+    """Returns what was answered, why that is no decision, and what to return instead."""
+    match answer:
+        case None:
+            return (
+                "None",
+                "The function ended without a `return`, or a branch of it did.",
+                "Return True or False in every branch.",
+            )
+        case type():
+            return _diagnose_class(answer)
+        case AbstractStorage():
+            return (
+                f"{answer!r}",
+                "A storage says how a value waits, not that it is saved.",
+                f"Return `Save({answer!r})`, or `Recompute()` to drop the value.",
+            )
+        case AbstractPolicy():
+            return (
+                f"the policy {answer!r}",
+                "A policy must be asked, and its answer returned; a function that "
+                "makes a policy must be called before it is passed on.",
+                "Pass the answered policy itself, or return its answer for the value.",
+            )
+        case _ if hasattr(answer, "item") and hasattr(answer, "dtype"):
+            kind = f"{type(answer).__module__}.{type(answer).__name__}"
+            return (
+                f"a `{kind}`",
+                "An array is no decision, even with a single element.",
+                "Return `bool(...)` of it.",
+            )
+        case _:
+            return (
+                f"{answer!r}, of type {type(answer).__name__}",
+                "A decision is a bool, a `Save` or a `Recompute`.",
+                "Return `Save()`, `Recompute()`, True or False.",
+            )
+
+
+def _diagnose_class(answer: type) -> tuple[str, str, str]:
+    name = answer.__name__
+    why = f"`{name}` is a class and a decision must be an instance."
+    if issubclass(answer, AbstractStorage):
+        do = f"Return `Save(storage.{name}())`, or `Recompute()` to drop the value."
+    elif answer in (Save, Recompute):
+        do = f"Return `{name}()`."
+    else:
+        do = "Return `Save()`, or `Recompute()` to drop the value."
+    return f"`{name}`", why, do
+
+
+def _require_policies(symbol: str, *operands: object) -> None:
+    for operand in operands:
+        if not isinstance(operand, AbstractPolicy):
+            raise _not_combinable(operand, symbol)
+
+
+def _not_combinable(operand: object, symbol: str) -> PolicyError:
+    if callable(operand) and not isinstance(operand, type):
+        why = "A plain callable does not say how it combines, compares or prints."
+        do = f"Write `policies.from_callable({policy_name(operand)})` for it."
+    else:
+        why = "It is no policy."
+        do = "Combine policies only; `p.stored(storage)` says how values wait."
+    return PolicyError(
+        explain(
+            where=f"an operand of `{symbol}` between policies",
+            what=f"got {operand!r}.",
+            why=why,
+            do=do,
+        )
+    )
+
+
+def _bracketed(policy: AbstractPolicy, *weaker: type[AbstractPolicy]) -> str:
+    return f"({policy!r})" if isinstance(policy, weaker) else repr(policy)
+
+
+def _union(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(left + right))

@@ -1,0 +1,190 @@
+"""Policies that look at the names that `checkpoint_name` gives.
+
+A value may have several names, since all aliases of a value are one value; it counts as
+one of "these names" when any of its names matches any of the globs.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from remat._errors import PolicyError, explain
+from remat.policies._contract import AbstractPolicy, Value
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveOnlyTheseNames(AbstractPolicy):
+    """What `save_only_these_names` makes."""
+
+    _globs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Checks the globs."""
+        require_globs(self._globs, where="save_only_these_names(*globs)")
+
+    def __call__(self, value: Value, /) -> bool:
+        """Decides about one value."""
+        return has_name(value, self._globs)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the names to save."""
+        return self._globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return show_call("save_only_these_names", self._globs)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveAnyNamesButThese(AbstractPolicy):
+    """What `save_any_names_but_these` makes."""
+
+    _globs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Checks the globs."""
+        require_globs(self._globs, where="save_any_names_but_these(*globs)")
+
+    def __call__(self, value: Value, /) -> bool:
+        """Decides about one value."""
+        return bool(value.names) and not has_name(value, self._globs)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the names not to save."""
+        return self._globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return show_call("save_any_names_but_these", self._globs)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveAnythingExceptTheseNames(AbstractPolicy):
+    """What `save_anything_except_these_names` makes."""
+
+    _globs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Checks the globs."""
+        require_globs(self._globs, where="save_anything_except_these_names(*globs)")
+
+    def __call__(self, value: Value, /) -> bool:
+        """Decides about one value."""
+        return not has_name(value, self._globs)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the names not to save."""
+        return self._globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return show_call("save_anything_except_these_names", self._globs)
+
+
+def save_only_these_names(*globs: str) -> AbstractPolicy:
+    """Saves the values that have one of these names, and nothing else.
+
+    Args:
+        globs: names, or patterns of `fnmatch` such as `"mlp_*"`; case counts.
+
+    Returns:
+        The policy.
+
+    Raises:
+        PolicyError: a glob is no text.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_only_these_names("attn", "mlp_*").globs
+        ('attn', 'mlp_*')
+
+    References:
+        JAX has it under the same name in `jax.checkpoint_policies`, without globs.
+    """
+    return SaveOnlyTheseNames(globs)
+
+
+def save_any_names_but_these(*globs: str) -> AbstractPolicy:
+    """Saves the values that have a name, but none of these; unnamed ones are not saved.
+
+    Args:
+        globs: names, or patterns of `fnmatch` such as `"mlp_*"`; case counts.
+
+    Returns:
+        The policy.
+
+    Raises:
+        PolicyError: a glob is no text.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_any_names_but_these("scores")
+        save_any_names_but_these('scores')
+
+    References:
+        JAX has it under the same name in `jax.checkpoint_policies`, without globs.
+    """
+    return SaveAnyNamesButThese(globs)
+
+
+def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
+    """Saves all values, with a name or without, except those of these names.
+
+    Laws: saves what `~save_only_these_names(*globs)` does.
+
+    Args:
+        globs: names, or patterns of `fnmatch` such as `"mlp_*"`; case counts.
+
+    Returns:
+        The policy.
+
+    Raises:
+        PolicyError: a glob is no text.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_anything_except_these_names("scores")
+        save_anything_except_these_names('scores')
+
+    References:
+        JAX has it under the same name in `jax.checkpoint_policies`, where it has no
+        effect, since the value before its name is saved instead; here they are one.
+    """
+    return SaveAnythingExceptTheseNames(globs)
+
+
+def has_name(value: Value, globs: tuple[str, ...]) -> bool:
+    """Returns whether any name of the value matches any of the globs."""
+    return any(
+        AbstractPolicy.glob_matches(glob, name)
+        for glob in globs
+        for name in value.names
+    )
+
+
+def require_globs(globs: tuple[object, ...], where: str) -> None:
+    """Raises PolicyError unless each of the globs is a text."""
+    for glob in globs:
+        if isinstance(glob, str):
+            continue
+        is_collection = isinstance(glob, list | tuple | set | frozenset)
+        raise PolicyError(
+            explain(
+                where=where,
+                what=f"got {glob!r}, of type {type(glob).__name__}.",
+                why="Each name, or glob of names, is an argument of its own and a text.",
+                do="Unpack the collection: `*names`."
+                if is_collection
+                else 'Pass texts, as in `"attn", "mlp_*"`.',
+            )
+        )
+
+
+def show_call(function: str, arguments: tuple[object, ...]) -> str:
+    """Returns the code that calls a function with these arguments."""
+    return f"{function}({', '.join(map(repr, arguments))})"

@@ -1,0 +1,54 @@
+"""How operators and functions are named, in policies and in what policies see.
+
+`aten.mm.default` is an overload of the packet `aten.mm`, whose bare name is `mm`.
+"""
+
+import torch
+
+
+def packet_name(op: object) -> str:
+    """Returns the name of an operator without its overload.
+
+    Args:
+        op: an overload, a packet or a higher-order operator of `torch.ops`.
+
+    Returns:
+        The name as one writes it after `torch.ops.`, such as `aten.mm`.
+
+    Example:
+        >>> import torch
+        >>> packet_name(torch.ops.aten.mm.default)
+        'aten.mm'
+    """
+    return ".".join(str(op).split(".")[:2])
+
+
+def bare_name(op: object) -> str:
+    """Returns the name of an operator of ATen without `aten.`; others stay whole."""
+    return packet_name(op).removeprefix("aten.")
+
+
+def function_name(function: object) -> str:
+    """Returns how the torch function that a user called is named in `Value.function`.
+
+    Laws: a method, an operator of Python, reflected or not, and the variant that works
+    in place have the name of the function that they stand for.
+
+    Args:
+        function: a function of torch, or a method of its tensors.
+
+    Returns:
+        The name, or `""` where it has none.
+
+    Example:
+        >>> import torch
+        >>> function_name(torch.Tensor.__rmatmul__), function_name(torch.Tensor.add_)
+        ('matmul', 'add')
+    """
+    name = str(getattr(function, "__name__", ""))
+    if not (name.startswith("__") and name.endswith("__")):
+        return name.removesuffix("_")
+    name = name.removeprefix("__").removesuffix("__")
+    # `__rmatmul__` and `__imul__` stand for `matmul` and `mul`, `__invert__` for itself.
+    is_variant = name[0] in "ri" and hasattr(torch.Tensor, f"__{name[1:]}__")
+    return name[1:] if is_variant else name

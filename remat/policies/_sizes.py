@@ -1,0 +1,90 @@
+"""Sizes in bytes: how they are shown to people, and how people write them."""
+
+import re
+from fractions import Fraction
+
+from remat._errors import PolicyError, explain
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+
+
+def show_size(size_bytes: int) -> str:
+    """Returns a size as people read it, in the largest unit that it reaches.
+
+    Example:
+        >>> show_size(32768), show_size(100)
+        ('32.0 KiB', '100 B')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= _UNITS[unit]:
+            return f"{size_bytes / _UNITS[unit]:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def parse_size(size: object, where: str) -> int:
+    """Returns a size in bytes.
+
+    Args:
+        size: a number of bytes, or a text such as `"512KiB"` or `"1.5 MiB"`; the units
+            are B, KiB, MiB, GiB and TiB, powers of 1024.
+        where: the argument that the size was given for, for the message.
+
+    Returns:
+        The bytes, rounded down.
+
+    Raises:
+        PolicyError: the size is neither an int nor a text.
+        ValueError: the size is negative, or the text is not a number and a unit.
+
+    Example:
+        >>> parse_size("1.5 KiB", where="by_size(min_bytes=...)")
+        1536
+    """
+    match size:
+        case bool():
+            raise _not_a_size(size, where)
+        case int():
+            return _check_sign(size, where)
+        case str():
+            return _parse_text(size, where)
+        case _:
+            raise _not_a_size(size, where)
+
+
+def _parse_text(size: str, where: str) -> int:
+    found = _SIZE.fullmatch(size.strip())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(
+            explain(
+                where=where,
+                what=f"the size {size!r} cannot be read.",
+                why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
+                do='Write it like "512KiB", or pass a number of bytes.',
+            )
+        )
+    return int(Fraction(found[1]) * _UNITS[found[2]])
+
+
+def _check_sign(size: int, where: str) -> int:
+    if size < 0:
+        raise ValueError(
+            explain(
+                where=where,
+                what=f"the size {size} is negative.",
+                why="No value has fewer than zero bytes.",
+                do="Pass zero or more bytes, or None for no bound.",
+            )
+        )
+    return size
+
+
+def _not_a_size(size: object, where: str) -> PolicyError:
+    return PolicyError(
+        explain(
+            where=where,
+            what=f"got {size!r}, of type {type(size).__name__}.",
+            why="A size is an int in bytes, or a text with a unit.",
+            do='Pass, for example, 524288 or "512KiB".',
+        )
+    )

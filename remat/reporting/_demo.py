@@ -1,0 +1,167 @@
+"""The demo: a small GPT learns English under several policies, and is measured.
+
+It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The
+text is the one that every CPython ships, the help topics of `pydoc`. All rows start from
+the same parameters and see the same batches, and their steps take turns, so that a slow
+moment of the machine slows each of them. Bytes are measured by `LiveBytes`.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import policies
+from remat._api import remat
+from remat.reporting._gpt import (
+    Block,
+    GPTShape,
+    Loss,
+    Parameters,
+    block,
+    initial_parameters,
+    make_loss,
+)
+from remat.reporting._live_bytes import LiveBytes
+from remat.reporting._progress import progress
+
+_LEARNING_RATE = 1e-3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """What one policy cost, and what it computed.
+
+    Attributes:
+        name: the policy, as code, or "no remat".
+        losses: the loss of each step, in nats a byte.
+        held_bytes: what lives between forward and backward, beyond parameters and batch.
+        peak_bytes: the most that lives at one time in one step, gradients included,
+            beyond parameters and batch.
+        step_time_s: median time of one step.
+    """
+
+    name: str
+    losses: tuple[float, ...]
+    held_bytes: int
+    peak_bytes: int
+    step_time_s: float
+
+
+@final
+@dataclass(slots=True)
+class _Trainer:
+    """One row while it trains: its loss function, its own parameters, its records."""
+
+    name: str
+    loss: Loss
+    parameters: Parameters
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list[float])
+    times_s: list[float] = field(default_factory=list[float])
+
+
+def run_demo(
+    num_steps: int, seed: int = 0, shape: GPTShape | None = None
+) -> list[DemoRow]:
+    """Trains the model once under each policy and measures it.
+
+    Args:
+        num_steps: how many steps each row trains, at least 1.
+        seed: decides the initial parameters and the batches, which all rows share.
+        shape: the model's sizes, by default those of `GPTShape`, about 1 M parameters.
+
+    Returns:
+        One row a policy; the first is the model without remat.
+    """
+    shape = shape or GPTShape()
+    trainers = [_trainer(name, b, shape, seed) for name, b in _blocks().items()]
+    batches = draw_batches(shape, num_steps, seed)
+    with progress("training", num_steps * len(trainers), sys.stderr) as advance:
+        for batch in batches:
+            for trainer in trainers:
+                _step(trainer, batch)
+                advance(f"loss {trainer.losses[-1]:.3f}  {trainer.name}")
+    batch = next(draw_batches(shape, 1, seed))
+    return [_measure(trainer, batch) for trainer in trainers]
+
+
+def draw_batches(shape: GPTShape, num_steps: int, seed: int) -> Iterator[Tensor]:
+    """Yields batches of random windows of the text, int64 of shape (b, t + 1)."""
+    text = torch.frombuffer(bytearray(english_text()), dtype=torch.uint8)
+    windows = text.unfold(0, shape.time + 1, 1)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        starts = torch.randint(len(windows), (shape.batch,), generator=generator)
+        yield windows[starts].long()
+
+
+def english_text() -> bytes:
+    """Returns the help topics of `pydoc`, about 450 KiB of English, as UTF-8."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _blocks() -> dict[str, Block]:
+    """Returns the model's layer under each policy, by the name of its row."""
+    rows = (
+        policies.nothing_saveable,
+        policies.save_matmul_outputs,
+        policies.save_only_these_names("attn"),
+    )
+    regions: dict[str, Block] = {repr(row): remat(block, policy=row) for row in rows}
+    return {"no remat": block} | regions
+
+
+def _trainer(name: str, block: Block, shape: GPTShape, seed: int) -> _Trainer:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = initial_parameters(shape, generator)
+    optimizer = torch.optim.AdamW(_leaves(parameters), lr=_LEARNING_RATE)
+    return _Trainer(name, make_loss(shape, block), parameters, optimizer)
+
+
+def _step(trainer: _Trainer, batch: Tensor) -> None:
+    """Takes one step of training, and records its loss and its time."""
+    start = time.perf_counter()
+    grad = torch.func.grad_and_value(trainer.loss)
+    gradients, loss = grad(trainer.parameters, batch)
+    leaves = zip(_leaves(trainer.parameters), _leaves(gradients), strict=True)
+    for parameter, gradient in leaves:
+        parameter.grad = gradient
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    trainer.times_s.append(time.perf_counter() - start)
+    trainer.losses.append(loss.item())
+
+
+def _measure(trainer: _Trainer, batch: Tensor) -> DemoRow:
+    """Runs one more step, without the optimizer, and counts its bytes."""
+    known = [*_leaves(trainer.parameters), batch]
+
+    def loss(parameters: Parameters) -> Tensor:
+        return trainer.loss(parameters, batch)
+
+    with LiveBytes(ignore=known) as forward:
+        loss_and_pullback = torch.func.vjp(loss, trainer.parameters)
+        held_bytes = forward.current_bytes
+    del loss_and_pullback
+    with LiveBytes(ignore=known) as step:
+        torch.func.grad(loss)(trainer.parameters)
+    return DemoRow(
+        trainer.name,
+        tuple(trainer.losses),
+        held_bytes,
+        step.peak_bytes,
+        statistics.median(trainer.times_s),
+    )
+
+
+def _leaves(parameters: Parameters) -> list[Tensor]:
+    return [tensor for group in parameters.values() for tensor in group.values()]

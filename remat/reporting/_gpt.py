@@ -1,0 +1,116 @@
+"""A small byte-level GPT in functional style: a dict of parameters and pure functions.
+
+Axes in the comments: b = batch, t = time, c = width, h = heads, v = vocabulary (bytes).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+from remat._names import checkpoint_name
+
+VOCABULARY = 256
+"""One symbol for each value of a byte."""
+
+Group = dict[str, Tensor]
+Parameters = dict[str, Group]
+Block = Callable[[Mapping[str, Tensor], Tensor, int], Tensor]
+Loss = Callable[[Parameters, Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GPTShape:
+    """The sizes of the model and of one batch.
+
+    Attributes:
+        layers: number of blocks.
+        width: size of a token's vector, a multiple of `heads`.
+        heads: number of attention heads.
+        time: number of bytes that one sequence predicts.
+        batch: number of sequences in a step.
+    """
+
+    layers: int = 5
+    width: int = 128
+    heads: int = 4
+    time: int = 128
+    batch: int = 8
+
+
+def initial_parameters(shape: GPTShape, generator: torch.Generator) -> Parameters:
+    """Draws the parameters: normal weights, residual branches scaled down by depth."""
+
+    def normal(*size: int, scale: float = 0.02) -> Tensor:
+        return torch.randn(*size, generator=generator) * scale
+
+    c = shape.width
+    branch = 0.02 / (2 * shape.layers) ** 0.5
+    parameters: Parameters = {
+        "embedding": {"token": normal(VOCABULARY, c), "time": normal(shape.time, c)},
+        "head": {"norm": torch.ones(c), "unembed": normal(c, VOCABULARY)},
+    }
+    for layer in range(shape.layers):
+        parameters[f"block{layer}"] = {
+            "norm1": torch.ones(c),
+            "qkv": normal(c, 3 * c),
+            "out": normal(c, c, scale=branch),
+            "norm2": torch.ones(c),
+            "up": normal(c, 4 * c),
+            "down": normal(4 * c, c, scale=branch),
+        }
+    return parameters
+
+
+def block(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
+    """One layer: attention, then a two-layer perceptron, each added to its input.
+
+    Args:
+        parameters: the layer's weights: norm1 (c,), qkv (c, 3c), out (c, c), norm2 (c,),
+            up (c, 4c), down (4c, c).
+        x: what the layer below gives, shape (b, t, c).
+        heads: the number of attention heads.
+
+    Returns:
+        What the layer above gets, shape (b, t, c).
+    """
+    qkv = _layer_norm(x, parameters["norm1"]) @ parameters["qkv"]  # (b, t, 3c)
+    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended = checkpoint_name(attended, "attn")  # (b, h, t, d)
+    x = x + rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
+    hidden = _layer_norm(x, parameters["norm2"]) @ parameters["up"]  # (b, t, 4c)
+    return x + F.gelu(hidden) @ parameters["down"]
+
+
+def make_loss(shape: GPTShape, block: Block) -> Loss:
+    """Builds the loss of a batch from the function that runs one layer.
+
+    Args:
+        shape: the model's sizes.
+        block: `block` above, plain or decorated.
+
+    Returns:
+        A pure function of the parameters and of a batch of int64 bytes, shape
+        (b, t + 1), to the mean cross-entropy of the next byte, in nats, shape ().
+    """
+
+    def loss(parameters: Parameters, batch: Tensor) -> Tensor:
+        tables = parameters["embedding"]
+        x = F.embedding(batch[:, :-1], tables["token"]) + tables["time"]  # (b, t, c)
+        for layer in range(shape.layers):
+            x = block(parameters[f"block{layer}"], x, shape.heads)
+        head = parameters["head"]
+        logits = _layer_norm(x, head["norm"]) @ head["unembed"]  # (b, t, v)
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    return loss
+
+
+def _layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight)

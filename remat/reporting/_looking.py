@@ -1,0 +1,129 @@
+"""Looking before running: what a function, region or not, will hold for its backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from remat import _api, _residuals
+from remat._api import Region
+from remat._entry import Entry
+from remat._partition import Analysis, Cut, cut
+from remat._region import Roots
+from remat._residuals import Residual
+from remat.policies._sizes import show_size
+
+
+def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
+    """What a call holds between its forward and its backward.
+
+    Nothing runs but a trace. Differentiated is what requires grad, captured tensors
+    included, or, where nothing does, every floating tensor argument. Views of an argument
+    are that argument, and arguments that only a second derivative needs say so in
+    `reason`.
+
+    Args:
+        f: a region, or any function, with regions inside or without.
+        *args: the call's arguments.
+        **kwargs: likewise.
+
+    Returns:
+        What is saved, in the order of the forward, then the arguments.
+
+    Raises:
+        TraceError: if `f` cannot be traced.
+
+    Example:
+        >>> import torch
+        >>> from remat import saved_residuals
+        >>> [r.path for r in saved_residuals(lambda x: x.sin().sum(), torch.ones(3))]
+        ['x']
+
+    References:
+        `jax.ad_checkpoint.print_saved_residuals`.
+    """
+    if isinstance(f, (Region, _api.BoundRegion, _api.RematModule)):
+        return f.saved_residuals(*args, **kwargs)
+    region = _api.plain_region(f)
+    entry, roots = region.entry_of(args, kwargs)
+    return _residuals_of_plain(entry, roots)
+
+
+def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
+    """What plain autograd holds: what a backward step reads of the forward."""
+    analysis = entry.region.analysis(roots)
+    found = _read_across(analysis)
+    made = _residuals.made_values(
+        analysis, found.saved, "read by a backward step of plain autograd"
+    )
+    graph = analysis.joint.graph
+    return made + [
+        _residuals.operand_residual(graph, index, path, is_read=True)
+        for index, path in enumerate(entry.labels)
+        if index in found.operands
+    ]
+
+
+def _read_across(analysis: Analysis) -> Cut:
+    """The forward values that backward steps read, by storage; nothing is recomputed."""
+    joint = analysis.joint
+    values = joint.graph.values
+    whole = cut(analysis, frozenset(), joint.gradients)
+    read = {
+        analysis.roots[use]
+        for index in whole.steps
+        if values[index].is_backward
+        for use in values[index].uses
+        if not values[use].is_backward
+    }
+    saved = tuple(
+        index
+        for index in sorted(read)
+        if index >= joint.graph.num_inputs and analysis.is_saveable(index)
+    )
+    operands = frozenset(index for index in read if index < joint.num_operands)
+    return dataclasses.replace(whole, saved=saved, operands=operands)
+
+
+def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Prints `saved_residuals` as a table with a total.
+
+    Args:
+        f: as in `saved_residuals`.
+        *args: the call's arguments.
+        **kwargs: likewise.
+
+    Example:
+        >>> import torch
+        >>> from remat import print_saved_residuals
+        >>> print_saved_residuals(lambda x: x.sin().sum(), torch.ones(3))
+        argument  name  operator  value        bytes  source  reason
+        x               input     float32[3]    12 B          read by the backward
+        total                                   12 B
+    """
+    residuals = saved_residuals(f, *args, **kwargs)
+    rows = [("argument", "name", "operator", "value", "bytes", "source", "reason")]
+    rows += [_row(residual) for residual in residuals]
+    total = sum(residual.size_bytes for residual in residuals)
+    rows.append(("total", "", "", "", show_size(total), "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if place == 4 else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _row(residual: Residual) -> tuple[str, ...]:
+    dtype = str(residual.dtype).removeprefix("torch.")
+    return (
+        residual.path,
+        residual.name if residual.name != residual.path else "",
+        residual.op,
+        f"{dtype}[{', '.join(map(str, residual.shape))}]",
+        show_size(residual.size_bytes),
+        residual.source,
+        residual.reason,
+    )

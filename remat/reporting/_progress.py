@@ -1,0 +1,60 @@
+"""Shows how far a long command is: a bar on a terminal, else a line now and then."""
+
+import importlib.util
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TextIO
+
+Advance = Callable[[str], None]
+"""To be called after each step, with a few words about it."""
+
+_NUM_LINES = 10  # how many lines stand for the bar where there is none
+
+
+@contextmanager
+def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
+    """Gives a function that reports one finished step out of `total`.
+
+    Args:
+        title: what runs, in a few words.
+        total: the number of steps, at least 1.
+        stream: where to write; standard error leaves standard output to the result.
+            Only a terminal gets a bar, and only where rich is installed.
+
+    Yields:
+        The function to call after each step, with a few words about it.
+    """
+    if stream.isatty() and importlib.util.find_spec("rich") is not None:
+        with _bar(title, total, stream) as advance:
+            yield advance
+    else:
+        yield _lines(title, total, stream)
+
+
+@contextmanager
+def _bar(title: str, total: int, stream: TextIO) -> Generator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(file=stream)) as bar:
+        task = bar.add_task(title, total=total, note="")
+        yield lambda note: bar.update(task, advance=1, note=note)
+
+
+def _lines(title: str, total: int, stream: TextIO) -> Advance:
+    step = 0
+
+    def advance(note: str) -> None:
+        nonlocal step
+        step += 1
+        if step * _NUM_LINES // total > (step - 1) * _NUM_LINES // total:
+            print(f"{title} {step}/{total} {note}", file=stream, flush=True)
+
+    return advance

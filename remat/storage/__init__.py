@@ -1,0 +1,21 @@
+"""Storage: how a saved value waits for the backward."""
+
+from remat.storage._cast import Cast
+from remat.storage._contract import AbstractStorage, Chain, require_available
+from remat.storage._keep import Keep
+from remat.storage._offload import Offload
+from remat.storage._quantize import Quantize
+from remat.storage._shard import Shard
+from remat.storage._sparse import Sparse
+
+__all__ = [
+    "AbstractStorage",
+    "Cast",
+    "Chain",
+    "Keep",
+    "Offload",
+    "Quantize",
+    "Shard",
+    "Sparse",
+    "require_available",
+]

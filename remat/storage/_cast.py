@@ -1,0 +1,49 @@
+"""Casting: a saved value waits in a smaller floating dtype."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from remat.storage._check import refuse, require_type
+from remat.storage._contract import AbstractStorage
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cast(AbstractStorage):
+    """Keeps the value in another floating dtype.
+
+    Laws: lossy; each number comes back within half a unit in the last place of `dtype`,
+    where it is in that dtype's range; the dtype that comes back is the value's own.
+
+    Args:
+        dtype: the floating dtype in which the value waits.
+
+    Raises:
+        TypeError: `dtype` is no `torch.dtype`.
+        ValueError: `dtype` is not a floating one.
+
+    Example:
+        >>> import torch
+        >>> from remat import storage
+        >>> storage.Cast(torch.bfloat16)
+        Cast(dtype=torch.bfloat16)
+    """
+
+    dtype: torch.dtype
+
+    is_available: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Checks the argument."""
+        require_type(
+            "Cast(dtype=...)", self.dtype, torch.dtype, wanted="a dtype of torch"
+        )
+        if not self.dtype.is_floating_point:
+            raise refuse(
+                "Cast(dtype=...)",
+                self.dtype,
+                why="A cast to it would not round numbers but cut them.",
+                do="Pass a floating dtype such as torch.bfloat16, or use `Quantize`.",
+            )

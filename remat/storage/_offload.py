@@ -1,0 +1,96 @@
+"""Offloading: a saved value waits in other memory and comes back before it is read.
+
+The literature calls it swapping or activation offloading: vDNN [1] moves feature maps to
+pinned host memory over PCIe while other layers run, and fetches them ahead of use;
+torch has `torch.autograd.graph.save_on_cpu`, without prefetch.
+
+References:
+    [1] vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
+    Network Design. M. Rhu et al., 2016. https://arxiv.org/abs/1602.08124, section 3.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from remat.storage._check import refuse, require_count, require_type
+from remat.storage._contract import AbstractStorage
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Offload(AbstractStorage):
+    """Moves the value to another device, or to a file, while it waits.
+
+    Laws: exact; comes back on the device that it left.
+
+    Args:
+        device: where the value waits, as `torch.device` reads it.
+        pin: whether host memory is page-locked, so that copies overlap with compute.
+        min_bytes: smaller values stay where they are.
+        max_bytes: larger values stay where they are; None for no bound.
+        prefetch: how many values ahead of the backward are on their way back.
+        path: the folder of the files, or None for memory.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is negative, `max_bytes` is below `min_bytes`, or torch
+            knows no such device.
+
+    Example:
+        >>> from remat import storage
+        >>> storage.Offload(min_bytes=2**20).device
+        'cpu'
+    """
+
+    device: str = "cpu"
+    pin: bool = True
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    prefetch: int = 1
+    path: str | None = None
+
+    is_available: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        _check_device(self.device)
+        require_type("Offload(pin=...)", self.pin, bool, wanted="True or False")
+        require_count("Offload(min_bytes=...)", self.min_bytes, at_least=0)
+        require_count("Offload(prefetch=...)", self.prefetch, at_least=0)
+        if self.max_bytes is not None:
+            _check_max_bytes(self.max_bytes, self.min_bytes)
+        require_type(
+            "Offload(path=...)",
+            self.path,
+            (str, type(None)),
+            wanted="a folder as a text, as in `str(path)`, or None",
+        )
+
+
+def _check_device(device: object) -> None:
+    argument = "Offload(device=...)"
+    require_type(
+        argument, device, str, wanted="a device as a text, as in `str(device)`"
+    )
+    try:
+        torch.device(str(device))
+    except RuntimeError as error:
+        raise refuse(
+            argument,
+            device,
+            why="torch knows no device of that name.",
+            do='Pass, for example, "cpu" or "cuda:1".',
+        ) from error
+
+
+def _check_max_bytes(max_bytes: int, min_bytes: int) -> None:
+    require_count("Offload(max_bytes=...)", max_bytes, at_least=0)
+    if max_bytes < min_bytes:
+        raise refuse(
+            "Offload(max_bytes=...)",
+            max_bytes,
+            why=f"With min_bytes={min_bytes} no value would be offloaded.",
+            do="Pass a `max_bytes` that is not below `min_bytes`, or None.",
+        )

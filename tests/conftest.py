@@ -1,0 +1,30 @@
+"""Makes every test start alike: one thread, the same seeds, the same examples."""
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+# One thread: the tensors are small, and a sum is split in the same way on every machine.
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "remat", derandomize=True, deadline=None, database=None
+)
+hypothesis.settings.load_profile("remat")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs an accelerator where there is none."""
+    if torch.accelerator.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

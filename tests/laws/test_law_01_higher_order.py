@@ -1,0 +1,163 @@
+"""Law 1. Same numbers, in derivatives of derivatives by torch.autograd.
+
+"Sums with contributions from outside the call, and every other transform, agree to
+rounding (`torch.testing.assert_close` defaults; suites run in float64)."
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.functional import hessian, jacobian
+from torch.utils._pytree import tree_map_only
+
+from remat import checkpoint_name, policies, remat
+from tests.support import (
+    assert_close,
+    fresh,
+    is_differentiable,
+    on_tensors,
+    scalar_loss,
+    seeded,
+)
+from tests.zoo import FUNCTIONS, NAMES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+]
+
+ZOO = {function.name: function for function in FUNCTIONS}
+POLICIES = {
+    "nothing": None,
+    "everything": policies.everything_saveable,
+    "names": policies.save_only_these_names("h"),
+}
+#: Plain torch cannot differentiate these twice, or their numbers are too coarse.
+NOT_TWICE = {"attention", "attention_bfloat16", "half", "mixed_dtypes"}
+
+
+def smooth(w, x):
+    """A layer with an in-place operator, a norm, a constant and a name."""
+    h = checkpoint_name((x @ w).tanh(), "h")
+    h = h.clone().mul_(1.5) + torch.arange(4.0, dtype=x.dtype).cos()
+    return F.layer_norm(h.sin(), (4,)).exp() * h
+
+
+def total(f):
+    """`f` as a smooth scalar function."""
+    return lambda *args: (f(*args).sin() * 0.7).sum()
+
+
+def arguments():
+    """A square weight and a sequence."""
+    return seeded(4, 4) / 2, seeded(3, 4, seed=1)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_TWICE])
+def test_second_derivatives(name):
+    """create_graph, twice: second derivatives of the zoo agree in float64."""
+    args = in_double(ZOO[name].make_args())
+
+    def second(f):
+        flat, tensors = on_tensors(f, args)
+        leaves = fresh(tensors, requires_grad=True)
+        first = derivatives(scalar_loss(flat)(*leaves), leaves, create_graph=True)
+        moved = [g * x.detach().cos() for g, x in zip(first, leaves, strict=True)]
+        moved = torch.view_as_real(torch.stack([complex_sum(m) for m in moved])).sum()
+        if not moved.requires_grad:
+            return first
+        return first, derivatives(moved, leaves)
+
+    assert_close(second(remat(ZOO[name].fun)), second(ZOO[name].fun))
+
+
+def in_double(args):
+    """Every floating tensor in float64, every complex one in complex128."""
+
+    def wide(tensor):
+        if not is_differentiable(tensor):
+            return tensor
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+    return tree_map_only(torch.Tensor, wide, args)
+
+
+def complex_sum(tensor):
+    """The sum as a complex number, whatever the dtype."""
+    return tensor.sum().to(torch.complex128)
+
+
+def derivatives(root, leaves, **options):
+    """Gradients with zeros where there is none."""
+    return torch.autograd.grad(
+        root, leaves, **options, allow_unused=True, materialize_grads=True
+    )
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("policy", POLICIES)
+def test_third_derivatives_by_create_graph(policy):
+    """Three backwards, each of the one before, agree."""
+
+    def thrice(f):
+        leaves = fresh(arguments())
+        root = total(f)(*leaves)
+        found = []
+        for order in range(3):
+            gradients = derivatives(root, leaves, create_graph=order < 2)
+            found += [gradient.detach() for gradient in gradients]
+            root = sum(gradient.sin().sum() for gradient in gradients)
+        return found
+
+    assert_close(thrice(remat(smooth, policy=POLICIES[policy])), thrice(smooth))
+
+
+def test_retain_graph():
+    """A kept graph gives the same gradient each time, and a freed one an error."""
+    leaves = fresh(arguments())
+    root = total(remat(smooth))(*leaves)
+
+    once = derivatives(root, leaves, retain_graph=True)
+    twice = derivatives(root, leaves)
+
+    assert_close(once, twice)
+    with pytest.raises(RuntimeError, match="second time"):
+        derivatives(root, leaves)
+
+
+def test_batched_cotangents():
+    """autograd.grad with is_grads_batched pulls back several cotangents at once."""
+
+    def pulled(f):
+        leaves = fresh(arguments())
+        output = f(*leaves)
+        basis = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+        return torch.autograd.grad(output, leaves, basis, is_grads_batched=True)
+
+    assert_close(pulled(remat(smooth)), pulled(smooth))
+
+
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_torch_autograd_functional(vectorize):
+    """torch.autograd.functional's hessian and jacobian agree."""
+    args = arguments()
+    for derivative, wrap in [(hessian, total), (jacobian, lambda f: f)]:
+        take = partial(derivative, inputs=args, vectorize=vectorize)
+        assert_close(take(wrap(remat(smooth))), take(wrap(smooth)))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "in_place", "complex_arithmetic", "normalizers"]
+)
+def test_numerical_derivatives(name):
+    """gradcheck, forward mode and batches included, and gradgradcheck pass."""
+    flat, tensors = on_tensors(remat(ZOO[name].fun), in_double(ZOO[name].make_args()))
+    leaves = fresh(tensors)
+
+    assert gradcheck(flat, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(flat, leaves, check_batched_grad=True)

@@ -1,0 +1,200 @@
+"""Law 3. Least recomputation, per region.
+
+"The backward runs only what some wanted gradient needs, given what was saved."
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+from remat import checkpoint_name, policies, remat
+from tests.support import (
+    ALIASING,
+    backward_operators,
+    count_operators,
+    fresh,
+    grads,
+    seeded,
+    tensors_in,
+)
+
+
+def backward_of(region, args, *, outputs=None):
+    """Operators of the backward from the chosen outputs; arguments may require grad."""
+    grads(lambda *args: chosen(region(*args), outputs), args)
+    leaves = fresh(args)
+    root = chosen(region(*leaves), outputs)
+    pulled = [torch.ones_like(out) for out in root]
+    return count_operators(lambda: torch.autograd.backward(root, pulled))
+
+
+def chosen(result, outputs):
+    """Some of a function's outputs, or all."""
+    flat = tensors_in(result)
+    return flat if outputs is None else [flat[i] for i in outputs]
+
+
+@pytest.mark.contract
+def test_the_last_matmul_is_not_run_again():
+    """The output of the last linear layer is dead in the backward."""
+
+    def fun(x, w, v):
+        return F.relu(x.sin() @ w) @ v
+
+    args = (seeded(3, 4), seeded(4, 5, seed=1), seeded(5, 2, seed=2))
+    counts = backward_operators(remat(fun), *args)
+
+    assert counts["aten.mm"] == 4 + 1
+    assert counts["aten.sin"] == 1
+
+
+def test_sums_are_not_run_again():
+    """Additions, means and losses whose results nobody reads are dead."""
+
+    def fun(x, y):
+        return ((x.exp() + y).sin() + y.sum() - x.mean()).sum()
+
+    args = (seeded(3, 4), seeded(3, 4, seed=1))
+    counts = backward_operators(remat(fun), *args)
+
+    assert counts["aten.exp"] == 1
+    assert counts["aten.add"] <= 1 + 2  # exp(x) + y, and two sums of gradients
+    assert counts["aten.mean"] == counts["aten.sub"] == counts["aten.sin"] == 0
+
+
+def two_branches(x):
+    """Two outputs that share nothing but the argument."""
+    return x.sin().sin().sin(), x.exp().exp().exp()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("used", "sines", "exps"), [(0, 2, 0), (1, 0, 3), (None, 2, 3)]
+)
+def test_unused_outputs_cost_nothing(used, sines, exps):
+    """An output without a cotangent recomputes nothing of its own."""
+    outputs = None if used is None else [used]
+
+    counts = backward_of(remat(two_branches), (seeded(5),), outputs=outputs)
+
+    assert counts["aten.sin"] == sines
+    assert counts["aten.cos"] == (3 if sines else 0)
+    assert counts["aten.exp"] == exps
+
+
+def test_outputs_used_in_turn():
+    """One region serves every combination of cotangents."""
+    region = remat(two_branches)
+
+    for outputs, sines, exps in [([0], 2, 0), ([0, 1], 2, 3), ([1], 0, 3), ([0], 2, 0)]:
+        counts = backward_of(region, (seeded(5),), outputs=outputs)
+        assert (counts["aten.sin"], counts["aten.exp"]) == (sines, exps)
+
+
+def linear_of_sine(x, w):
+    """Needs sin(x) for the gradient of w, and only w and x for that of x."""
+    return x.sin() @ w
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("wanted", "sines", "cosines", "products"),
+    [("x", 0, 1, 1), ("w", 1, 0, 1), ("xw", 1, 1, 2)],
+)
+def test_only_wanted_gradients_are_paid_for(wanted, sines, cosines, products):
+    """Arguments that need no gradient cost no operator."""
+    args = [seeded(3, 4), seeded(4, 5, seed=1)]
+    args = [a.requires_grad_("xw"[i] in wanted) for i, a in enumerate(args)]
+
+    counts = backward_of(remat(linear_of_sine), tuple(args))
+
+    assert counts["aten.sin"] == sines
+    assert counts["aten.cos"] == cosines
+    assert counts["aten.mm"] == products
+
+
+@pytest.mark.parametrize(
+    ("argnums", "sines", "products"), [(0, 0, 1), (1, 1, 1), ((0, 1), 1, 2)]
+)
+def test_only_wanted_gradients_under_torch_func(argnums, sines, products):
+    """Under torch.func.grad, argnums decide what is recomputed."""
+    args = (seeded(3, 4), seeded(4, 5, seed=1))
+    region = remat(linear_of_sine)
+    gradient = grad(lambda x, w: region(x, w).sum(), argnums)
+    gradient(*args)
+
+    counts = count_operators(gradient, *args)
+
+    assert counts["aten.sin"] == 1 + sines
+    assert counts["aten.mm"] == 1 + products
+
+
+def test_a_frozen_first_layer_is_not_differentiated():
+    """Values that depend on nothing wanted are recomputed once, and get no gradient."""
+
+    def fun(tokens, x, w):
+        return (tokens.sin().exp() * x.sin()) @ w
+
+    args = (seeded(3, 4), seeded(3, 4, seed=1), seeded(4, 2, seed=2).requires_grad_())
+    counts = backward_of(remat(fun), args)
+
+    assert counts["aten.cos"] == 0
+    assert counts["aten.sin"] == 2
+    assert counts["aten.mm"] == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (None, {"sin": 1, "exp": 1, "tanh": 1}),
+        (policies.save_only_these_names("early"), {"exp": 1, "tanh": 1}),
+        (policies.save_only_these_names("late"), {"sin": 1, "exp": 1}),
+        (policies.everything_saveable, {}),
+    ],
+    ids=["nothing", "early", "late", "everything"],
+)
+def test_each_value_is_recomputed_at_most_once(policy, again):
+    """A value that several derivatives read is made again once, from what was saved."""
+
+    def fun(x):
+        early = checkpoint_name(x.sin(), "early")
+        middle = early.exp() * early
+        late = checkpoint_name((middle * early).tanh(), "late")
+        return (late * middle + late * early).cos()
+
+    counts = backward_operators(remat(fun, policy=policy), seeded(5))
+    plain = backward_operators(fun, seeded(5))
+    found = {op: counts[f"aten.{op}"] - plain[f"aten.{op}"] for op in ("exp", "tanh")}
+
+    assert counts["aten.sin"] - plain["aten.sin"] == again.get("sin", 0)
+    assert found == {op: again.get(op, 0) for op in found}
+
+
+def test_backward_of_everything_is_plain():
+    """Where everything is saved, the backward computes what plain autograd computes."""
+
+    def fun(x, w):
+        return (x @ w).tanh().exp() @ w.T
+
+    args = (seeded(3, 4), seeded(4, 5, seed=1))
+    region = remat(fun, policy=policies.everything_saveable)
+    plain, found = backward_operators(fun, *args), backward_operators(region, *args)
+
+    def computing(counts):
+        return {op: n for op, n in counts.items() if op not in ALIASING}
+
+    assert sum(computing(found).values()) <= sum(computing(plain).values())
+
+
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_nothing_runs_again_where_nothing_is_read():
+    """A function whose derivative reads arguments alone recomputes nothing."""
+
+    def fun(x, w):
+        return F.linear(x, w).transpose(0, 1).reshape(-1)
+
+    args = (seeded(3, 4), seeded(5, 4, seed=1))
+    counts = backward_operators(remat(fun), *args)
+
+    assert counts["aten.mm"] + counts["aten.linear"] + counts["aten.addmm"] == 2

@@ -1,0 +1,288 @@
+"""Law 7, no stale state.
+
+"Covered, and checked at every call: closure cells, named globals (through user-defined
+helpers), defaults, partials, simple attributes *read in the trace* of reached modules
+and objects, lists and dicts of these, `training`. A change retraces. Python side effects
+run once, at trace time, as under jit; a function that changes covered state while it is
+traced, or leaves a fake tensor in a user's object, raises `SideEffectError`."
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import remat
+from tests.support import assert_bitwise, seeded
+
+Fun = Callable[..., Tensor]
+State = tuple[Fun, Callable[[], object]]
+FACTOR: Any = 2.0
+TABLE = {"scale": 2.0}
+
+
+def scaled(x: Tensor, factor: Any) -> Tensor:
+    """Depends on the factor's value, on its type, and on the sign of a zero."""
+    kind = {bool: 1.5, int: 2.5, float: 3.5}[type(factor)]
+    return torch.sin(torch.sin(x) * (factor + kind)) * math.copysign(1.0, factor)
+
+
+def reads_global(x: Tensor) -> Tensor:
+    return scaled(x, FACTOR)
+
+
+def helper(x: Tensor) -> Tensor:
+    return scaled(x, FACTOR)
+
+
+def other_helper(x: Tensor) -> Tensor:
+    return torch.cos(torch.sin(x))
+
+
+def through_a_helper(x: Tensor) -> Tensor:
+    return helper(x) + TABLE["scale"]
+
+
+class Holder:
+    """State in an attribute, in an object in an attribute, in a class attribute."""
+
+    shared = 2.0
+
+    def __init__(self, value: Any = 2.0) -> None:
+        self.value = value
+        self.inner = SimpleNamespace(value=value, values=[value], table={"a": value})
+
+    def method(self, x: Tensor) -> Tensor:
+        return scaled(x, self.value)
+
+    def patched(self, x: Tensor) -> Tensor:
+        return scaled(x, 4.0)
+
+
+def set_global(name: str, value: Any) -> Callable[[], None]:
+    return lambda: globals().__setitem__(name, value)
+
+
+def cell() -> State:
+    factor = 2.0
+
+    def change() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    return (lambda x: scaled(x, factor)), change
+
+
+def default() -> State:
+    def fun(x: Tensor, factor: Any = 2.0) -> Tensor:
+        return scaled(x, factor)
+
+    return fun, lambda: setattr(fun, "__defaults__", (3.0,))
+
+
+def keyword_default() -> State:
+    def fun(x: Tensor, *, factor: Any = 2.0) -> Tensor:
+        return scaled(x, factor)
+
+    return fun, lambda: fun.__kwdefaults__.update(factor=3.0)
+
+
+def partial() -> State:
+    fun = functools.partial(scaled, factor=2.0)
+    return fun, lambda: fun.keywords.update(factor=3.0)
+
+
+def on_holder(
+    read: Callable[[Holder], Any], change: Callable[[Holder], object]
+) -> State:
+    holder = Holder()
+    return (lambda x: scaled(x, read(holder))), (lambda: change(holder))
+
+
+def method_attribute() -> State:
+    holder = Holder()
+    return holder.method, lambda: setattr(holder, "value", 3.0)
+
+
+def list_grows() -> State:
+    values = [2.0]
+    return (lambda x: scaled(x, sum(values))), lambda: values.append(1.0)
+
+
+def dict_grows() -> State:
+    table = {"a": 2.0}
+    return (lambda x: scaled(x, sum(table.values()))), lambda: table.update(b=1.0)
+
+
+def key_appears() -> State:
+    table: dict[str, float] = {}
+    return (lambda x: scaled(x, table.get("a", 2.0))), lambda: table.update(a=3.0)
+
+
+def becomes_none() -> State:
+    holder: Any = SimpleNamespace(w=seeded(3))
+    fun = lambda x: x.sin() if holder.w is None else x.sin() * holder.w.sin()  # noqa: E731
+    return fun, lambda: setattr(holder, "w", None)
+
+
+def tensor_changes_shape() -> State:
+    holder = SimpleNamespace(w=seeded(3))
+    return (lambda x: (x * holder.w).sin()), lambda: setattr(holder, "w", seeded(2, 1))
+
+
+def tensor_replaced() -> State:
+    tensors = [seeded(3)]
+    return (lambda x: (x * tensors[0]).sin()), lambda: tensors.__setitem__(
+        0, seeded(3, seed=5)
+    )
+
+
+def model_state(change: Callable[[Any], object]) -> State:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+    ).double()
+    model.eval()
+    return model, lambda: change(model)
+
+
+def untie(model: Any) -> None:
+    model[2].weight = nn.Parameter(seeded(3, 3, seed=7))
+
+
+def untied() -> State:
+    model, _ = model_state(untie)
+    model[2].weight = model[0].weight
+    return model, lambda: untie(model)
+
+
+def hook_removed() -> State:
+    model, _ = model_state(untie)
+    handle = model[0].register_forward_hook(lambda m, a, out: out.sin())
+    return model, handle.remove
+
+
+CHANGES: dict[str, Callable[[], State]] = {
+    "cell": cell,
+    "global": lambda: (reads_global, set_global("FACTOR", 3.0)),
+    "global_to_int": lambda: (reads_global, set_global("FACTOR", 2)),
+    "global_through_helper": lambda: (through_a_helper, set_global("FACTOR", 3.0)),
+    "helper_replaced": lambda: (through_a_helper, set_global("helper", other_helper)),
+    "global_dict_entry": lambda: (through_a_helper, lambda: TABLE.update(scale=5.0)),
+    "default": default,
+    "keyword_default": keyword_default,
+    "partial": partial,
+    "attribute": lambda: on_holder(lambda h: h.value, lambda h: setattr(h, "value", 3.0)),
+    "attribute_to_int": lambda: on_holder(lambda h: h.value, lambda h: setattr(h, "value", 2)),
+    "nested_attribute": lambda: on_holder(
+        lambda h: h.inner.value, lambda h: setattr(h.inner, "value", 3.0)
+    ),
+    "class_attribute": lambda: on_holder(
+        lambda h: h.shared, lambda h: setattr(Holder, "shared", 3.0)
+    ),
+    "shadowed_class_attribute": lambda: on_holder(
+        lambda h: h.shared, lambda h: setattr(h, "shared", 3.0)
+    ),
+    "method_attribute": method_attribute,
+    "list_element": lambda: on_holder(
+        lambda h: h.inner.values[0], lambda h: h.inner.values.__setitem__(0, 3.0)
+    ),
+    "dict_entry": lambda: on_holder(
+        lambda h: h.inner.table["a"], lambda h: h.inner.table.update(a=3.0)
+    ),
+    "list_grows": list_grows,
+    "dict_grows": dict_grows,
+    "key_appears": key_appears,
+    "tensor_to_none": becomes_none,
+    "tensor_shape": tensor_changes_shape,
+    "tensor_replaced": tensor_replaced,
+    "training": lambda: model_state(lambda m: m.train()),
+    "training_of_a_child": lambda: model_state(lambda m: m[1].train()),
+    "parameter_replaced": lambda: model_state(untie),
+    "parameter_data": lambda: model_state(lambda m: setattr(m[0].weight, "data", seeded(3, 3))),
+    "parameter_in_place": lambda: model_state(lambda m: m[0].weight.data.mul_(2)),
+    "parameter_frozen": lambda: model_state(lambda m: m[0].weight.requires_grad_(False)),
+    "submodule_replaced": lambda: model_state(lambda m: m.__setitem__(2, nn.Tanh())),
+    "submodule_appended": lambda: model_state(lambda m: m.append(nn.Tanh())),
+    "hook_added": lambda: model_state(
+        lambda m: m[0].register_forward_hook(lambda m, a, out: out.sin())
+    ),
+    "pre_hook_added": lambda: model_state(
+        lambda m: m.register_forward_pre_hook(lambda m, a: (a[0].cos(),))
+    ),
+    "hook_removed": hook_removed,
+    "untied": untied,
+    "eps": lambda: model_state(lambda m: setattr(m[1], "eps", 0.5)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _restore_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FACTOR", "helper"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(TABLE, "scale", 2.0)
+    monkeypatch.setattr(Holder, "shared", 2.0)
+
+
+def value_and_gradient(fun: Fun, *args: Any) -> tuple[Tensor, Tensor]:
+    """The output at a fixed input, and the gradient there; buffers are put back."""
+    x = seeded(2, 3, seed=3).requires_grad_()
+    modules = fun.modules() if isinstance(fun, nn.Module) else ()
+    saved = [
+        (b, b.clone()) for module in modules for b in module.buffers(recurse=False)
+    ]
+    y = fun(x, *args)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    for buffer, value in saved:
+        buffer.copy_(value)
+    return y.detach(), grad
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("state", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(state: Callable[[], State]) -> None:
+    """After the change, and after one more call, the region gives plain's new values."""
+    fun, change = state()
+    region = remat(fun)
+    before = value_and_gradient(fun)
+    assert_bitwise(value_and_gradient(region), before)
+
+    change()
+
+    after = value_and_gradient(fun)
+    assert_bitwise(value_and_gradient(region), after)
+    assert_bitwise(value_and_gradient(region), after)
+
+
+STATICS = {
+    "zero_sign": (0.0, -0.0),
+    "one": (1, 1.0, True),
+    "zero": (0, 0.0, False, -0.0),
+    "nan": (math.nan, 1.0, math.nan),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("values", STATICS.values(), ids=STATICS)
+@pytest.mark.parametrize("way", ["argument", "global", "attribute"])
+def test_equal_values_of_unlike_kinds_differ(way: str, values: tuple[Any, ...]) -> None:
+    """-0.0 is not 0.0, and 1, 1.0 and True are three values, wherever they stand."""
+    holder = Holder()
+    funs: dict[str, Fun] = {
+        "argument": scaled,
+        "global": lambda x, _: scaled(x, FACTOR),
+        "attribute": lambda x, _: scaled(x, holder.value),
+    }
+    region = remat(funs[way])
+
+    for value in values * 2:
+        set_global("FACTOR", value)()
+        holder.value = value
+        arguments = (value,) if way == "argument" else (None,)
+        plain = value_and_gradient(funs[way], *arguments)
+        assert_bitwise(value_and_gradient(region, *arguments), plain)

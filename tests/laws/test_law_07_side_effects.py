@@ -1,0 +1,199 @@
+"""Law 7, its second half.
+
+"Python side effects run once, at trace time, as under jit; a function that changes
+covered state while it is traced, or leaves a fake tensor in a user's object, raises
+`SideEffectError`."
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import RematError, SideEffectError, remat
+from tests.support import assert_bitwise, grads, seeded
+
+CALLS: list[Any] = []
+COUNT = 0
+
+
+def body(x: Tensor) -> Tensor:
+    """What each function computes besides its effect."""
+    return torch.sin(torch.sin(x))
+
+
+def counts(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.calls += 1
+        return body(x)
+
+    return fun
+
+
+def appends(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.log.append("called")
+        return body(x)
+
+    return fun
+
+
+def sets_entry(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.table["n"] = held.table.get("n", 0) + 1
+        return body(x)
+
+    return fun
+
+
+def keeps_attribute(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.last = body(x)
+        return held.last * 2
+
+    return fun
+
+
+def keeps_in_list(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.log.append(body(x))
+        return body(x)
+
+    return fun
+
+
+def keeps_in_dict(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        held.table["h"] = body(x)
+        return body(x)
+
+    return fun
+
+
+def appends_global(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return body(x)
+
+
+def counts_global(x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return body(x)
+
+
+class Counting(nn.Module):
+    """A module that counts its calls in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return body(x)
+
+
+EFFECTS = [counts, appends, sets_entry, keeps_attribute, keeps_in_list, keeps_in_dict]
+
+
+def state() -> SimpleNamespace:
+    """An object of a user, with a counter, a list and a dict."""
+    return SimpleNamespace(calls=0, log=[], table={})
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_a_change_of_covered_state_is_an_error(effect: Any) -> None:
+    """The error names the place and the line's file, and the object is as before."""
+    held = state()
+
+    with pytest.raises(SideEffectError) as error:
+        remat(effect(held))(seeded(3).requires_grad_())
+
+    assert held == state()
+    names = ("calls", "log", "table", "last")
+    assert any(name in str(error.value) for name in names)
+    assert effect.__name__ in str(error.value) or "test_law_07" in str(error.value)
+
+
+@pytest.mark.parametrize("fun", [appends_global, counts_global])
+def test_a_change_of_a_global_is_an_error(fun: Any) -> None:
+    """The global's name is in the text, and the global is as before."""
+    with pytest.raises(SideEffectError, match=r"CALLS|COUNT"):
+        remat(fun)(seeded(3).requires_grad_())
+
+    assert CALLS == []
+    assert COUNT == 0
+
+
+def test_a_module_that_counts_is_an_error() -> None:
+    """The counter of a module is covered state: it is put back."""
+    model = Counting()
+
+    with pytest.raises(SideEffectError, match="calls"):
+        remat(model)(seeded(3).requires_grad_())
+
+    assert model.calls == 0
+
+
+def test_a_cell_that_counts_is_an_error() -> None:
+    """So is a variable of an enclosing function."""
+    calls = 0
+
+    def fun(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return body(x)
+
+    with pytest.raises(SideEffectError, match="calls"):
+        remat(fun)(seeded(3).requires_grad_())
+
+    assert calls == 0
+
+
+def test_it_raises_again_and_then_works_when_repaired() -> None:
+    """The failed trace is not remembered as a good one."""
+    held = state()
+    fun = counts(held)
+    for _ in range(2):
+        with pytest.raises(RematError):
+            remat(fun)(seeded(3).requires_grad_())
+
+    assert_bitwise(grads(remat(body), [seeded(3)]), grads(body, [seeded(3)]))
+
+
+def test_an_effect_that_restores_itself_is_none() -> None:
+    """State that is back when the function ends has not changed."""
+    held = state()
+
+    def fun(x: Tensor) -> Tensor:
+        held.calls += 1
+        y = body(x) * held.calls
+        held.calls -= 1
+        return y
+
+    assert_bitwise(grads(remat(fun), [seeded(3)]), grads(fun, [seeded(3)]))
+    assert held == state()
+
+
+def test_objects_made_inside_may_change() -> None:
+    """What is made in the call and dies with it is no state of anybody."""
+
+    def fun(x: Tensor) -> Tensor:
+        local = state()
+        local.log.append(body(x))
+        local.last = local.log[0]
+        return local.last * 2
+
+    assert_bitwise(grads(remat(fun), [seeded(3)]), grads(fun, [seeded(3)]))
+
+
+def test_a_restored_effect_of_rerun_runs_again() -> None:
+    """`engine="rerun"` runs Python again by contract, and raises nothing."""
+    held = state()
+    grads(remat(counts(held), engine="rerun"), [seeded(3)])
+
+    assert held.calls >= 1

@@ -1,0 +1,230 @@
+"""Law 8, state once.
+
+"Buffers (BatchNorm's running statistics) change once per forward, not again in the
+recomputation."
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import policies, remat
+from tests.support import assert_bitwise, assert_close, seeded
+
+Model = Any
+Wrap = Callable[..., Any]
+
+
+class Ema(nn.Module):
+    """A user's buffers: one changed in place and used, one counted, one rebound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.steps.add_(1)
+        return torch.sin(x - self.mean) * self.steps
+
+
+def batch_norm() -> Model:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def spectral_norm() -> Model:
+    linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    return nn.Sequential(linear, nn.Tanh())
+
+
+def cumulative() -> Model:
+    return nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Tanh())
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "batch_norm": batch_norm,
+    "spectral_norm": spectral_norm,
+    "ema": lambda: nn.Sequential(nn.Linear(4, 4), Ema()),
+}
+
+
+def build(make: Callable[[], Model]) -> Model:
+    """A model in float64, from a fixed seed, in training mode."""
+    torch.manual_seed(0)
+    return make().double().train()
+
+
+def buffers(model: Model) -> list[Tensor]:
+    """Copies of a model's buffers."""
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+WAYS: dict[str, Callable[[Model, dict[str, Any]], Wrap]] = {
+    "module": lambda model, options: remat(model, **options),
+    "captured": lambda model, options: remat(lambda x: model(x) * 1, **options),
+    "argument": lambda model, options: (
+        lambda x: remat(lambda m, x: m(x), **options)(model, x)
+    ),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "everything": {"policy": policies.everything_saveable},
+    "addmm": {"policy": policies.by_op("addmm")},
+    "rerun": {"engine": "rerun"},
+}
+
+
+def train(fun: Wrap, model: Model, steps: int = 3) -> tuple[list[Tensor], list[Any]]:
+    """Gradients and buffers after each of some steps that change the weights."""
+    history = []
+    for step in range(steps):
+        x = seeded(5, 4, seed=step)
+        gradients = torch.autograd.grad(fun(x).sin().sum(), list(model.parameters()))
+        with torch.no_grad():
+            for weight, gradient in zip(model.parameters(), gradients, strict=True):
+                weight -= 0.1 * gradient
+        history.append((list(gradients), buffers(model)))
+    return [g for gradients, _ in history for g in gradients], [b for _, b in history]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_buffers_change_once_a_step(make: Any, options: dict[str, Any]) -> None:
+    """Over three steps, gradients and every buffer are bitwise plain's."""
+    plain, model = build(make), build(make)
+
+    expected = train(plain, plain)
+
+    assert_bitwise(train(remat(model, **options), model), expected)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_however_the_module_is_reached(way: Any, engine: str) -> None:
+    """The region is the module, or captures it, or gets it as an argument."""
+    plain, model = build(batch_norm), build(batch_norm)
+
+    expected = train(plain, plain)
+
+    assert_bitwise(train(way(model, {"engine": engine}), model), expected)
+
+
+def test_statistics_that_read_a_counter_need_rerun() -> None:
+    """`momentum=None` turns the counter to a float: `engine="rerun"` is right."""
+    plain, model = build(cumulative), build(cumulative)
+
+    expected = train(plain, plain)
+
+    assert_bitwise(train(remat(model, engine="rerun"), model), expected)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_functional_batch_norm(engine: str) -> None:
+    """Buffers passed as arguments are written back once."""
+
+    def fun(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, training=True).sin()
+
+    def run(wrapped: Wrap) -> list[Tensor]:
+        x = seeded(5, 4).requires_grad_()
+        mean, var = seeded(4, seed=1), seeded(4, seed=2).square()
+        (grad,) = torch.autograd.grad(wrapped(x, mean, var).sum(), x)
+        return [grad, mean, var]
+
+    assert_bitwise(run(remat(fun, engine=engine)), run(fun))
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_functional_call_with_a_dict_of_buffers(engine: str) -> None:
+    """`functional_call` with buffers: the given ones change once, the model's never."""
+    model = build(batch_norm)
+    own = buffers(model)
+
+    def run(wrap: Wrap) -> list[Tensor]:
+        params = {k: v.detach().requires_grad_() for k, v in model.named_parameters()}
+        given = {k: v.clone() for k, v in model.named_buffers()}
+        call = wrap(lambda p, b, x: torch.func.functional_call(model, (p, b), (x,)))
+        loss = call(params, given, seeded(5, 4)).sin().sum()
+        return [*torch.autograd.grad(loss, list(params.values())), *given.values()]
+
+    assert_bitwise(run(lambda fun: remat(fun, engine=engine)), run(lambda fun: fun))
+    assert_bitwise(buffers(model), own)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_buffers_under_func_grad(engine: str) -> None:
+    """Buffers that are arguments of a `torch.func.grad` change once there too."""
+    model = build(batch_norm)
+    params = {k: v.detach() for k, v in model.named_parameters()}
+
+    def run(wrap: Wrap) -> list[Any]:
+        given = {k: v.clone() for k, v in model.named_buffers()}
+
+        def loss(p: Any, b: Any, x: Tensor) -> Tensor:
+            call = wrap(lambda p, b, x: torch.func.functional_call(model, (p, b), (x,)))
+            return call(p, b, x).sin().sum()
+
+        gradients = torch.func.grad(loss)(params, given, seeded(5, 4))
+        return [*gradients.values(), *given.values()]
+
+    assert_close(run(lambda fun: remat(fun, engine=engine)), run(lambda fun: fun))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_backwards_leave_buffers_alone(make: Any, engine: str) -> None:
+    """Two backwards, and a second derivative, change no buffer; the forward did once."""
+    plain, model = build(make), build(make)
+    x, y = seeded(5, 4).requires_grad_(), seeded(5, 4).requires_grad_()
+
+    def second(fun: Wrap, x: Tensor) -> list[Tensor]:
+        loss = fun(x).sin().sum()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (double,) = torch.autograd.grad(grad.square().sum(), x)
+        return [first, grad.detach(), double]
+
+    expected = second(plain, x)
+    found = second(remat(model, engine=engine), y)
+
+    assert_bitwise(found[0], expected[0])
+    assert_close(found, expected)
+    assert_bitwise(buffers(model), buffers(plain))
+
+
+def test_without_grad_they_change_once_too() -> None:
+    """Under `no_grad` the function runs as it is."""
+    plain, model = build(batch_norm), build(batch_norm)
+    with torch.no_grad():
+        plain(seeded(5, 4))
+        remat(model)(seeded(5, 4))
+
+    assert_bitwise(buffers(model), buffers(plain))
+
+
+def test_eval_mode_changes_nothing() -> None:
+    """A model in evaluation reads its buffers only."""
+    model = build(batch_norm).eval()
+    before = copy.deepcopy(model.state_dict())
+    remat(model)(seeded(5, 4)).sum().backward()
+
+    assert_bitwise(dict(model.state_dict()), dict(before))
+
+
+def test_a_nested_region_changes_them_once() -> None:
+    """The inner region's forward runs again in the outer's backward, its state does not."""
+    plain, model = build(batch_norm), build(batch_norm)
+    inner = remat(model)
+
+    expected = train(lambda x: plain(x).sin(), plain)
+
+    assert_bitwise(train(remat(lambda x: inner(x).sin()), model), expected)

@@ -1,0 +1,195 @@
+"""Law 9. Nesting is JAX's.
+
+"The outermost policy decides what crosses from its forward to its backward, and sees
+names inside inner regions; an inner policy decides what is held inside the outer's
+recomputation, so inner regions still bound the peak there. Oracle, from JAX: inner =
+name(sin(name(sin x, "a")), "b"), f = inner∘inner; extra sins for inner policy nothing /
+everything / a / b: under outer nothing 4/3/3/4, everything 0/0/0/0, a 1/1/1/1,
+b 2/2/2/2."
+"""
+
+import itertools
+
+import pytest
+from torch.func import grad, jvp, vmap
+
+from remat import checkpoint_name, policies, remat, saved_residuals
+from tests.support import (
+    LiveBytes,
+    assert_bitwise,
+    assert_close,
+    backward_operators,
+    count_operators,
+    fresh,
+    grads,
+    held_bytes,
+    run,
+    seeded,
+)
+
+# An inner policy's names are another region's business, and some cells save nothing.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+]
+
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+    "a": policies.save_only_these_names("a"),
+    "b": policies.save_only_these_names("b"),
+}
+#: outer policy -> extra sines for the inner policy nothing, everything, a, b
+ORACLE = {
+    "nothing": (4, 3, 3, 4),
+    "everything": (0, 0, 0, 0),
+    "a": (1, 1, 1, 1),
+    "b": (2, 2, 2, 2),
+}
+CELLS = [
+    (outer, inner, extra)
+    for outer, row in ORACLE.items()
+    for inner, extra in zip(POLICIES, row, strict=True)
+]
+PAIRS = list(itertools.product(POLICIES, POLICIES))
+cells = pytest.mark.parametrize(("outer", "inner", "extra"), CELLS)
+X = seeded(5)
+
+
+def inner_function(x):
+    """Two sines, both named."""
+    return checkpoint_name(checkpoint_name(x.sin(), "a").sin(), "b")
+
+
+def twice(f):
+    """f after f."""
+    return lambda x: f(f(x))
+
+
+def nested(*names):
+    """Regions in regions, each of two of the next; the outermost policy first."""
+    fun = inner_function
+    for depth, name in enumerate(reversed(names)):
+        fun = remat(twice(fun) if depth else fun, policy=POLICIES[name])
+    return fun
+
+
+def plain(levels):
+    """The function of `nested` without any region."""
+    fun = inner_function
+    for _ in range(levels - 1):
+        fun = twice(fun)
+    return fun
+
+
+@pytest.mark.contract
+@cells
+def test_sixteen_cells(outer, inner, extra):
+    """The backward re-runs as many sines as JAX's, and its bits are plain's."""
+    region = nested(outer, inner)
+
+    assert backward_operators(region, X)["aten.sin"] == extra
+    assert_bitwise(run(region, (X,)), run(plain(2), (X,)))
+
+
+@cells
+def test_sixteen_cells_under_torch_func(outer, inner, extra):
+    """torch.func.grad re-runs as many, per example in vmap too."""
+    region = nested(outer, inner)
+    gradient, mapped = grad(lambda x: region(x).sum()), vmap(grad(region))
+    assert_close(mapped(X), gradient(X))
+
+    assert count_operators(gradient, X)["aten.sin"] == 4 + extra
+    assert count_operators(mapped, X)["aten.sin"] == 4 + extra
+    assert_bitwise(gradient(X), run(plain(2), (X,), [X * 0 + 1])[1][0])
+
+
+@pytest.mark.parametrize(
+    ("outer", "names"),
+    [("nothing", ""), ("everything", "aab"), ("a", "aa"), ("b", "b")],
+)
+@pytest.mark.parametrize("inner", POLICIES)
+def test_the_outermost_policy_decides_what_crosses(outer, names, inner):
+    """Names inside inner regions are seen; the inner policies change nothing held.
+
+    The last b is the output, which no derivative reads.
+    """
+    region = nested(outer, inner)
+
+    made = [residual for residual in saved_residuals(region, X) if not residual.path]
+
+    assert sorted(residual.name for residual in made) == sorted(names)
+    assert held_bytes(region, X) == 40 * len(names)
+
+
+@pytest.mark.parametrize("inner", POLICIES)
+@pytest.mark.parametrize("middle", ["nothing", "everything", "a"])
+@pytest.mark.parametrize(("outer", "extra"), [("everything", 0), ("a", 3), ("b", 4)])
+def test_three_levels(outer, middle, inner, extra):
+    """With all a of eight sines, three are run again; with all b, four; bits are plain's."""
+    region = nested(outer, middle, inner)
+
+    assert backward_operators(region, X)["aten.sin"] == extra
+    assert_bitwise(run(region, (X,)), run(plain(3), (X,)))
+
+
+@pytest.mark.parametrize(("middle", "inner"), PAIRS)
+def test_three_levels_under_nothing(middle, inner):
+    """Under an outermost `nothing`, no inner policy loses bits or recomputes twice as much."""
+    region = nested("nothing", middle, inner)
+    sines = backward_operators(region, X)["aten.sin"]
+
+    assert 7 <= sines <= 6 + 4 + 4
+    assert_bitwise(run(region, (X,)), run(plain(3), (X,)))
+    assert held_bytes(region, X) == 0
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
+def test_nested_second_derivatives(outer, inner):
+    """Second derivatives, in reverse and forward over reverse, are plain's."""
+
+    def derivatives(f):
+        gradient = grad(lambda x: f(x).sin().sum())
+        second = grad(lambda x: gradient(x).cos().sum())(X)
+        return gradient(X), second, jvp(gradient, (X,), (X.cos(),))
+
+    assert_close(derivatives(nested(outer, inner)), derivatives(plain(2)))
+
+
+def test_inner_regions_bound_the_peak_of_the_outer_recomputation():
+    """One region around 16 regions of 4 sines peaks far below one around 64 sines."""
+    x = seeded(1 << 14)
+
+    def four(x):
+        return x.sin().sin().sin().sin()
+
+    def sixteen(f):
+        def stack(x):
+            for _ in range(16):
+                x = f(x)
+            return x
+
+        return stack
+
+    def peak(f):
+        grads(f, (x,))
+        (leaf,) = fresh((x,))
+        with LiveBytes() as memory:
+            out = f(leaf)
+            out.sum().backward()
+        return memory.peak / x.untyped_storage().nbytes()
+
+    whole, grouped = peak(remat(sixteen(four))), peak(remat(sixteen(remat(four))))
+    assert whole >= 60
+    assert grouped <= 30
+
+
+def test_the_same_function_inside_and_outside():
+    """A region that is called by itself and inside another keeps a policy for each."""
+    inner = remat(inner_function, policy=policies.everything_saveable)
+    outer = remat(twice(inner))
+
+    assert backward_operators(inner, X)["aten.sin"] == 0
+    assert backward_operators(outer, X)["aten.sin"] == 3
+    assert backward_operators(inner, X)["aten.sin"] == 0

@@ -1,0 +1,215 @@
+"""Law 10, inert without grad.
+
+"Under `no_grad` or `inference_mode`, or when nothing needs a reverse gradient (pure
+forward mode included), `fun` runs as it is."
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from remat import policies, remat
+from tests.support import assert_bitwise, assert_close, seeded
+
+# torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
+]
+
+
+class Watched:
+    """A function that counts, by an iterator, how often Python runs it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._runs = itertools.count()
+
+        def fun(x: Tensor) -> Tensor:
+            next(self._runs)
+            return torch.sin(torch.sin(x))
+
+        self.fun = fun
+        self.region = remat(fun, **options)
+
+    @property
+    def runs(self) -> int:
+        """The runs since the last look."""
+        count = next(self._runs)
+        self._runs = itertools.count()
+        return count
+
+
+def quiet(x: Tensor) -> Tensor:
+    """No derivative is wanted of a tensor that requires none."""
+    return x
+
+
+def frozen_linear() -> Callable[[Any], Tensor]:
+    model = nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+    return lambda region: region(model(seeded(2, 3)))
+
+
+def in_no_grad(region: Any) -> Tensor:
+    with torch.no_grad():
+        return region(seeded(3).requires_grad_())
+
+
+def in_inference_mode(region: Any) -> Tensor:
+    with torch.inference_mode():
+        return region(seeded(3))
+
+
+def in_dual_level(region: Any) -> Any:
+    with forward_ad.dual_level():
+        return tuple(
+            forward_ad.unpack_dual(
+                region(forward_ad.make_dual(seeded(3), torch.ones(3).double()))
+            )
+        )
+
+
+def in_jvp(region: Any) -> Any:
+    return torch.func.jvp(region, (seeded(3),), (torch.ones(3).double(),))
+
+
+def in_linearize(region: Any) -> Any:
+    output, tangent = torch.func.linearize(region, seeded(3))
+    return output, tangent(torch.ones(3).double())
+
+
+INERT: dict[str, Callable[[Any], Any]] = {
+    "plain_tensor": lambda region: region(seeded(3)),
+    "frozen_module": frozen_linear(),
+    "no_grad": in_no_grad,
+    "inference_mode": in_inference_mode,
+    "vmap": lambda region: torch.func.vmap(region)(seeded(2, 3)),
+    "jvp": in_jvp,
+    "dual_level": in_dual_level,
+    "jacfwd": lambda region: torch.func.jacfwd(region)(seeded(3)),
+    "jacfwd_jacfwd": lambda region: torch.func.jacfwd(torch.func.jacfwd(region))(seeded(3)),
+    "linearize": in_linearize,
+    "detached": lambda region: region(seeded(3).requires_grad_().detach()),
+    "integers": lambda region: region(torch.arange(3)),
+}  # fmt: skip
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("call", INERT.values(), ids=INERT)
+def test_fun_runs_as_it_is(call: Callable[[Any], Any], engine: str) -> None:
+    """The numbers are plain's, and Python runs `fun` at each call, as often as plain."""
+    watched = Watched(engine=engine)
+    expected = call(watched.fun)
+    plain_runs = watched.runs
+
+    for _ in range(2):
+        assert_bitwise(call(watched.region), expected)
+        assert watched.runs == plain_runs
+
+
+def test_nothing_is_traced() -> None:
+    """Without a gradient no trace is made, and the cache stays empty."""
+    watched = Watched()
+    for call in INERT.values():
+        call(watched.region)
+
+    assert watched.region.cache_info().misses == 0
+
+
+def test_identity_returns_the_very_argument() -> None:
+    """`fun` itself runs, so the result of an identity is the argument."""
+    x = seeded(3)
+
+    assert remat(quiet)(x) is x
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_cannot_be_traced_runs_without_grad(mode: Any) -> None:
+    """Branches on values, randomness and effects are nobody's business here."""
+    log = []
+
+    def fun(x: Tensor) -> Tensor:
+        log.append(1)
+        return F.dropout(x, 0.5) if x.sum() > 0 else x.sin()
+
+    with mode():
+        remat(fun, policy=policies.save_matmul_outputs)(seeded(3))
+
+    assert log == [1]
+
+
+def test_outputs_require_no_grad() -> None:
+    """Under `no_grad` the outputs require none, as plain."""
+    watched = Watched()
+    x = seeded(3).requires_grad_()
+    assert watched.region(x).requires_grad
+
+    with torch.no_grad():
+        assert not watched.region(x).requires_grad
+    with torch.inference_mode():
+        assert watched.region(x).is_inference()
+
+
+def test_a_call_with_grad_between_is_a_region() -> None:
+    """Inert calls before and after do not change what a call with grad does."""
+    watched = Watched()
+
+    def gradient(fun: Any) -> Tensor:
+        x = seeded(3).requires_grad_()
+        return torch.autograd.grad(fun(x).sum(), x)[0]
+
+    in_no_grad(watched.region)
+    assert watched.runs == 1
+    assert_bitwise(gradient(watched.region), gradient(watched.fun))
+    assert watched.region.cache_info().misses == 1
+    watched.runs  # noqa: B018
+    in_no_grad(watched.region)
+    assert watched.runs == 1
+
+
+def test_a_frozen_argument_with_a_trained_capture_is_a_region() -> None:
+    """Only the captured weight needs a gradient, and it gets it."""
+    weight = nn.Parameter(seeded(3))
+    x = seeded(3, seed=1)
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x * weight))
+
+    found = torch.autograd.grad(remat(fun)(x).sum(), weight)
+    assert_bitwise(found, torch.autograd.grad(fun(x).sum(), weight))
+
+
+def test_no_grad_inside_a_transform() -> None:
+    """`no_grad` around the region inside `torch.func.grad` cuts, as plain."""
+
+    def loss(fun: Any) -> Any:
+        def run(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = fun(x)
+            return (x * y).sum()
+
+        return run
+
+    x = seeded(3)
+    watched = Watched()
+    found = torch.func.grad(loss(watched.region))(x)
+    assert_close(found, torch.func.grad(loss(watched.fun))(x))
+
+
+def test_forward_over_reverse_is_a_region() -> None:
+    """Where a reverse gradient is wanted under a jvp, the numbers are right too."""
+    watched = Watched()
+    x, t = seeded(3), seeded(3, seed=1)
+
+    def second(fun: Any) -> Any:
+        gradient = torch.func.grad(lambda x: fun(x).sum())
+        return torch.func.jvp(gradient, (x,), (t,))
+
+    assert_close(second(watched.region), second(watched.fun))

@@ -1,0 +1,276 @@
+"""Law 11, restores.
+
+"Exceptions, in forward or backward, leave no mode, generator, collective or cache
+changed. Threads may share a region."
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from remat import TraceError, checkpoint_name, policies, remat
+from tests.support import assert_bitwise, seeded
+
+# Forward mode itself compiles decompositions with torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+
+class BoomError(Exception):
+    """A user's own exception."""
+
+
+def world() -> dict[str, Any]:
+    """Everything global that a region could leave changed."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "multithreading": torch.autograd.is_multithreading_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast_dtype": torch.get_autocast_dtype("cpu"),
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dispatch_modes": len(_get_current_dispatch_mode_stack()),
+        "function_modes": torch._C._len_torch_function_stack(),
+        "transforms": torch._C._functorch.peek_interpreter_stack(),
+        "proxy": torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY),
+        "generator": torch.get_rng_state().tolist(),
+    }
+
+
+class Watching(TorchFunctionMode):
+    """A user's mode that changes nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Backward(torch.autograd.Function):
+    """Identity; its backward factors the cotangent, and fails unless it is positive."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return torch.linalg.cholesky(cotangent)
+
+
+def fails_in_forward(x: Tensor, index: Tensor) -> Tensor:
+    """Raises on real tensors only, where an index is out of range."""
+    h = checkpoint_name(F.dropout(torch.sin(x), 0.5), "h")
+    return torch.sin(F.embedding(index, h))
+
+
+def fails_in_backward(x: Tensor) -> Tensor:
+    """Raises on real tensors only, where the cotangent is not positive definite."""
+    return Backward.apply(F.dropout(torch.sin(torch.sin(x)), 0.5))
+
+
+def run_forward(region: Any, *, good: bool) -> Tensor:
+    x = seeded(3, 3).requires_grad_()
+    y = region(x, torch.tensor([0, 2 if good else 7]))
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+def run_backward(region: Any, *, good: bool) -> Tensor:
+    x = seeded(3, 3).requires_grad_()
+    y = region(x)
+    return torch.autograd.grad(y, x, torch.eye(3).double() * (1 if good else -1))[0]
+
+
+DIRECTIONS = {
+    "forward": (fails_in_forward, run_forward),
+    "backward": (fails_in_backward, run_backward),
+}
+AROUND: dict[str, Callable[[], Any]] = {
+    "bare": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "function_mode": Watching,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(("fun", "run"), DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_an_exception_half_way_leaves_nothing_changed(
+    fun: Any, run: Any, around: Any, warm: bool, engine: str
+) -> None:
+    """The error is the operator's, the world is as before, and the next call is right."""
+    region = remat(fun, rng="preserve", engine=engine)
+    if warm:
+        run(region, good=True)
+    with around():
+        torch.manual_seed(0)
+        before = world()
+        with pytest.raises((IndexError, torch.linalg.LinAlgError)):
+            run(fun, good=False)
+        expected = world()["generator"]
+
+        torch.manual_seed(0)
+        with pytest.raises((IndexError, torch.linalg.LinAlgError)):
+            run(region, good=False)
+
+        assert world() == {**before, "generator": expected}
+    torch.manual_seed(1)
+    found = run(region, good=True)
+    torch.manual_seed(1)
+    assert_bitwise(found, run(fun, good=True))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_the_users_exception_comes_through(engine: str) -> None:
+    """An exception that `fun` raises in Python is the user's, and nothing stays behind."""
+    fails = True
+
+    def fun(x: Tensor) -> Tensor:
+        y = torch.sin(torch.sin(x))
+        if fails:
+            raise BoomError("half-way")
+        return y
+
+    region = remat(fun, engine=engine)
+    x = seeded(3).requires_grad_()
+    before = world()
+    with pytest.raises(BoomError, match="half-way"):
+        region(x)
+
+    assert world() == before
+    fails = False
+    assert_bitwise(
+        torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(fun(x).sum(), x)
+    )
+
+
+def test_a_failed_trace_leaves_nothing_changed() -> None:
+    """Nor does an error of this package, in any number of attempts."""
+
+    def branches(x: Tensor) -> Tensor:
+        return x.sin() if F.dropout(x, 0.5).sum() > 0 else x.cos()
+
+    region = remat(branches, rng="preserve")
+    before = world()
+    for _ in range(2):
+        with pytest.raises(TraceError):
+            region(seeded(3).requires_grad_())
+
+    assert world() == before
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_an_exception_under_a_transform(transform: str) -> None:
+    """The stack of transforms is as before, and the transform works again."""
+    region = remat(fails_in_forward, rng="preserve")
+    x = seeded(3, 3)
+
+    def loss(x: Tensor, index: Tensor) -> Tensor:
+        return region(x, index).sum()
+
+    gradient = torch.func.grad(loss)
+    calls: dict[str, Any] = {
+        "grad": gradient,
+        "vmap": torch.func.vmap(gradient, in_dims=(None, 0), randomness="same"),
+        "jvp": lambda x, i: torch.func.jvp(lambda x: gradient(x, i), (x,), (x,))[1],
+    }
+    index = torch.tensor([[0, 1]] * 2) if transform == "vmap" else torch.tensor([0, 1])
+    before = {**world(), "generator": None}
+    with pytest.raises(IndexError):
+        calls[transform](x, index + 9)
+
+    assert {**world(), "generator": None} == before
+    assert calls[transform](x, index).isfinite().all()
+
+
+class Net(nn.Module):
+    """A small network with dropout-free blocks."""
+
+    def __init__(self, seed: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.w = nn.Parameter(torch.randn(width, width, dtype=torch.float64))
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    """The region that both threads share."""
+    return checkpoint_name(torch.tanh(x @ w), "h") @ w.t() * 0.1
+
+
+def train(region: Any, net: Net, steps: int = 12) -> list[Tensor]:
+    """Some steps of descent through three calls of the region; all the gradients."""
+    width = net.w.shape[0]
+    gradients = []
+    for step in range(steps):
+        x = seeded(4 + step % 3, width, seed=step)
+        y = region(region(region(x, net.w), net.w), net.w)
+        (gradient,) = torch.autograd.grad(y.square().sum(), net.w)
+        gradients.append(gradient)
+        with torch.no_grad():
+            net.w -= 0.01 * gradient
+    return gradients
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("widths", [(5, 5), (5, 7)], ids=["one_shape", "two_shapes"])
+def test_two_threads_train_through_one_region(
+    widths: tuple[int, int], engine: str
+) -> None:
+    """Two threads, two models, one region, cold: bitwise the serial training."""
+    expected = [train(block, Net(i, width)) for i, width in enumerate(widths)]
+    policy = policies.save_only_these_names("h") if engine == "trace" else None
+    region = remat(block, policy=policy, engine=engine)
+    found: list[Any] = [None, None]
+    nets = [Net(i, width) for i, width in enumerate(widths)]
+    start = threading.Barrier(2)
+
+    def work(i: int) -> None:
+        start.wait()
+        found[i] = train(region, nets[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert_bitwise(found, expected)
+
+
+def test_a_thread_without_grad_beside_one_with() -> None:
+    """Modes are a thread's own: no_grad in one does not touch the other."""
+    region = remat(block)
+    expected = train(block, Net(0, 4))
+    stop = threading.Event()
+
+    def infer() -> None:
+        net = Net(1, 4)
+        while not stop.is_set():
+            with torch.no_grad():
+                assert not region(seeded(2, 4), net.w).requires_grad
+
+    net = Net(0, 4)
+    thread = threading.Thread(target=infer)
+    thread.start()
+    try:
+        assert_bitwise(train(region, net), expected)
+    finally:
+        stop.set()
+        thread.join(60)

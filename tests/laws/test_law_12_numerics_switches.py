@@ -1,0 +1,236 @@
+"""Law 12, numerics switches.
+
+"Autocast and other numerics switches are part of the signature, and recomputation runs
+under the forward's."
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import checkpoint_name, policies, remat
+from tests.support import assert_bitwise, seeded
+
+bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Matmuls and pointwise operators; one weight is used twice."""
+    h = checkpoint_name(torch.tanh(x @ w1), "h")
+    return torch.sin((h @ w2) @ w1) * 2
+
+
+def autocast_inside(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Switches autocast on, and in a part of it off, by itself."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = torch.sin(x @ w1)
+        with torch.autocast("cpu", enabled=False):
+            h = torch.sin(h.float() @ w2)
+        return torch.sin(h @ w1)
+
+
+def makes_constants(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Makes tensors of the default dtype, whose derivative depends on it."""
+    ones = torch.full((4,), 0.1)
+    return torch.sin(torch.sin(x @ w1 * ones) @ w2.to(torch.result_type(ones, x)) * 0.3)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype, for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def matmul_precision(value: str) -> Iterator[None]:
+    """Another precision of float32 matmuls, for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms, for a while."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+SWITCHES: dict[str, Around] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast_float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast_no_cache": lambda: torch.autocast(
+        "cpu", dtype=torch.bfloat16, cache_enabled=False
+    ),
+    "default_dtype": lambda: default_dtype(torch.float64),
+    "matmul_precision": lambda: matmul_precision("medium"),
+    "deterministic": deterministic,
+}
+FUNS = {"mlp": mlp, "autocast_inside": autocast_inside, "constants": makes_constants}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "names": {"policy": policies.save_only_these_names("h*")},
+    "everything": {"policy": policies.everything_saveable},
+    "rerun": {"engine": "rerun"},
+}
+
+
+def arguments() -> list[Tensor]:
+    """Three float32 leaves."""
+    shapes = [(3, 4), (4, 4), (4, 4)]
+    return [
+        seeded(*shape, seed=i, dtype=torch.float32).requires_grad_()
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def value_and_gradients(
+    fun: Any, around: Around, around_backward: Around = contextlib.nullcontext
+) -> list[Tensor]:
+    """The forward under one switch, the backward under another one."""
+    leaves = arguments()
+    with around():
+        y = fun(*leaves)
+    with around_backward():
+        gradients = torch.autograd.grad(y, leaves, torch.cos(y.detach()))
+    return [y.detach(), *gradients]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("around", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("fun", FUNS.values(), ids=FUNS)
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_the_backward_recomputes_under_the_forwards_switch(
+    fun: Any, around: Around, options: dict[str, Any]
+) -> None:
+    """Forward under the switch, backward outside: bitwise plain's."""
+    expected = value_and_gradients(fun, around)
+
+    assert_bitwise(value_and_gradients(remat(fun, **options), around), expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("around", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("fun", FUNS.values(), ids=FUNS)
+def test_a_switch_is_part_of_the_signature(
+    fun: Any, around: Around, engine: str
+) -> None:
+    """Calls with and without the switch do not share a trace, in any order."""
+    region = remat(fun, engine=engine)
+    for now in (contextlib.nullcontext, around, contextlib.nullcontext, around):
+        assert_bitwise(value_and_gradients(region, now), value_and_gradients(fun, now))
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    "around", [SWITCHES["matmul_precision"], deterministic], ids=["matmul", "det"]
+)
+def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
+    """What the caller switches on around the backward does not reach the recomputation."""
+    region = remat(mlp, engine=engine)
+    expected = value_and_gradients(mlp, contextlib.nullcontext, around)
+
+    assert_bitwise(
+        value_and_gradients(region, contextlib.nullcontext, around), expected
+    )
+
+
+class Seen(TorchDispatchMode):
+    """The switches that each operator runs under, with its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[str, str, bool]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.rows.append(
+            (
+                str(func.overloadpacket),
+                torch.get_float32_matmul_precision(),
+                torch.are_deterministic_algorithms_enabled(),
+            )
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_recomputed_operators_see_the_forwards_switches(engine: str) -> None:
+    """Looked at from below: the first recomputed operator runs under the forward's."""
+    region = remat(mlp, engine=engine)
+    leaves = arguments()
+    with matmul_precision("medium"), deterministic():
+        y = region(*leaves)
+    torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+
+    with Seen() as seen:
+        torch.autograd.grad(y.sum(), leaves)
+
+    tanh = [row for row in seen.rows if row[0] == "aten.tanh"]
+    assert tanh == [("aten.tanh", "medium", True)]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_autocast_under_func_grad(engine: str) -> None:
+    """Autocast around a transform, and inside it, reaches the region."""
+    leaves = [leaf.detach() for leaf in arguments()]
+
+    def gradients(fun: Any) -> Any:
+        def loss(*leaves: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return fun(*leaves).float().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1, 2))(*leaves)
+
+    found, expected = gradients(remat(mlp, engine=engine)), gradients(mlp)
+    assert [g.dtype for g in found] == [torch.float32] * 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_the_outputs_dtype_follows_autocast() -> None:
+    """Half precision inside, single outside, through one region."""
+    region = remat(lambda x, w: torch.relu(x @ w))
+    x, w, _ = arguments()
+
+    with bfloat16:
+        assert region(x, w).dtype == torch.bfloat16
+    assert region(x, w).dtype == torch.float32
+    with bfloat16:
+        assert region(x, w).dtype == torch.bfloat16
+
+
+def test_autocast_states_after_a_call_are_as_before() -> None:
+    """Neither the forward nor the backward leaves autocast on."""
+    leaves = arguments()
+    with bfloat16:
+        y = remat(mlp)(*leaves)
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    y.float().sum().backward()
+
+    assert not torch.is_autocast_enabled("cpu")

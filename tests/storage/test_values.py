@@ -1,0 +1,239 @@
+"""Storage values compare, hash, pickle and print as the code that makes them."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from remat import storage
+from remat.storage import (
+    AbstractStorage,
+    Cast,
+    Chain,
+    Keep,
+    Offload,
+    Quantize,
+    Shard,
+    Sparse,
+    require_available,
+)
+
+
+class FakeMesh:
+    """Stands for a device mesh, so that no process group is needed."""
+
+    def __init__(self, ndim: int = 1, names: tuple[str, ...] | None = ("tp",)) -> None:
+        self.ndim = ndim
+        self.mesh_dim_names = names
+
+    def __repr__(self) -> str:
+        return "mesh"
+
+
+MESH: Any = FakeMesh()
+NAMESPACE = {**vars(storage), "torch": torch, "mesh": MESH}
+KEY = torch.tensor([0, 0])
+
+EACH = [
+    Keep(),
+    Offload(),
+    Offload("cuda:1", pin=False, min_bytes=1, max_bytes=2, prefetch=0, path="/tmp"),
+    Shard(MESH),
+    Shard(MESH, "batch (tp seq) d", replicated="trust"),
+    Cast(torch.bfloat16),
+    Quantize(8),
+    Quantize(2, group_size=64),
+    Sparse(),
+    Sparse(0),
+    Cast(torch.float16) >> Offload(),
+    Sparse() >> Quantize(4) >> Offload(),
+]
+LATER = [value for value in EACH if not isinstance(value, Keep)]
+
+each_value = pytest.mark.parametrize("value", EACH, ids=repr)
+
+
+@each_value
+def test_repr_rebuilds(value: AbstractStorage):
+    """Evaluating what is printed gives an equal value."""
+    assert eval(repr(value), NAMESPACE) == value
+
+
+@each_value
+def test_copies_are_equal(value: AbstractStorage):
+    """A copy compares and hashes like the original."""
+    other = copy.copy(value)
+
+    assert other == value
+    assert hash(other) == hash(value)
+
+
+@pytest.mark.parametrize(
+    "value", [value for value in EACH if "mesh" not in repr(value)], ids=repr
+)
+def test_pickles(value: AbstractStorage):
+    """A value comes back equal from pickle."""
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_unlike_values_differ():
+    """No two of the values above are equal."""
+    assert len(set(EACH)) == len(EACH)
+
+
+@each_value
+def test_values_are_frozen(value: AbstractStorage):
+    """No field can be set."""
+    fields = value.__dataclass_fields__  # type: ignore[attr-defined]
+    for field in [name for name in fields if name != "is_available"]:
+        with pytest.raises(AttributeError, match="cannot assign"):
+            setattr(value, field, None)
+
+
+def test_a_repr_shows_every_field():
+    """The printed form leaves no default out."""
+    assert repr(Offload()) == (
+        "Offload(device='cpu', pin=True, min_bytes=0, max_bytes=None, prefetch=1, "
+        "path=None)"
+    )
+
+
+def test_chaining_is_associative():
+    """Brackets around `>>` do not count."""
+    a, b, c = Cast(torch.float16), Sparse(), Offload()
+
+    assert (a >> b) >> c == a >> (b >> c) == Chain((a, b, c))
+
+
+def test_keys_compare_by_identity():
+    """Two quantizers with a key are equal when the key is the same object."""
+    quantizer = Quantize(4, stochastic=True, key=KEY)
+
+    assert quantizer == Quantize(4, stochastic=True, key=KEY)
+    assert hash(quantizer) == hash(Quantize(4, stochastic=True, key=KEY))
+    assert quantizer != Quantize(4, stochastic=True, key=KEY.clone())
+    assert quantizer != Sparse()
+
+
+def test_keep_is_available():
+    """The only storage of this release raises nothing."""
+    require_available(Keep(), where="saved_inputs")
+
+
+@pytest.mark.parametrize("value", LATER, ids=repr)
+def test_others_come_later(value: AbstractStorage):
+    """The message names the class, the place, the release and what to use."""
+    with pytest.raises(NotImplementedError) as caught:
+        require_available(value, where='saved_inputs["x"]')
+
+    assert str(caught.value) == (
+        f'saved_inputs["x"]: asks for {value!r}. `storage.{type(value).__name__}` comes '
+        "with a later release of remat; this one carries out `storage.Keep` only. Use "
+        "`storage.Keep()` until then."
+    )
+
+
+LONG = "A storage value is compared, hashed and printed, so its arguments are not "
+TYPE_ERRORS: dict[str, tuple[str, str]] = {
+    "Offload(3)": ("Offload(device=...)", "a device as a text, as in `str(device)`"),
+    "Offload(pin=1)": ("Offload(pin=...)", "True or False"),
+    "Offload(min_bytes=1.5)": ("Offload(min_bytes=...)", "an int of at least 0"),
+    "Offload(min_bytes=True)": ("Offload(min_bytes=...)", "an int of at least 0"),
+    "Offload(max_bytes='1')": ("Offload(max_bytes=...)", "an int of at least 0"),
+    "Offload(prefetch=None)": ("Offload(prefetch=...)", "an int of at least 0"),
+    "Offload(path=1)": (
+        "Offload(path=...)",
+        "a folder as a text, as in `str(path)`, or None",
+    ),
+    "Shard(mesh, 3)": ("Shard(pattern=...)", 'a text such as "batch (tp seq) d"'),
+    "Cast('float16')": ("Cast(dtype=...)", "a dtype of torch"),
+    "Quantize('8')": ("Quantize(bits=...)", "8, 4 or 2"),
+    "Quantize(8, 2.0)": ("Quantize(group_size=...)", "an int of at least 1"),
+    "Quantize(8, stochastic=1)": ("Quantize(stochastic=...)", "True or False"),
+    "Quantize(8, key=1)": ("Quantize(key=...)", "a key of `remat.random`, or None"),
+    "Sparse('a')": ("Sparse(min_saving=...)", "a number from 0 to below 1, as in 0.25"),
+    "Keep() >> Sparse": (
+        "storage >> storage",
+        "instances of the classes of `storage`, as in `Sparse() >> Keep()`",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", TYPE_ERRORS)
+def test_wrong_types_are_refused(code: str):
+    """The message says the argument, what it got, why, and what to pass."""
+    where, wanted = TYPE_ERRORS[code]
+
+    with pytest.raises(TypeError) as caught:
+        eval(code, NAMESPACE)
+
+    message = str(caught.value)
+    assert message.startswith(f"{where}: got ")
+    assert f". {LONG}converted in silence. Pass {wanted}." in message
+
+
+VALUE_ERRORS: dict[str, str] = {
+    "Offload('nowhere')": "Offload(device=...): got 'nowhere'. torch knows no device of "
+    'that name. Pass, for example, "cpu" or "cuda:1".',
+    "Offload(min_bytes=-1)": "Offload(min_bytes=...): got -1. A count below 0 has no "
+    "meaning here. Pass an int of at least 0.",
+    "Offload(prefetch=-1)": "Offload(prefetch=...): got -1. A count below 0 has no "
+    "meaning here. Pass an int of at least 0.",
+    "Offload(min_bytes=2, max_bytes=1)": "Offload(max_bytes=...): got 1. With "
+    "min_bytes=2 no value would be offloaded. Pass a `max_bytes` that is not below "
+    "`min_bytes`, or None.",
+    "Shard(mesh, 'batch seq d')": "Shard(pattern=...): got 'batch seq d'. The mesh's "
+    'dimension is "tp", and one axis must have that name. Name the axis that is cut, '
+    'as in "batch (tp seq) d".',
+    "Shard(mesh, 'tp (tp seq) d')": "Shard(pattern=...): got 'tp (tp seq) d'. The mesh's "
+    'dimension is "tp", and one axis must have that name. Name the axis that is cut, '
+    'as in "batch (tp seq) d".',
+    "Shard(nameless, 'batch seq')": "Shard(pattern=...): got 'batch seq'. The mesh's "
+    "dimension has no name, so that no axis can be meant. Make the mesh with "
+    "`mesh_dim_names=...`, or pass None.",
+    "Shard(grid)": "Shard(mesh=...): got mesh. It has 2 dimensions, and a value is cut "
+    'along one. Pick the dimension by its name, as in `mesh["tp"]`.',
+    "Shard(mesh, replicated='no')": "Shard(replicated=...): got 'no'. A value is only "
+    'sharded where all ranks hold the same one. Pass "check" to compare the ranks, or '
+    '"trust" to trust them.',
+    "Cast(torch.int8)": "Cast(dtype=...): got torch.int8. A cast to it would not round "
+    "numbers but cut them. Pass a floating dtype such as torch.bfloat16, or use "
+    "`Quantize`.",
+    "Quantize(1)": "Quantize(bits=...): got 1. Numbers are packed whole into "
+    "bytes, and one bit keeps the sign alone. Pass 8, 4 or 2.",
+    "Quantize(8, 0)": "Quantize(group_size=...): got 0. A count below 1 has no meaning "
+    "here. Pass an int of at least 1.",
+    "Quantize(8, stochastic=True)": "Quantize(stochastic=...): got True. Random rounding "
+    "needs a key: nothing draws from a hidden generator. Pass "
+    "`key=remat.random.key(seed)`, or `stochastic=False`.",
+    "Quantize(8, key=key)": "Quantize(key=...): got tensor([0, 0]). Without "
+    "`stochastic=True` the key would have no effect. Pass `stochastic=True`, or no key.",
+    "Sparse(1)": "Sparse(min_saving=...): got 1. It is the part of the bytes that is "
+    "saved, and none saves all. Pass a number from 0 to below 1, as in 0.25.",
+    "Sparse(True)": "Sparse(min_saving=...): got True. It is the part of the bytes that "
+    "is saved, and none saves all. Pass a number from 0 to below 1, as in 0.25.",
+}
+
+
+@pytest.mark.parametrize("code", VALUE_ERRORS)
+def test_senseless_values_are_refused(code: str):
+    """The message has its four parts, word for word."""
+    meshes = {"grid": FakeMesh(ndim=2), "nameless": FakeMesh(names=None)}
+
+    with pytest.raises(ValueError, match="got") as caught:
+        eval(code, {**NAMESPACE, **meshes, "key": KEY})
+
+    assert str(caught.value) == VALUE_ERRORS[code]
+
+
+def test_a_mesh_is_needed():
+    """What is no mesh is refused by type."""
+    with pytest.raises(TypeError) as caught:
+        Shard("tp")  # type: ignore[arg-type]
+
+    assert str(caught.value) == (
+        "Shard(mesh=...): got 'tp', of type str. The ranks that share a value are those "
+        'of a device mesh. Pass `init_device_mesh(...)["tp"]` of `torch.distributed`.'
+    )

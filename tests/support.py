@@ -1,0 +1,310 @@
+"""What the tests of the laws share: counters of operators and bytes, bitwise equality.
+
+Nothing here imports `remat`: these are the oracles, and they must be right without it.
+The functions that the laws are tried on stand in `tests/zoo.py`.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+Cotangents = Sequence[Tensor] | Callable[[Tensor], Tensor] | None
+
+#: Operators that move or rename bits: a recomputation may run any number of them.
+_ALIASES = (
+    "alias as_strided detach diagonal expand permute select slice split "
+    "split_with_sizes squeeze t transpose unbind unsqueeze view _unsafe_view"
+)
+ALIASING = frozenset(f"aten.{name}" for name in _ALIASES.split(" "))
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor holds bytes: neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the ATen operators that run on real tensors, by packet ("aten.sin")."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if all(is_real(tensor) for tensor in tensors_in((args, kwargs, result))):
+            self.counts[str(func.overloadpacket)] += 1
+        return result
+
+
+def count_operators(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """The operators that `fn(*args)` runs on real tensors; what a trace does is not counted."""
+    with OperatorCounter() as counter:
+        fn(*args)
+    return counter.counts
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made inside and are still alive, and their peak.
+
+    Each storage counts once, whatever the number of its views; fake and meta tensors
+    and storages that are older than the context do not count. Storages are seen below
+    the transforms of `torch.func`; a weak reference notices when one is freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        """Lets the peak start again from what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._watch(tensors_in((args, kwargs)), born_here=False)
+        result = func(*args, **kwargs)
+        self._watch(tensors_in(result), born_here=True)
+        return result
+
+    def _watch(self, tensors: Iterable[Tensor], *, born_here: bool) -> None:
+        for tensor in tensors:
+            if not is_real(tensor) or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            known = self._seen.get(id(storage))
+            if known is None or known() is not storage:
+                self._add(storage, storage.nbytes() if born_here else 0)
+
+    def _add(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        key = id(storage)
+
+        def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            self.live -= size_bytes
+            if self._seen.get(key) is reference:
+                del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, freed)
+        self.live += size_bytes
+        self.peak = max(self.peak, self.live)
+
+
+def is_differentiable(leaf: object) -> bool:
+    """Whether a leaf is a tensor that can carry a gradient."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def clone_exactly(tensor: Tensor) -> Tensor:
+    """A detached copy with the same strides, offset and conjugate bit, even expanded."""
+    storage = tensor.untyped_storage().clone()
+    with torch.no_grad():
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        copy = copy.conj() if tensor.is_conj() else copy
+        copy = torch.ops.aten._neg_view(copy) if tensor.is_neg() else copy
+    return copy.detach()
+
+
+def fresh(args: Any, *, requires_grad: bool = True) -> Any:
+    """Copies of the tensors in `args`; leaves to differentiate require grad.
+
+    These are the ones that require grad in `args` if any does, else every floating one.
+    """
+    explicit = any(tensor.requires_grad for tensor in tensors_in(args))
+
+    def copy(tensor: Tensor) -> Tensor:
+        wanted = tensor.requires_grad if explicit else is_differentiable(tensor)
+        return clone_exactly(tensor).requires_grad_(wanted and requires_grad)
+
+    return tree_map_only(Tensor, copy, args)
+
+
+def random_cotangent(output: Tensor, seed: int = 0) -> Tensor:
+    """A contiguous cotangent for `output`, the same at every call."""
+    generator = torch.Generator().manual_seed(seed + 1009)
+    wide = torch.complex128 if output.is_complex() else torch.float64
+    return torch.randn(output.shape, generator=generator, dtype=wide).to(output.dtype)
+
+
+def _pulled(outputs: Any, cotangents: Cotangents) -> tuple[list[Tensor], list[Tensor]]:
+    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    if cotangents is None:
+        return roots, [random_cotangent(t, seed=i) for i, t in enumerate(roots)]
+    if callable(cotangents):
+        return roots, [cotangents(root) for root in roots]
+    return roots, list(cotangents)
+
+
+def run(
+    f: Callable[..., Any], args: Sequence[Any], cotangents: Cotangents = None
+) -> tuple[Any, list[Tensor | None]]:
+    """The outputs of `f` and, by plain `.backward()`, its gradients.
+
+    Args:
+        f: any function of pytrees.
+        args: its arguments; `f` gets copies that keep strides.
+        cotangents: one for each output that requires grad, or a function from such an
+            output to its cotangent; random ones of a fixed seed by default.
+
+    Returns:
+        The outputs, detached, and one gradient (or None) for each tensor in `args`.
+    """
+    leaves = fresh(tuple(args))
+    outputs = f(*leaves)
+    roots, pulled = _pulled(outputs, cotangents)
+    if roots:
+        torch.autograd.backward(roots, pulled)
+    return (
+        tree_map_only(Tensor, Tensor.detach, outputs),
+        [tensor.grad if tensor.is_leaf else None for tensor in tensors_in(leaves)],
+    )
+
+
+def grads(
+    f: Callable[..., Any], args: Sequence[Any], cotangents: Cotangents = None
+) -> list[Tensor | None]:
+    """The gradients of `f` by plain `.backward()`: the second half of `run`."""
+    return run(f, args, cotangents)[1]
+
+
+def backward_operators(f: Callable[..., Any], *args: Any) -> Counter[str]:
+    """The operators that the backward of `f` runs; a first round pays for the traces."""
+    grads(f, args)
+    leaves = fresh(tuple(args))
+    wanted = [tensor for tensor in tensors_in(leaves) if tensor.requires_grad]
+    roots, pulled = _pulled(f(*leaves), None)
+    return count_operators(
+        lambda: torch.autograd.grad(roots, wanted, pulled, allow_unused=True)
+    )
+
+
+def forward_operators(f: Callable[..., Any], *args: Any) -> Counter[str]:
+    """The operators that one call of `f` runs, once it is traced."""
+    grads(f, args)
+    return count_operators(f, *fresh(tuple(args)))
+
+
+def held_bytes(f: Callable[..., Any], *args: Any) -> int:
+    """Bytes alive between forward and backward, without arguments and outputs.
+
+    The outputs are subtracted because the caller holds them in any case; a saved value
+    that shares an output's storage costs nothing.
+    """
+    grads(f, args)
+    leaves = fresh(tuple(args))
+    with LiveBytes() as memory:
+        outputs = f(*leaves)
+        held = memory.live
+    own = {t.untyped_storage().data_ptr(): t for t in tensors_in(outputs)}
+    inputs = {t.untyped_storage().data_ptr() for t in tensors_in(leaves)}
+    return held - sum(
+        tensor.untyped_storage().nbytes()
+        for pointer, tensor in own.items()
+        if pointer not in inputs
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if not flat.is_floating_point():
+        return flat
+    flat = torch.where(flat.isnan(), torch.full_like(flat, float("nan")), flat)
+    return flat.view(getattr(torch, f"int{8 * flat.element_size()}"))
+
+
+def _assert_same_leaf(place: str, one: Any, other: Any) -> None:
+    assert isinstance(one, Tensor) == isinstance(other, Tensor), (
+        f"{place}: {one!r} != {other!r}"
+    )
+    if not isinstance(one, Tensor):
+        assert type(one) is type(other), f"{place}: {one!r} != {other!r}"
+        assert one == other, f"{place}: {one!r} != {other!r}"
+        return
+    assert one.dtype == other.dtype, f"{place}: {one.dtype} != {other.dtype}"
+    assert one.shape == other.shape, f"{place}: {one.shape} != {other.shape}"
+    different = _bits(one) != _bits(other)
+    if different.any():
+        gap = (one - other).abs().max() if one.dtype != torch.bool else "bool"
+        raise AssertionError(
+            f"{place}: {int(different.sum())} of {different.numel()} words differ, "
+            f"by at most {gap}"
+        )
+
+
+def assert_bitwise(one: Any, other: Any) -> None:
+    """Two pytrees have one structure, and leaves of one dtype, shape and bits.
+
+    NaN equals NaN; -0.0 does not equal 0.0.
+    """
+    leaves, spec = tree_flatten(one)
+    other_leaves, other_spec = tree_flatten(other)
+    assert spec == other_spec, f"structures differ: {spec} != {other_spec}"
+    for index, (a, b) in enumerate(zip(leaves, other_leaves, strict=True)):
+        _assert_same_leaf(f"leaf {index}", a, b)
+
+
+def assert_close(one: Any, other: Any) -> None:
+    """Two pytrees agree to rounding, by the defaults of `torch.testing`."""
+    torch.testing.assert_close(tree_leaves(one), tree_leaves(other), equal_nan=True)
+
+
+def scalar_loss(f: Callable[..., Any]) -> Callable[..., Tensor]:
+    """`f` made a function to a real number, each output weighted at random.
+
+    By linearity its gradients are those of `f` with `random_cotangent` as cotangents.
+    """
+
+    def loss(*args: Any) -> Tensor:
+        outputs = [t for t in tensors_in(f(*args)) if is_differentiable(t)]
+        terms = [
+            (out * random_cotangent(out, seed=i).to(out.device)).sum()
+            for i, out in enumerate(outputs)
+        ]
+        terms = [term.real if term.is_complex() else term for term in terms]
+        return torch.stack([term.to(torch.float64) for term in terms]).sum()
+
+    return loss
+
+
+def on_tensors(
+    f: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """`f` as a function of its differentiable tensors alone, and these tensors."""
+    leaves, spec = tree_flatten(tuple(args))
+    places = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
+
+    def flat(*tensors: Tensor) -> Any:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        return f(*tree_unflatten(filled, spec))
+
+    return flat, [leaves[i] for i in places]
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A standard normal tensor, the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

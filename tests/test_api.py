@@ -1,0 +1,234 @@
+"""The decorator: its forms, what it keeps of `fun`, its options, what it answers.
+
+"Bare decorator, decorator factory, call form, on functions, methods, nn.Module
+instances. Keeps `__wrapped__`, name, doc, signature, types; pickles where `fun` does."
+"""
+
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import (
+    RematWarning,
+    TraceError,
+    checkpoint_name,
+    disabled,
+    policies,
+    remat,
+)
+from tests.support import assert_bitwise, backward_operators, grads, seeded
+
+
+def double_sine(x: Tensor, factor: float = 1.0) -> Tensor:
+    """Two sines."""
+    return torch.sin(torch.sin(x) * factor)
+
+
+@remat
+def bare(x: Tensor, factor: float = 1.0) -> Tensor:
+    """Two sines, decorated."""
+    return torch.sin(torch.sin(x) * factor)
+
+
+@remat(policy=policies.everything_saveable)
+def factory(x: Tensor, factor: float = 1.0) -> Tensor:
+    """Two sines, decorated by a factory."""
+    return torch.sin(torch.sin(x) * factor)
+
+
+class Methods:
+    """A class with each kind of method."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @remat
+    def method(self, x: Tensor) -> Tensor:
+        return double_sine(x, self.factor)
+
+    @staticmethod
+    @remat
+    def static(x: Tensor) -> Tensor:
+        return double_sine(x, 2.0)
+
+    @classmethod
+    @remat()
+    def of_class(cls, x: Tensor) -> Tensor:
+        return double_sine(x, 2.0 if cls is Methods else 3.0)
+
+    @remat
+    def __call__(self, x: Tensor) -> Tensor:
+        return double_sine(x, self.factor)
+
+
+class Child(Methods):
+    """A subclass."""
+
+    @remat
+    def method(self, x: Tensor) -> Tensor:
+        return super().method(x) * 2
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "bare": (bare, double_sine),
+    "factory": (factory, double_sine),
+    "call": (remat(double_sine), double_sine),
+    "call_of_factory": (remat()(double_sine), double_sine),
+    "twice": (remat(remat(double_sine)), double_sine),
+    "method": (Methods(2.0).method, lambda x: double_sine(x, 2.0)),
+    "bound": (remat(Methods(2.0).method), lambda x: double_sine(x, 2.0)),
+    "unbound": (lambda x: Methods.method(Methods(2.0), x), lambda x: double_sine(x, 2.0)),
+    "static": (Methods.static, lambda x: double_sine(x, 2.0)),
+    "static_on_instance": (Methods(1.0).static, lambda x: double_sine(x, 2.0)),
+    "class": (Methods.of_class, lambda x: double_sine(x, 2.0)),
+    "class_of_child": (Child(1.0).of_class, lambda x: double_sine(x, 3.0)),
+    "super": (Child(2.0).method, lambda x: double_sine(x, 2.0) * 2),
+    "dunder_call": (Methods(2.0), lambda x: double_sine(x, 2.0)),
+    "partial": (remat(functools.partial(double_sine, factor=2.0)), lambda x: double_sine(x, 2.0)),
+    "builtin": (remat(torch.sin), torch.sin),
+}  # fmt: skip
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("region", "fun"), FORMS.values(), ids=FORMS)
+def test_each_form_is_a_region(region: Any, fun: Any) -> None:
+    """Every form gives plain's gradients."""
+    assert_bitwise(grads(region, [seeded(3)]), grads(fun, [seeded(3)]))
+
+
+def test_each_form_recomputes() -> None:
+    """And every form is a region, not the function: something is recomputed."""
+    for name in set(FORMS) - {"factory", "builtin"}:
+        assert backward_operators(FORMS[name][0], seeded(3))["aten.sin"] > 0, name
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("region", [bare, factory, remat(double_sine), Methods.method])
+def test_it_looks_like_the_function(region: Any) -> None:
+    """Name, doc, module, signature, annotations and `__wrapped__` are the function's."""
+    fun = region.__wrapped__
+
+    assert inspect.isfunction(fun)
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+        assert getattr(region, attribute) == getattr(fun, attribute)
+    assert inspect.signature(region) == inspect.signature(fun)
+    assert inspect.get_annotations(fun) == region.__annotations__
+
+
+def test_a_wrapped_method_calls_through_inspect() -> None:
+    """The signature of a bound decorated method has no `self`."""
+    assert list(inspect.signature(Methods(1.0).method).parameters) == ["x"]
+
+
+@pytest.mark.contract
+def test_a_module_stays_a_module() -> None:
+    """Parameters, state dict, training, device moves and attributes are the module's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).double()
+    region: Any = remat(model)
+    x = seeded(2, 3)
+
+    assert [id(p) for p in region.parameters()] == [id(p) for p in model.parameters()]
+    assert list(region.state_dict()) == list(model.state_dict())
+    region.eval()
+    assert not model.training
+    assert_bitwise(grads(region, [x]), grads(model, [x]))
+    region.train()
+    assert model[2].training
+
+
+@pytest.mark.parametrize("fun", [bare, factory], ids=["bare", "factory"])
+def test_a_decorated_function_pickles(fun: Any) -> None:
+    """A module-level decorated function comes back as itself."""
+    assert pickle.loads(pickle.dumps(fun)) is fun
+
+
+def test_a_region_made_by_a_call_pickles_where_its_function_does() -> None:
+    """`remat(fun, ...)` comes back as an equal region, options included."""
+    region = remat(double_sine, policy=policies.save_only_these_names("a"))
+
+    copy = pickle.loads(pickle.dumps(region))
+
+    assert copy.__wrapped__ is double_sine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RematWarning)
+        assert_bitwise(grads(copy, [seeded(3)]), grads(double_sine, [seeded(3)]))
+
+
+@pytest.mark.contract
+def test_cache_info_and_clear() -> None:
+    """One miss a signature, hits afterwards, and nothing after a clear."""
+    region = remat(lambda x: double_sine(x) * 2)
+    for shape in (3, 3, 4, 3):
+        region(seeded(shape).requires_grad_())
+    info = region.cache_info()
+    assert (info.misses, info.hits, info.currsize) == (2, 2, 2)
+
+    region.cache_clear()
+    assert (region.cache_info().misses, region.cache_info().currsize) == (0, 0)
+
+
+@pytest.mark.contract
+def test_disabled_runs_the_function_as_it_is() -> None:
+    """Inside `disabled()` nothing is recomputed, and afterwards it is again."""
+    with disabled():
+        assert backward_operators(bare, seeded(3))["aten.sin"] == 0
+        with disabled():
+            pass
+        assert backward_operators(bare, seeded(3))["aten.sin"] == 0
+    assert backward_operators(bare, seeded(3))["aten.sin"] > 0
+
+
+@pytest.mark.parametrize(("value", "runs"), [("1", 2), ("0", 1), ("", 1)])
+def test_the_environment_variable_disables(value: str, runs: int) -> None:
+    """`REMAT_DISABLE=1` does the same for a whole process."""
+    code = (
+        "import torch; from remat import remat\n"
+        "@remat\ndef f(x):\n    print('runs'); return torch.sin(torch.sin(x))\n"
+        "for _ in range(2): f(torch.ones(2, requires_grad=True)).sum().backward()"
+    )
+    environment = {"REMAT_DISABLE": value, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+
+    assert done.stdout.count("runs") == runs
+
+
+def test_checkpoint_name_is_identity_on_pytrees() -> None:
+    """Outside a trace the very leaves come back, tensors or not."""
+    tree = {"a": seeded(3), "b": [seeded(2), None, 3]}
+
+    named = checkpoint_name(tree, "tree")
+
+    assert named["a"] is tree["a"]
+    assert named["b"][0] is tree["b"][0]
+    assert named["b"][1:] == [None, 3]
+
+
+def value_branch(x: Tensor) -> Tensor:
+    """Branches on a value."""
+    if x.sum() > 0:
+        return torch.sin(x)
+    return torch.cos(x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "fun", [value_branch, lambda x: x * x.max().item(), lambda x: x * len(x.nonzero())]
+)
+def test_a_value_branch_says_where_and_what_to_do(fun: Any) -> None:
+    """The trace error has the user's file:line, and names the other engine."""
+    with pytest.raises(TraceError, match='engine="rerun"') as error:
+        remat(fun)(seeded(3).requires_grad_())
+
+    _, line = inspect.getsourcelines(fun)
+    assert any(f"test_api.py:{line + i}" in str(error.value) for i in range(3))

@@ -1,0 +1,183 @@
+"""What a region answers when it is looked at: residuals and programs.
+
+"`.saved_residuals(*a, **k)`, `.programs(*a, **k)` (two printable programs)";
+"`saved_residuals(f, *args, **kw) -> list[Residual]` (`name, path, op, shape, dtype,
+size_bytes, storage, source, reason`)"; "What is to be differentiated: tensors that
+require grad where there are any (captured ones included), else every floating tensor
+argument. Aliases of an argument are that argument."
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import (
+    checkpoint_name,
+    policies,
+    print_saved_residuals,
+    remat,
+    saved_residuals,
+)
+from tests.support import seeded
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    """Two matmuls; the value between them has a name."""
+    h = checkpoint_name(torch.tanh(x @ w), "h")
+    return torch.sin(h @ w)
+
+
+named = remat(block, policy=policies.save_only_these_names("h"))
+
+
+def stack(x: Tensor, w: Tensor) -> Tensor:
+    """A plain function that contains regions."""
+    return named(torch.cos(named(x, w)), w).sum()
+
+
+def args() -> tuple[Tensor, Tensor]:
+    """An input and a weight."""
+    return seeded(4, 3), seeded(3, 3, seed=1)
+
+
+def by_name(residuals: list[Any]) -> dict[str, Any]:
+    """The residuals that have a name."""
+    return {r.name: r for r in residuals if r.name}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "look", [named.saved_residuals, lambda *a: saved_residuals(named, *a)]
+)
+def test_the_residuals_of_a_region(look: Any) -> None:
+    """Both arguments by their paths, and the named value with all its fields."""
+    residuals = look(*args())
+
+    assert sorted(r.path for r in residuals if r.path) == ["w", "x"]
+    (value,) = [r for r in residuals if not r.path]
+    assert value.name == "h"
+    assert tuple(value.shape) == (4, 3)
+    assert value.dtype == torch.float64
+    assert value.size_bytes == 4 * 3 * 8
+    assert "tanh" in str(value.op)
+    assert "test_looking.py:" in str(value.source)
+    assert "Keep" in repr(value.storage)
+    assert value.reason
+
+
+@pytest.mark.contract
+def test_nothing_saveable_holds_arguments_only() -> None:
+    """Under the default policy each residual is an argument."""
+    residuals = remat(block).saved_residuals(*args())
+
+    assert {r.path for r in residuals} == {"x", "w"}
+    assert sum(r.size_bytes for r in residuals) == (12 + 9) * 8
+
+
+def test_paths_of_containers_and_captures() -> None:
+    """A nested argument has a dotted path; a captured tensor says what it is."""
+    weight = nn.Parameter(seeded(3, 3))
+
+    def fun(batch: dict[str, Any], x: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x @ weight) @ batch["p"]["w"])
+
+    residuals = remat(fun).saved_residuals({"p": {"w": seeded(3, 3)}}, seeded(2, 3))
+
+    paths = [r.path for r in residuals]
+    assert any(path == "x" for path in paths)
+    assert any("weight" in path for path in paths)
+    assert not weight.grad_fn
+
+
+def test_only_what_requires_grad_is_differentiated() -> None:
+    """Where a tensor requires grad, only that one is; its residuals are fewer."""
+    x, w = args()
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x * w[0]
+
+    both = remat(product).saved_residuals(x, w)
+    one = remat(product).saved_residuals(x.requires_grad_(), w)
+
+    assert {r.path for r in both} == {"x", "w"}
+    assert {r.path for r in one if "second" not in str(r.reason)} == {"w"}
+
+
+def test_an_alias_of_an_argument_is_the_argument() -> None:
+    """A transposed or named view of an argument is listed once, as the argument."""
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.sin(checkpoint_name(x.t(), "alias"))
+
+    residuals = remat(
+        fun, policy=policies.save_only_these_names("alias")
+    ).saved_residuals(seeded(2, 3))
+
+    assert [r.path for r in residuals] == ["x"]
+
+
+@pytest.mark.contract
+def test_residuals_of_a_plain_function_with_regions() -> None:
+    """What crosses from forward to backward of a function that is no region itself."""
+    residuals = saved_residuals(stack, *args())
+
+    assert sum(r.name == "h" for r in residuals) == 2
+    assert {"x", "w"} <= {r.path for r in residuals}
+    whole = saved_residuals(
+        lambda x, w: block(torch.cos(block(x, w)), w).sum(), *args()
+    )
+    assert sum(r.size_bytes for r in residuals) < sum(r.size_bytes for r in whole)
+
+
+def test_looking_changes_nothing() -> None:
+    """No gradient appears, and looking draws no random number."""
+    x, w = (a.requires_grad_() for a in args())
+    state = torch.get_rng_state()
+
+    named.saved_residuals(x, w)
+    named.programs(x, w)
+    saved_residuals(stack, x, w)
+
+    assert x.grad is None
+    assert w.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.contract
+def test_print_saved_residuals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Path or name, operator, dtype[shape], bytes, source line, and the total."""
+    print_saved_residuals(named, *args())
+
+    text = capsys.readouterr().out
+    for part in (
+        "x",
+        "w",
+        "h",
+        "tanh",
+        "float64[4, 3]",
+        "float64[3, 3]",
+        "test_looking.py:",
+    ):
+        assert part in text
+    assert "96" in text
+    assert "264" in text or "total" in text.lower()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("policy", "recomputed"),
+    [(None, True), (policies.save_only_these_names("h"), False)],
+    ids=["nothing", "names"],
+)
+def test_programs_print(policy: Any, recomputed: bool) -> None:
+    """A forward and a backward program; the backward shows what is recomputed."""
+    forward, backward = map(str, remat(block, policy=policy).programs(*args()))
+
+    assert "tanh" in forward
+    assert "sin" in forward
+    assert "cos" in backward
+    assert (re.search(r"tanh(?!_backward)", backward) is not None) == recomputed
+    assert min(text.count("\n") for text in (forward, backward)) >= 3

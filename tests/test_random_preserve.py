@@ -1,0 +1,259 @@
+"""Randomness that `rng="preserve"` keeps.
+
+"`rng="preserve"`: allowed; recomputation draws
+the same numbers and generators end where they would have ended without remat. None:
+"keys" for functions, "preserve" where `fun` is an nn.Module or its method."
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import (
+    RematError,
+    checkpoint_name,
+    policies,
+    remat,
+)
+from tests.support import assert_bitwise, assert_close, seeded
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+]
+names = policies.save_only_these_names
+
+
+def drop(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def at_start(x: Tensor) -> Tensor:
+    return torch.sin(torch.sin(drop(x)))
+
+
+def in_the_middle(x: Tensor) -> Tensor:
+    return torch.sin(drop(torch.sin(x)) * 2)
+
+
+def at_end(x: Tensor) -> Tensor:
+    return drop(torch.sin(torch.sin(x)))
+
+
+def three_draws(x: Tensor) -> Tensor:
+    """Each draw differs; the first two have names."""
+    h = checkpoint_name(drop(torch.sin(x)), "first")
+    h = checkpoint_name(drop(torch.sin(h)), "second")
+    return drop(torch.sin(h))
+
+
+def dead_draw(x: Tensor) -> Tensor:
+    """The first draw is needed by no gradient: its recomputation is left out."""
+    y = drop(torch.sin(x)).detach() + 1
+    return torch.sin(drop(torch.sin(x))) + y
+
+
+def unused_draw(x: Tensor) -> Tensor:
+    """The first draw is needed by nothing at all, and yet moves the generator."""
+    torch.rand(7)
+    return torch.sin(drop(torch.sin(x)))
+
+
+def noise(x: Tensor) -> Tensor:
+    """Other operators that draw, in place and not."""
+    h = torch.sin(x + torch.randn_like(x)) * torch.rand(3, dtype=x.dtype)
+    h = torch.sin(h * torch.empty_like(x).normal_()) * torch.bernoulli(
+        torch.full_like(x, 0.5)
+    )
+    return torch.sin(h * torch.randint(1, 5, (3,)))[torch.randperm(2)]
+
+
+def leaky(x: Tensor) -> Tensor:
+    return F.rrelu(torch.sin(x), 0.1, 0.3, training=True).sin()
+
+
+def attention(x: Tensor) -> Tensor:
+    q = torch.sin(x)[None]
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sin()[0]
+
+
+inner = remat(in_the_middle, rng="preserve")
+
+
+def nested(x: Tensor) -> Tensor:
+    """Draws of its own around an inner region's."""
+    return drop(torch.sin(inner(drop(x))))
+
+
+FUNS = [
+    at_start,
+    in_the_middle,
+    at_end,
+    three_draws,
+    dead_draw,
+    unused_draw,
+    noise,
+    leaky,
+    attention,
+    nested,
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "first": {"policy": names("first")},
+    "second": {"policy": names("second")},
+    "everything": {"policy": policies.everything_saveable},
+    "rerun": {"engine": "rerun"},
+}
+
+
+def plain_of(fun: Any) -> Any:
+    """The function without any region, also inside."""
+    if fun is not nested:
+        return fun
+    return lambda x: drop(torch.sin(in_the_middle(drop(x))))
+
+
+def trained(fun: Any) -> list[Tensor]:
+    """Two calls from one seed, then their backwards: values, gradients, generator."""
+    torch.manual_seed(7)
+    x = seeded(2, 3).requires_grad_()
+    one, two = fun(x), fun(x)
+    torch.rand(5)
+    found = [one.detach(), two.detach(), torch.get_rng_state()]
+    for y in (one, two):
+        found += torch.autograd.grad(y, x, torch.cos(y.detach()), retain_graph=True)
+        found += torch.autograd.grad(y.sum(), x)
+    return [*found, torch.get_rng_state(), torch.rand(2)]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("fun", FUNS)
+def test_the_same_numbers_are_drawn(fun: Any, options: dict[str, Any]) -> None:
+    """Values, gradients and the generator's state are bitwise plain's, twice over."""
+    region = remat(fun, rng="preserve", **options)
+    expected = trained(plain_of(fun))
+
+    assert_bitwise(trained(region), expected)
+    assert_bitwise(trained(region), expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("fun", [in_the_middle, three_draws, nested])
+def test_under_func_grad(fun: Any, engine: str) -> None:
+    """The mask of the gradient is the mask of the value, and the generator moves once."""
+
+    def value_and_gradient(fun: Any) -> Any:
+        torch.manual_seed(3)
+        loss = torch.func.grad_and_value(lambda x: fun(x).sum())(seeded(2, 3))
+        return loss, torch.get_rng_state()
+
+    region = remat(fun, rng="preserve", engine=engine)
+    found, expected = value_and_gradient(region), value_and_gradient(plain_of(fun))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_under_vmap(randomness: Any, engine: str) -> None:
+    """vmap(grad): the masks of values and gradients agree, and are alike or not."""
+    region = remat(drop, rng="preserve", engine=engine)
+    x = seeded(1, 64).expand(4, 64)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, pull = torch.func.vjp(region, x)
+        return y, pull(torch.ones_like(y))[0]
+
+    y, gradient = torch.func.vmap(run, randomness=randomness)(x)
+
+    assert_close(gradient * x, y)
+    assert (y == 0).any()
+    assert (gradient == gradient[0]).all() == (randomness == "same")
+
+
+def test_vmap_without_randomness_raises_as_plain_does() -> None:
+    """`randomness="error"` is the default of vmap, and holds inside a region."""
+    region = remat(drop, rng="preserve")
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(torch.func.grad(lambda x: region(x).sum()))(seeded(2, 3))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_second_derivatives_use_the_same_mask(engine: str) -> None:
+    """For y = (m x)^3 the second derivative is 6 m^2 y^(1/3)... read off the value."""
+    region = remat(lambda x: drop(x) ** 3, rng="preserve", engine=engine)
+    x = seeded(64).abs().requires_grad_()
+    y = region(x)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+
+    assert_close(first * x, 3 * y)
+    assert_close(second * x * x, 6 * y)
+
+
+def test_hessian_vector_products_use_the_same_mask() -> None:
+    """Forward over reverse: f = (m x)^3 gives 6 m^3 x t, as 2 g t / x says."""
+    region = remat(lambda x: drop(x) ** 3, rng="preserve")
+    x = seeded(64).abs()
+    gradient = torch.func.grad(lambda x: region(x).sum())
+    g, product = torch.func.jvp(gradient, (x,), (torch.ones_like(x),))
+
+    assert_close(product * x, 2 * g)
+
+
+class Net(nn.Module):
+    """A module with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.dropout(torch.sin(x)))
+
+    method = remat(forward)
+
+    @remat(policy=policies.everything_saveable)
+    def factory(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("way", ["module", "bound", "decorated", "factory"])
+def test_modules_preserve_by_default(way: str) -> None:
+    """An nn.Module, its bound method and its decorated method may draw."""
+    net = Net()
+    regions = {
+        "module": lambda: remat(net),
+        "bound": lambda: remat(net.forward),
+        "decorated": lambda: net.method,
+        "factory": lambda: net.factory,
+    }
+
+    assert_bitwise(trained(regions[way]()), trained(net))
+
+
+def test_an_explicit_generator_is_preserved_or_refused() -> None:
+    """Never another mask: a generator of the user's is right, or an error."""
+
+    def run(wrap: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+
+        def fun(x: Tensor) -> Tensor:
+            return torch.sin(x * torch.rand(3, generator=generator).double())
+
+        x = seeded(2, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad(wrap(fun)(x).sum(), x)
+        return [gradient, generator.get_state()]
+
+    try:
+        found = run(lambda fun: remat(fun, rng="preserve"))
+    except RematError:
+        return
+    assert_bitwise(found, run(lambda fun: fun))

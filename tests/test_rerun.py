@@ -1,0 +1,243 @@
+"""`engine="rerun"`: functions that cannot be traced.
+
+"For functions that cannot be traced (branches on values, opaque kernels): the Python
+function runs again in the backward, buffers restored around it; any policy but
+`nothing_saveable` is an error; laws hold except 3, and 13 up to a constant."
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import TraceError, policies, remat
+from tests.support import (
+    LiveBytes,
+    assert_bitwise,
+    assert_close,
+    backward_operators,
+    grads,
+    held_bytes,
+    seeded,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+
+def branches(x: Tensor) -> Tensor:
+    """Branches on a value, and loops as often as a value says."""
+    y = torch.sin(x)
+    if y.detach().sum() > 0:
+        y = torch.cos(y) * 2
+    while y.detach().abs().max() > 0.5:
+        y = torch.sin(y) * 0.5
+    return torch.sin(y)
+
+
+class Opaque(torch.autograd.Function):
+    """A kernel in numpy, with a numpy backward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * torch.from_numpy(np.cos(x.detach().numpy()))
+
+
+def opaque(x: Tensor) -> Tensor:
+    return torch.sin(Opaque.apply(torch.sin(x)))
+
+
+def data_dependent(x: Tensor) -> Tensor:
+    """Shapes that depend on values."""
+    return (
+        torch.sin(torch.sin(x)[x > 0]).sum() + torch.unique(x.detach().round()).numel()
+    )
+
+
+def item(x: Tensor) -> Tensor:
+    return torch.sin(x * float(x.detach().max()))
+
+
+def traceable(x: Tensor) -> Tensor:
+    """What the trace engine could do as well."""
+    return torch.sin(torch.sin(torch.sin(x)))
+
+
+UNTRACEABLE = [branches, opaque, data_dependent, item]
+FUNS = [*UNTRACEABLE, traceable]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("policy", [None, policies.nothing_saveable], ids=repr)
+@pytest.mark.parametrize("fun", FUNS)
+def test_gradients_are_bitwise_plains(fun: Any, policy: Any) -> None:
+    """Whatever the branch that the values take."""
+    region = remat(fun, engine="rerun", policy=policy)
+    for x in (seeded(4), -seeded(4), seeded(4) * 9):
+        assert_bitwise(grads(region, [x]), grads(fun, [x]))
+
+
+@pytest.mark.parametrize("fun", UNTRACEABLE)
+def test_the_trace_engine_says_to_rerun(fun: Any) -> None:
+    """The trace engine refuses them, and names this one."""
+    with pytest.raises(TraceError, match="rerun") as error:
+        remat(fun)(seeded(4).requires_grad_())
+
+    assert "test_rerun.py:" in str(error.value)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "grad_grad": lambda f, x: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: f(x).sum())(x).square().sum()
+    )(x),
+    "vjp": lambda f, x: torch.func.vjp(lambda x: f(x).sum(), x)[1](x.new_ones(())),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp_grad": lambda f, x: torch.func.jvp(
+        torch.func.grad(lambda x: f(x).sum()), (x,), (x,)
+    ),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x.expand(3, *x.shape)),
+    "vmap_grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(
+        x.expand(3, *x.shape)
+    ),
+    "grad_vmap": lambda f, x: torch.func.grad(
+        lambda x: torch.func.vmap(f)(x.expand(3, *x.shape)).sum()
+    )(x),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", [traceable, branches, item])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_each_transform_that_plain_supports(transform: Any, fun: Any) -> None:
+    """Where plain PyTorch gives numbers they agree; where it raises, so does this."""
+    region = remat(fun, engine="rerun")
+    try:
+        expected = transform(fun, seeded(4))
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error)[:20].replace("(", ".")):
+            transform(region, seeded(4))
+        return
+
+    assert_close(transform(region, seeded(4)), expected)
+
+
+@pytest.mark.contract
+def test_nothing_but_inputs_is_held() -> None:
+    """No bytes beyond inputs and output wait for the backward, and work runs again."""
+    region = remat(traceable, engine="rerun")
+
+    assert held_bytes(traceable, seeded(64)) > 0
+    assert held_bytes(region, seeded(64)) == 0
+    assert backward_operators(region, seeded(64))["aten.sin"] >= 2
+
+
+def test_the_peak_falls_under_func_grad() -> None:
+    """16 layers under `torch.func.grad` peak at less than half of plain."""
+
+    def layer(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = torch.sin(x)
+        return x
+
+    def peak(layer: Any) -> int:
+        def loss(x: Tensor) -> Tensor:
+            for _ in range(16):
+                x = layer(x)
+            return x.sum()
+
+        x = seeded(4096)
+        torch.func.grad(loss)(x)
+        with LiveBytes() as memory:
+            torch.func.grad(loss)(x)
+            return memory.peak
+
+    assert peak(remat(layer, engine="rerun")) <= 0.5 * peak(layer)
+
+
+def test_double_backward_without_transforms() -> None:
+    """`create_graph=True`, third order."""
+
+    def third(fun: Any) -> list[Tensor]:
+        x = seeded(4).requires_grad_()
+        y, found = fun(x).sum(), []
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y, x, create_graph=True)
+            found.append(y.detach())
+            y = y.sum()
+        return found
+
+    for fun in (branches, traceable):
+        assert_close(third(remat(fun, engine="rerun")), third(fun))
+
+
+def test_parameters_of_a_branching_module() -> None:
+    """A module that skips a layer by value: only the layers used get gradients."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(3))
+
+    def fun(x: Tensor) -> Tensor:
+        for i, layer in enumerate(layers):
+            if i != 1 or x.detach().sum() > 1e6:
+                x = torch.tanh(layer(x))
+        return x
+
+    def gradients(fun: Any) -> list[Tensor | None]:
+        layers.zero_grad()
+        fun(seeded(2, 3)).sum().backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    expected = gradients(fun)
+    assert expected[2] is None
+    found = gradients(remat(fun, engine="rerun"))
+    assert_bitwise([g for g in found if g is not None], expected[:2] + expected[4:])
+
+
+def test_a_module_as_region() -> None:
+    """The module's parameters train through the region."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    x = seeded(2, 3)
+
+    found = torch.autograd.grad(
+        remat(model, engine="rerun")(x).sum(), list(model.parameters())
+    )
+    assert_bitwise(found, torch.autograd.grad(model(x).sum(), list(model.parameters())))
+
+
+def test_inside_a_traced_region_it_is_refused_or_right() -> None:
+    """A rerun region inside a traced one gives plain's numbers, or says why not."""
+    inner = remat(branches, engine="rerun")
+
+    def outer(x: Tensor) -> Tensor:
+        return torch.sin(inner(torch.sin(x)))
+
+    try:
+        found = grads(remat(outer), [seeded(4)])
+    except TraceError:
+        return
+    assert_bitwise(found, grads(lambda x: branches(x.sin()).sin(), [seeded(4)]))
+
+
+def test_a_traced_region_inside() -> None:
+    """The other way round there is nothing in the way."""
+    inner = remat(traceable)
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(branches(x))
+
+    plain = grads(lambda x: traceable(branches(x)), [seeded(4)])
+    assert_bitwise(grads(remat(outer, engine="rerun"), [seeded(4)]), plain)
