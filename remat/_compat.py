@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._C import _functorch as _functorch_c
-from torch._functorch import pyfunctorch
+from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch._functorch.vmap import restore_vmap
@@ -149,16 +149,70 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(unwrapped(tensor), FakeTensor)
 
 
-def fake_mode() -> FakeTensorMode:
+class _FakeMode(FakeTensorMode):
+    """Fake tensors of one home device.
+
+    Under vmap of jvp, torch asks for zeros on "meta", which is what a fake tensor is made
+    of, instead of on the device that it stands for. Obsolete when functorch's wrappers
+    tell the fake device.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=False, shape_env=None)
+        self._home = home
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_stray = kwargs.get("device") == _META and self._home != _META
+        if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
+            kwargs = kwargs | {"device": self._home}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_META = torch.device("meta")
+
+
+def needs_all_tangents(names: Iterable[str]) -> bool:
+    """Whether forward mode over these operators fails on fake tensors if one lacks a tangent.
+
+    The norms do, where weight or bias has none ("Expected this method to only be reached in
+    inference mode"), and leave the thread's dispatch state broken. Obsolete when a trace of
+    torch.func.jvp over layer_norm with a constant weight works on plain torch.
+    """
+    return any("_norm" in name for name in names)
+
+
+def fake_mode(home: torch.device) -> FakeTensorMode:
     """A fresh mode for one trace: sizes are constants, real tensors are refused."""
-    return FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
+    return _FakeMode(home)
 
 
 @contextlib.contextmanager
 def isolated() -> Generator[None]:
     """Runs the body outside of every transform and every mode of the caller."""
-    with leave_functorch(), _disable_current_modes():
+    with (
+        leave_functorch(),
+        _disable_current_modes(),
+        _shared_dual_level(),
+        forward_ad._set_fwd_grad_enabled(True),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def _shared_dual_level() -> Generator[None]:
+    # torch has one level of forward mode. Where the caller has opened it, torch.func.jvp
+    # must not open it again; it counts only its own. Obsolete with nested dual levels.
+    if forward_ad._current_level < 0 or eager_transforms.JVP_NESTING:
+        yield
+        return
+    eager_transforms.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= 1
 
 
 def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphModule:

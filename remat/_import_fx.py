@@ -20,6 +20,7 @@ from remat import _compat, _names, _operators as operators, _rng
 from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
 
 
 @final
@@ -149,6 +150,9 @@ class _Importer:
                 return
             if target is _aten.native_batch_norm_backward.default:
                 args = _without_running_statistics(args)
+            if kwargs.get("device") == _META:
+                # See _compat.fake_mode: the fake knows better.
+                kwargs["device"] = node.meta["val"].device
             self._add(node, target, args, kwargs)
 
     def _name(self, ref: Ref, name: str) -> None:

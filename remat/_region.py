@@ -429,25 +429,25 @@ class Region:
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Region, tuple[int, ...]]:
-        joint = self.joint(roots)
         chosen = self.chosen(roots)
-        moved = tuple(
-            index
-            for index, meta in enumerate(self._output_metas(roots))
-            if meta.is_differentiable
-        )
+        metas = self._output_metas(roots)
+        moved = tuple(k for k, meta in enumerate(metas) if meta.is_differentiable)
         outputs = tuple(chosen[index] for index in moved)
+        states = self.joint(roots).states if num_states else ()
         operands = (
             *self.operands,
-            *(_metas(joint.states, self.analysis(roots)) if num_states else ()),
+            *(_metas(states, self.analysis(roots)) if states else ()),
             *(
                 _wanting(meta)
                 for meta, has in zip(self.operands, has_tangent, strict=True)
                 if has
             ),
         )
+        fills = _compat.needs_all_tangents(
+            self.forward(roots, save=True).program.operators
+        )
         region = Region(
-            self.function.derive(lambda f: pushforward(f, outputs, has_tangent)),
+            self.function.derive(lambda f: pushforward(f, outputs, has_tangent, fills=fills)),
             operands,
             self.policy,
             states=self._states_after(num_states),

@@ -273,7 +273,8 @@ def trace(request: Request) -> Traced:
         TraceError: if it cannot be traced: it branches on values, say.
         CapturedTensorError: if it reaches a tensor that `request.find` does not know.
     """
-    running = _Running(_compat.fake_mode(), request.find, [])
+    mode = _compat.fake_mode(_home(request.operands))
+    running = _Running(mode, request.find, [])
     outer, _thread.running = _thread.running, running
     try:
         with _compat.isolated(), torch.enable_grad(), running.mode:
@@ -335,6 +336,10 @@ class _Run:
             torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
         )
         return [next(found) if each.requires_grad else None for each in operands]
+
+
+def _home(operands: Sequence[TensorMeta]) -> torch.device:
+    return operands[0].device if operands else torch.get_default_device()
 
 
 def _backward_numerics(
@@ -498,7 +503,8 @@ def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
 def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     """The graph of a function without a backward: a program, mapped."""
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
-    with _compat.isolated(), _compat.fake_mode(), torch.no_grad():
+    mode = _compat.fake_mode(_home(metas))
+    with _compat.isolated(), mode, torch.no_grad():
         fakes = [_fake(meta) for meta in metas]
         module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
     imported = _import_fx.import_graph(module)

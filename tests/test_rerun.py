@@ -5,6 +5,7 @@ function runs again in the backward, buffers restored around it; any policy but
 `nothing_saveable` is an error; laws hold except 3, and 13 up to a constant."
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.support import (
     seeded,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 
 def branches(x: Tensor) -> Tensor:
@@ -48,9 +49,9 @@ class Opaque(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return cotangent * torch.from_numpy(np.cos(x.detach().numpy()))
+        return cotangents[0] * torch.from_numpy(np.cos(x.detach().numpy()))
 
 
 def opaque(x: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def test_gradients_are_bitwise_plains(fun: Any, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("fun", UNTRACEABLE)
-def test_the_trace_engine_says_to_rerun(fun: Any) -> None:
+def test_the_trace_engine_says_to_rerun(fun: Callable[[Tensor], Tensor]) -> None:
     """The trace engine refuses them, and names this one."""
     with pytest.raises(TraceError, match="rerun") as error:
         remat(fun)(seeded(4).requires_grad_())
@@ -137,11 +138,12 @@ def test_each_transform_that_plain_supports(transform: Any, fun: Any) -> None:
 
 @pytest.mark.contract
 def test_nothing_but_inputs_is_held() -> None:
-    """No bytes beyond inputs and output wait for the backward, and work runs again."""
+    """Nothing but a generator's state waits for the backward, and work runs again."""
     region = remat(traceable, engine="rerun")
+    state = torch.get_rng_state().numel()
 
-    assert held_bytes(traceable, seeded(64)) > 0
-    assert held_bytes(region, seeded(64)) == 0
+    assert held_bytes(traceable, seeded(4096)) > 2 * state
+    assert held_bytes(region, seeded(4096)) <= state + 1024
     assert backward_operators(region, seeded(64))["aten.sin"] >= 2
 
 

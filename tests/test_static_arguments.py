@@ -47,6 +47,7 @@ class Config(dict):  # a dict that compares and hashes as a whole
 def test_static_arguments(options: Any, by_keyword: bool) -> None:
     """Equal values share a trace, unequal ones do not, by position and by keyword."""
     region: Any = remat(powered, **options)
+    region.cache_clear()  # traces belong to the code, which other tests share
 
     def call(n: int) -> None:
         how = Config(n=n)

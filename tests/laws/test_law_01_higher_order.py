@@ -27,7 +27,7 @@ from tests.zoo import FUNCTIONS, NAMES
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
     # Forward mode itself compiles decompositions with torch.jit.script.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 ZOO = {function.name: function for function in FUNCTIONS}

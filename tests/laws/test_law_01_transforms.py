@@ -29,8 +29,8 @@ from tests.zoo import attention_math
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
     # torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr"),
 ]
 
 POLICIES = {

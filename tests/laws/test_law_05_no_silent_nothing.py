@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import RematError, RematWarning, checkpoint_name, policies, remat, storage
+from remat import RematWarning, checkpoint_name, policies, remat
 from tests.support import seeded
 
 names = policies.save_only_these_names
@@ -69,9 +69,13 @@ def test_a_glob_that_matches_nothing_warns(policy: Any) -> None:
 
 def test_the_warning_says_where_what_and_what_to_do() -> None:
     """It names the function, its file and line, and the names that are there."""
-    (text,) = warned(lambda: remat(attend, policy=names("atn"))(leaf()))
 
-    for part in ("attend", "test_law_05", "atn", "attn_out"):
+    def misspells(x: Tensor) -> Tensor:
+        return attend(x)
+
+    (text,) = warned(lambda: remat(misspells, policy=names("atn"))(leaf()))
+
+    for part in ("misspells", "test_law_05", "atn", "attn_out"):
         assert part in text
 
 
@@ -159,7 +163,7 @@ def test_a_region_that_saves_no_memory_warns(policy: Any) -> None:
     ],
     ids=["everything", "nothing", "default", "nothing_to_save"],
 )
-def test_no_warning_where_none_is_due(fun: Any, policy: Any) -> None:
+def test_no_warning_where_none_is_due(fun: Callable[..., Tensor], policy: Any) -> None:
     """Everything was asked for, or nothing could be saved, or memory is saved."""
     assert warned(lambda: remat(fun, policy=policy)(leaf(3, 3), leaf(3, 3))) == []
 
@@ -209,7 +213,9 @@ def returns_it(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fun", [reads_an_alias, returns_it])
-def test_a_name_that_is_read_or_returned_is_silent(fun: Any) -> None:
+def test_a_name_that_is_read_or_returned_is_silent(
+    fun: Callable[[Tensor], Tensor],
+) -> None:
     """Aliases of a named value are the value, and an output is held in any case."""
     assert warned(lambda: remat(fun, policy=names("h"))(leaf(2, 2))) == []
 
@@ -222,93 +228,3 @@ def test_a_name_whose_result_is_dropped_is_no_silent_nothing() -> None:
 
     saved = [r.name for r in region.saved_residuals(leaf())]
     assert texts or "h" in saved
-
-
-UNIMPLEMENTED = {
-    "backend": ({"backend": "inductor"}, "inductor"),
-    "dynamic_shapes": ({"dynamic_shapes": True}, "dynamic_shapes"),
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(
-    ("options", "named"), UNIMPLEMENTED.values(), ids=UNIMPLEMENTED
-)
-def test_an_unimplemented_option_names_itself(options: Any, named: str) -> None:
-    """It raises instead of doing nothing."""
-    with pytest.raises(NotImplementedError, match=named):
-        remat(attend, **options)(leaf())
-
-
-OFFLOADING = {
-    "names": lambda: policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["attn"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-    "dots": lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    "stored": lambda: names("attn").stored(storage.Offload()),
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
-def test_a_policys_storage_that_is_to_come_names_itself(policy: Any) -> None:
-    """A policy that offloads raises until offloading is there."""
-    with pytest.raises(NotImplementedError, match="Offload"):
-        remat(lambda x, w: attend(x @ w), policy=policy())(leaf(2, 2), leaf(2, 2))
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(
-    "saved_inputs",
-    [storage.Offload(), {"x": storage.Quantize(8)}, storage.Sparse() >> storage.Keep()],
-    ids=["for_all", "by_path", "chain"],
-)
-def test_an_inputs_storage_that_is_to_come_names_itself(saved_inputs: Any) -> None:
-    """So does storage for inputs."""
-    with pytest.raises(NotImplementedError, match=r"Offload|Quantize|Sparse|Chain"):
-        remat(attend, saved_inputs=saved_inputs)(leaf())
-
-
-@pytest.mark.parametrize(
-    "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
-)
-def test_keeping_inputs_is_what_happens_anyway(saved_inputs: Any) -> None:
-    """`Keep` is there, and says nothing."""
-    assert warned(lambda: remat(attend, saved_inputs=saved_inputs)(leaf())) == []
-
-
-def test_an_input_path_that_matches_nothing_is_no_silent_nothing() -> None:
-    """A path that no argument has is an error or a warning that names it."""
-    with pytest.raises((RematError, RematWarning, ValueError), match="nope"):
-        remat(attend, saved_inputs={"nope": storage.Keep()})(leaf())
-
-
-WRONG = {
-    "engine": {"engine": "magic"},
-    "rng": {"rng": "global"},
-    "backend": {"backend": "bogus"},
-    "policy_string": {"policy": "matmuls"},
-    "policy_number": {"policy": 3},
-    "static_argnames": {"static_argnames": ("nope",)},
-    "static_argnums": {"static_argnums": (7,)},
-    "saved_inputs_value": {"saved_inputs": "cpu"},
-    "rerun_with_policy": {"engine": "rerun", "policy": policies.save_matmul_outputs},
-    "rerun_with_names": {"engine": "rerun", "policy": names("attn")},
-    "rerun_with_everything": {
-        "engine": "rerun",
-        "policy": policies.everything_saveable,
-    },
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
-def test_a_wrong_option_is_an_error(options: dict[str, Any]) -> None:
-    """An unknown value, or one that means nothing here, raises and names the option."""
-    with pytest.raises((RematError, ValueError, TypeError)) as error:
-        remat(attend, **options)(leaf())
-
-    assert any(name.rstrip("s") in str(error.value) for name in options)

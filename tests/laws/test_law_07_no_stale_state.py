@@ -89,7 +89,7 @@ def keyword_default() -> State:
     def fun(x: Tensor, *, factor: Any = 2.0) -> Tensor:
         return scaled(x, factor)
 
-    return fun, lambda: fun.__kwdefaults__.update(factor=3.0)
+    return fun, lambda: setattr(fun, "__kwdefaults__", {"factor": 3.0})
 
 
 def partial() -> State:
@@ -156,13 +156,13 @@ def untie(model: Any) -> None:
 
 
 def untied() -> State:
-    model, _ = model_state(untie)
+    model: Any = model_state(untie)[0]
     model[2].weight = model[0].weight
     return model, lambda: untie(model)
 
 
 def hook_removed() -> State:
-    model, _ = model_state(untie)
+    model: Any = model_state(untie)[0]
     handle = model[0].register_forward_hook(lambda m, a, out: out.sin())
     return model, handle.remove
 

@@ -5,6 +5,8 @@ from the engine notes: equal blocks (32 layers of one class; their `layer_idx` d
 must share one trace.
 """
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ def value_and_gradient(fun: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The output at a fixed input, and the gradient there."""
     x = seeded(2, 3, seed=3).requires_grad_()
     y = fun(x, *args)
-    (grad,) = torch.autograd.grad(y.sum(), x)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     return y.detach(), grad
 
 
@@ -42,6 +44,56 @@ def test_python_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
         value_and_gradient(region, 2.0)
 
     assert capsys.readouterr().out.count("runs") == 1
+
+
+@pytest.mark.contract
+def test_a_backward_does_not_run_python(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does a backward whose cotangent has other strides, as after `.sum()`."""
+    x = seeded(2, 3).requires_grad_()
+    y = remat(loud)(x, 2.0)
+    capsys.readouterr()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    torch.autograd.grad(y.t().contiguous().t(), x, torch.ones(3, 2).double().t())
+
+    assert "runs" not in capsys.readouterr().out
+
+
+def test_the_backward_belongs_to_its_forward() -> None:
+    """A counter that no check covers gives one value to a forward and its backward."""
+    counter = itertools.count(1)
+
+    def fun(x: Tensor) -> Tensor:
+        return scaled(x, float(next(counter)))
+
+    x = seeded(3).requires_grad_()
+    found = torch.autograd.grad(remat(fun)(x).sum(), x)
+
+    assert_bitwise(found, torch.autograd.grad(scaled(x, 1.0).sum(), x))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_change_between_forward_and_backward_does_not_matter(order: int) -> None:
+    """The derivatives, also those traced late, are those of the forward's state."""
+    held = SimpleNamespace(factor=2.0)
+
+    def gradient(fun: Any, later: float) -> list[Tensor]:
+        held.factor = 2.0
+        x = seeded(3).requires_grad_()
+        y = fun(x).sum()
+        held.factor = later
+        found = []
+        for _ in range(order):
+            (y,) = torch.autograd.grad(y, x, create_graph=True)
+            found.append(y.detach())
+            y = y.sum()
+        assert held.factor == later
+        return found
+
+    def fun(x: Tensor) -> Tensor:
+        return scaled(x, held.factor)
+
+    torch.testing.assert_close(gradient(remat(fun), 3.0), gradient(fun, 3.0))
 
 
 def test_an_unchanged_nan_does_not_retrace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +138,7 @@ class Decorated(Block):
     """The same with a decorated method."""
 
     @remat
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x)
 
 

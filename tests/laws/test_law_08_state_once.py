@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from remat import policies, remat
 from tests.support import assert_bitwise, assert_close, seeded
 
-Model = Any
+Model = nn.Module
 Wrap = Callable[..., Any]
 
 
 class Ema(nn.Module):
     """A user's buffers: one changed in place and used, one counted, one rebound."""
+
+    mean: Tensor
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()

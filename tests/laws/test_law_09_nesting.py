@@ -9,6 +9,7 @@ b 2/2/2/2."
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from torch.func import grad, jvp, vmap
@@ -31,7 +32,7 @@ from tests.support import (
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
     # Forward mode itself compiles decompositions with torch.jit.script.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 POLICIES = {
@@ -193,3 +194,26 @@ def test_the_same_function_inside_and_outside():
     assert backward_operators(inner, X)["aten.sin"] == 0
     assert backward_operators(outer, X)["aten.sin"] == 3
     assert backward_operators(inner, X)["aten.sin"] == 0
+
+
+def test_inner_policies_are_told_apart():
+    """Outer functions of one code share no trace where their regions' policies differ."""
+    for inner, extra in zip(POLICIES, ORACLE["nothing"], strict=True):
+        region = remat(twice(remat(inner_function, policy=POLICIES[inner])))
+        assert backward_operators(region, X)["aten.sin"] == extra, inner
+
+
+@pytest.mark.parametrize("where", ["cell", "attribute", "container"])
+def test_a_changed_inner_policy_is_seen(where):
+    """A region that takes another's place brings its policy with it."""
+    held = SimpleNamespace(attribute=None, container=[None])
+
+    def fun(x):
+        f = {"cell": region, "attribute": held.attribute}.get(where, held.container[0])
+        return f(f(x))
+
+    outer = remat(fun)
+    for inner, extra in zip(POLICIES, ORACLE["nothing"], strict=True):
+        region = remat(inner_function, policy=POLICIES[inner])
+        held.attribute, held.container[0] = region, region
+        assert backward_operators(outer, X)["aten.sin"] == extra, inner

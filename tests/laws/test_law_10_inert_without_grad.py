@@ -19,7 +19,7 @@ from tests.support import assert_bitwise, assert_close, seeded
 
 # torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
 ]
 

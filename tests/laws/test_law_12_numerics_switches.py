@@ -20,9 +20,14 @@ bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Matmuls and pointwise operators; one weight is used twice."""
-    h = checkpoint_name(torch.tanh(x @ w1), "h")
-    return torch.sin((h @ w2) @ w1) * 2
+    """Matmuls and pointwise operators."""
+    h = checkpoint_name(torch.sin(torch.tanh(x @ w1)), "h")
+    return torch.sin(torch.cos(h @ w2)) * 2
+
+
+def tied(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """One weight used twice: under autocast's cache it is cast once."""
+    return torch.sin((torch.tanh(x @ w1) @ w2) @ w1) * 2
 
 
 def autocast_inside(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -31,7 +36,7 @@ def autocast_inside(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         h = torch.sin(x @ w1)
         with torch.autocast("cpu", enabled=False):
             h = torch.sin(h.float() @ w2)
-        return torch.sin(h @ w1)
+        return torch.sin(h)
 
 
 def makes_constants(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -83,7 +88,12 @@ SWITCHES: dict[str, Around] = {
     "matmul_precision": lambda: matmul_precision("medium"),
     "deterministic": deterministic,
 }
-FUNS = {"mlp": mlp, "autocast_inside": autocast_inside, "constants": makes_constants}
+FUNS = {
+    "mlp": mlp,
+    "tied": tied,
+    "autocast_inside": autocast_inside,
+    "constants": makes_constants,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "names": {"policy": policies.save_only_these_names("h*")},

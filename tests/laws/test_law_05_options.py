@@ -1,0 +1,134 @@
+"""Law 5 on options.
+
+"An option without effect, an unimplemented option: `RematWarning` or an error, once per
+function and policy, at trace time, saying what to do."
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import (
+    RematError,
+    RematWarning,
+    checkpoint_name,
+    policies,
+    remat,
+    storage,
+)
+from tests.support import seeded
+
+names = policies.save_only_these_names
+
+
+def warned(run: Callable[[], object]) -> list[str]:
+    """The texts of the package's warnings while `run` runs; any other is an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error")
+        warnings.simplefilter("always", RematWarning)
+        run()
+    return [str(warning.message) for warning in caught]
+
+
+def leaf(*shape: int) -> Tensor:
+    """A tensor to differentiate."""
+    return seeded(*(shape or (4,))).requires_grad_()
+
+
+def attend(x: Tensor) -> Tensor:
+    """A named value between sines."""
+    return torch.sin(checkpoint_name(torch.sin(torch.sin(x)), "attn") * 2)
+
+
+UNIMPLEMENTED = {
+    "backend": ({"backend": "inductor"}, "inductor"),
+    "dynamic_shapes": ({"dynamic_shapes": True}, "dynamic_shapes"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("options", "named"), UNIMPLEMENTED.values(), ids=UNIMPLEMENTED
+)
+def test_an_unimplemented_option_names_itself(options: Any, named: str) -> None:
+    """It raises instead of doing nothing."""
+    with pytest.raises(NotImplementedError, match=named):
+        remat(attend, **options)(leaf())
+
+
+OFFLOADING = {
+    "names": lambda: policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["attn"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "dots": lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "stored": lambda: names("attn").stored(storage.Offload()),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
+def test_a_policys_storage_that_is_to_come_names_itself(policy: Any) -> None:
+    """A policy that offloads raises until offloading is there."""
+    with pytest.raises(NotImplementedError, match="Offload"):
+        remat(lambda x, w: attend(x @ w), policy=policy())(leaf(2, 2), leaf(2, 2))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "saved_inputs",
+    [storage.Offload(), {"x": storage.Quantize(8)}, storage.Sparse() >> storage.Keep()],
+    ids=["for_all", "by_path", "chain"],
+)
+def test_an_inputs_storage_that_is_to_come_names_itself(saved_inputs: Any) -> None:
+    """So does storage for inputs."""
+    with pytest.raises(NotImplementedError, match=r"Offload|Quantize|Sparse|Chain"):
+        remat(attend, saved_inputs=saved_inputs)(leaf())
+
+
+@pytest.mark.parametrize(
+    "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
+)
+def test_keeping_inputs_is_what_happens_anyway(saved_inputs: Any) -> None:
+    """`Keep` is there, and says nothing."""
+    assert warned(lambda: remat(attend, saved_inputs=saved_inputs)(leaf())) == []
+
+
+def test_an_input_path_that_matches_nothing_is_no_silent_nothing() -> None:
+    """A path that no argument has is an error or a warning that names it."""
+    with pytest.raises((RematError, RematWarning, ValueError), match="nope"):
+        remat(attend, saved_inputs={"nope": storage.Keep()})(leaf())
+
+
+WRONG = {
+    "engine": {"engine": "magic"},
+    "rng": {"rng": "global"},
+    "backend": {"backend": "bogus"},
+    "policy_string": {"policy": "matmuls"},
+    "policy_number": {"policy": 3},
+    "static_argnames": {"static_argnames": ("nope",)},
+    "static_argnums": {"static_argnums": (7,)},
+    "saved_inputs_value": {"saved_inputs": "cpu"},
+    "rerun_with_policy": {"engine": "rerun", "policy": policies.save_matmul_outputs},
+    "rerun_with_names": {"engine": "rerun", "policy": names("attn")},
+    "rerun_with_everything": {
+        "engine": "rerun",
+        "policy": policies.everything_saveable,
+    },
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
+def test_a_wrong_option_is_an_error(options: dict[str, Any]) -> None:
+    """An unknown value, or one that means nothing here, raises and names the option."""
+    with pytest.raises((RematError, ValueError, TypeError)) as error:
+        remat(attend, **options)(leaf())
+
+    assert any(name.rstrip("s") in str(error.value) for name in options)
