@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--steps",
         type=_positive,
-        default=200,
+        default=120,
         metavar="N",
         help="training steps under each policy (default: %(default)s)",
     )

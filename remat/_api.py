@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, final, overload
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,9 @@ def _is_disabled() -> bool:
 class Settings:
     """The options of `remat`, checked."""
 
+    # Regions inside a traced function are told apart by their options.
+    __remat_compares_as_a_whole__: ClassVar[bool] = True
+
     policy: AbstractPolicy
     rng: str | None
     engine: str
@@ -131,7 +134,7 @@ class Region(Generic[_P, _R]):
     """A function decorated with `remat`; see there."""
 
     def __init__(self, fun: Callable[_P, _R], settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._fun = fun
         self._rng_default = "preserve" if _is_of_module(fun) else "keys"
         functools.update_wrapper(self, fun, updated=())
@@ -141,9 +144,9 @@ class Region(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if _is_disabled() or not _gradients_are_on():
             return self._fun(*args, **kwargs)
-        if self._settings.engine == "rerun":
+        if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs)
-        signature = sign(self._fun, args, kwargs, self._settings.statics)
+        signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
         if not any(signature.requires_grad) and not _reaches_gradient(
             self._cache, signature, roots
@@ -163,12 +166,12 @@ class Region(Generic[_P, _R]):
 
     @functools.cached_property
     def _key(self) -> Hashable:
-        return (_captures.code_key(self._fun), self._settings.policy, self._rng,
-                self._settings.engine, self._settings.statics, self._settings.verify)
+        return (_captures.code_key(self._fun), self.settings.policy, self._rng,
+                self.settings.engine, self.settings.statics, self.settings.verify)
 
     @property
     def _rng(self) -> str:
-        return self._settings.rng or self._rng_default
+        return self.settings.rng or self._rng_default
 
     def _entry(
         self,
@@ -207,14 +210,16 @@ class Region(Generic[_P, _R]):
             for name, kind in zip(names, signature.layout.kinds, strict=True)
             if kind == "tensor"
         ]
-        options = Options(self._settings.policy, self._rng, self._settings.verify)
-        entry = make_entry(roots, signature, numerics, options, tensor_names)
+        options = Options(self.settings.policy, self._rng, self.settings.verify)
+        entry = make_entry(
+            roots, signature, numerics, options, tensor_names, self._where
+        )
         _require_storage(entry, roots)
         cache.misses += 1
         cache.entries.setdefault(key, []).insert(0, entry)
         self._advise_of_statics(cache, signature, names)
         advise(entry.region, roots, _captures.code_key(self._fun), self._where,
-               self._settings.verify)
+               self.settings.verify)
         captured = entry.fetch(roots)
         assert captured is not None, entry.covered.explain(roots)
         return entry, captured
@@ -267,12 +272,8 @@ class Region(Generic[_P, _R]):
         entry, roots = self.entry_of(args, kwargs)
         region = entry.region
         joint = region.joint(roots)
-        layout = tuple(
-            dataclasses.replace(meta, requires_grad=False) if flows else None
-            for meta, flows in zip(joint.output_metas, joint.differentiable, strict=True)
-        )
         wanted = tuple(meta.requires_grad for meta in region.operands)
-        derived = region.vjp(roots, layout, wanted, len(joint.states))
+        derived = region.vjp(roots, joint.layout, wanted, len(joint.states))
         return (
             region.forward(roots, save=True).program,
             derived.forward(roots, save=False).program,
@@ -282,7 +283,7 @@ class Region(Generic[_P, _R]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, tuple[object, ...]]:
         """The trace of a call, without running it; for `saved_residuals`."""
-        signature = sign(self._fun, args, kwargs, self._settings.statics)
+        signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
         if not any(signature.requires_grad) and not _reaches_gradient(
             self._cache, signature, roots
@@ -322,11 +323,11 @@ class Region(Generic[_P, _R]):
         """Pickles a decorated function by its name, another region by its parts."""
         if _by_name(self) is self:
             return self._fun.__qualname__
-        return Region, (self._fun, self._settings)
+        return Region, (self._fun, self.settings)
 
     def __repr__(self) -> str:
         """The function and its policy."""
-        return f"remat({self._fun!r}, policy={self._settings.policy!r})"
+        return f"remat({self._fun!r}, policy={self.settings.policy!r})"
 
 
 def _by_name(region: Region[..., Any]) -> object:
@@ -369,6 +370,7 @@ class RematModule(nn.Module):
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["__wrapped__"] = module
         self.__dict__["_region"] = Region(module, settings)
+        self.__dict__["settings"] = settings
 
     @property
     def training(self) -> bool:
@@ -393,7 +395,7 @@ class RematModule(nn.Module):
 
     def __reduce__(self) -> Any:
         """Pickles with its module."""
-        return RematModule, (self.__dict__["__wrapped__"], self._region._settings)
+        return RematModule, (self.__dict__["__wrapped__"], self._region.settings)
 
 
 _ANSWERS = ("programs", "saved_residuals", "entry_of", "cache_info", "cache_clear")
@@ -540,6 +542,7 @@ def remat(
     """
     _require_choice("rng", rng, (None, "keys", "preserve"))
     _require_choice("engine", engine, ("trace", "rerun"))
+    _require_choice("backend", backend, (None, "inductor"))
     _require_later("backend", backend, None)
     _require_later("dynamic_shapes", dynamic_shapes, False)
     _require_inputs(saved_inputs)
@@ -561,9 +564,40 @@ def _decorate(fun: Any, settings: Settings) -> Any:
             f"remat decorates callables, not {fun!r}. Options go by keyword: "
             "@remat(policy=...)."
         )
+    _require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
         return RematModule(fun, settings)
     return Region(fun, settings)
+
+
+def _require_parameters(fun: Any, statics: Statics) -> None:
+    """Refuses static arguments that the function does not have."""
+    if not statics.positions and not statics.names:
+        return
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        # Builtins without a signature.
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    unknown = [name for name in sorted(statics.names) if name not in parameters]
+    count = len(parameters)
+    beyond = [index for index in sorted(statics.positions) if not -count <= index < count]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise _no_parameter("static_argnames", unknown[0], parameters)
+    if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise _no_parameter("static_argnums", beyond[0], parameters)
+
+
+def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
+    return ValueError(
+        explain(
+            where=f"remat({option}=...)",
+            what=f"{value!r} is no parameter of the function.",
+            why=f"Its parameters are {', '.join(names)}.",
+            do="Correct the name or the position.",
+        )
+    )
 
 
 def _policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:

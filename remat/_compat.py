@@ -291,6 +291,18 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, function, tree)
 
 
+def is_lift(node: fx.Node) -> bool:
+    """Whether a node brings a real tensor that was just made into the trace."""
+    lifts = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+    return node.target in lifts
+
+
+def reads_arrays(args: Any) -> bool:
+    """Whether a numpy array is among the arguments of a call."""
+    return any(type(leaf).__module__ == "numpy" for leaf in pytree.tree_leaves(args)
+               if hasattr(leaf, "__array_interface__"))
+
+
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
     return tensor.untyped_storage()._cdata
@@ -336,6 +348,8 @@ def needs_values(error: Exception) -> bool:
             "Please convert all Tensors to FakeTensors first",
             "Cannot access data pointer of Tensor",
             "data is not allocated yet",
+            ".numpy() is not supported",
+            "Can't call numpy()",
         )
     )
 

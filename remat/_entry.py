@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
 import torch
@@ -147,7 +147,7 @@ class _Flattened:
                     captured, operands[self.num_tensors :], strict=False
                 )
             }
-            with substituting(mapping):
+            with substituting(mapping), _left_alone(roots, fetch is not None):
                 return self._apart(function(*args, **kwargs))
 
         return flat
@@ -161,12 +161,27 @@ class _Flattened:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+@contextlib.contextmanager
+def _left_alone(roots: Roots, applies: bool) -> Generator[None]:
+    """Puts back what the function assigns: a later trace must leave no stand-ins."""
+    if not applies:
+        # The first trace looks at the changes itself.
+        yield
+        return
+    survey = _captures.survey(roots)
+    try:
+        yield
+    finally:
+        survey.restore()
+
+
 def make_entry(
     roots: Roots,
     signature: Signature,
     numerics: Numerics,
     options: Options,
     labels: Sequence[str],
+    where: str,
 ) -> Entry:
     """Traces a function at a signature.
 
@@ -179,14 +194,14 @@ def make_entry(
     flattened = _Flattened(signature.layout, len(signature.tensors))
     with _undone_on_error(survey):
         traced, reads = _trace_once(survey, flattened, roots, signature, numerics)
-        _require_no_effects(survey, reads, traced)
+        _require_no_effects(survey, reads, traced, where)
     used = [id(tensor) for tensor in traced.captured]
     covered = _captures.cover(survey, reads, used)
     operands = (*signature.metas, *_captured_metas(traced))
     names = (*labels, *covered.labels)
-    _require_random_by_keys(traced.joint, options.rng)
+    _require_random_by_keys(traced.joints[0], options.rng)
     is_buffer = [False] * len(signature.tensors) + list(map(survey.is_buffer, used))
-    _require_only_buffers_change(traced.joint, operands, names, is_buffer)
+    _require_only_buffers_change(traced.joints[0], operands, names, is_buffer)
     assert flattened.output is not None
     function = Function(
         lambda roots: flattened.build(roots, covered.fetch),
@@ -196,11 +211,11 @@ def make_entry(
     return Entry(
         covered=covered,
         captured=_captured_metas(traced),
-        region=Region(function, operands, options.policy, joint=traced.joint,
+        region=Region(function, operands, options.policy, joints=traced.joints,
                       verify=options.verify),
         output=flattened.output,
         labels=names,
-        written=tuple(operand for operand, _ in traced.joint.mutations),
+        written=tuple(operand for operand, _ in traced.joints[0].mutations),
         trace_s=time.perf_counter() - started,
     )
 
@@ -229,7 +244,7 @@ def _captured_metas(traced: Traced) -> tuple[TensorMeta, ...]:
 
 
 @contextlib.contextmanager
-def _undone_on_error(survey: _captures.Survey) -> Any:
+def _undone_on_error(survey: _captures.Survey) -> Generator[None]:
     try:
         yield
     except BaseException:
@@ -238,14 +253,17 @@ def _undone_on_error(survey: _captures.Survey) -> Any:
 
 
 def _require_no_effects(
-    survey: _captures.Survey, reads: _captures.Reads, traced: Traced
+    survey: _captures.Survey, reads: _captures.Reads, traced: Traced, where: str
 ) -> None:
+    # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+    survey.put_back(traced.stand_ins, traced.captured)
+    traced.stand_ins.clear()
     changed = survey.changes(reads=reads)
     if changed is not None:
         raise SideEffectError(
             explain(
-                where=f"{changed}",
-                what="was changed by the function while it was traced.",
+                where=where,
+                what=f"{changed} while it was traced.",
                 why="A trace runs Python once: at the next call the change would not "
                 "happen, and what depends on it would be stale.",
                 do="Return the new value instead, keep it in a buffer, or use "
@@ -256,8 +274,9 @@ def _require_no_effects(
     if leaked is not None:
         raise SideEffectError(
             explain(
-                where=f"a tensor of the trace, {TensorMeta.of(leaked)},",
-                what=f"was left in {_holder(leaked)}.",
+                where=where,
+                what=f"left a tensor of the trace, {TensorMeta.of(leaked)}, in "
+                f"{_holder(leaked)}.",
                 why="It has no data, and would fail wherever it is used next.",
                 do="Return the tensor from the function instead.",
             )
@@ -284,10 +303,19 @@ def _holder(tensor: Tensor) -> str:
 
 
 def _require_random_by_keys(joint: Joint, rng: str) -> None:
-    if rng == "preserve":
-        return
     for index, value in enumerate(joint.graph.values):
-        if operators.draws(value):
+        explicit = operators.draws_from(value)
+        if explicit is not None and rng == "preserve":
+            raise ImplicitRandomnessError(
+                explain(
+                    where=label(joint.graph, index),
+                    what=f"the function draws from a generator of its own, {explicit!r}.",
+                    why='rng="preserve" records the default generators; this one would '
+                    "give other numbers when the value is recomputed.",
+                    do="Draw from the default generator, or outside of the region.",
+                )
+            )
+        if operators.draws(value) and rng == "keys":
             raise ImplicitRandomnessError(
                 explain(
                     where=label(joint.graph, index),

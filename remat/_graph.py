@@ -289,7 +289,9 @@ def label(graph: Graph, index: int) -> str:
         maker = value.op
     names = ", ".join(f'"{name}"' for name in value.names)
     made = f"made by {operators.short_name(maker)}"
-    return " ".join(filter(None, [names, str(value.meta), made, _at(value.source)]))
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    first = next((str(meta) for meta in metas if meta is not None), "")
+    return " ".join(filter(None, [names, first, made, _at(value.source)]))
 
 
 def _at(source: str) -> str:

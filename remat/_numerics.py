@@ -22,6 +22,7 @@ class Numerics:
 
     Attributes:
         autocast: (device type, dtype) for each device type that autocasts.
+        autocast_cache: whether a cast of a weight is kept for its next use.
         default_dtype: what factories make.
         deterministic: (algorithms, warn only).
         matmul_precision: of float32.
@@ -29,6 +30,7 @@ class Numerics:
     """
 
     autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
     default_dtype: torch.dtype
     deterministic: tuple[bool, bool]
     matmul_precision: str
@@ -39,6 +41,7 @@ class Numerics:
         """What is in force on this thread."""
         return cls(
             autocast=_autocast(),
+            autocast_cache=torch.is_autocast_cache_enabled(),
             default_dtype=torch.get_default_dtype(),
             deterministic=(
                 torch.are_deterministic_algorithms_enabled(),
@@ -50,23 +53,33 @@ class Numerics:
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
-        """Runs the body under these switches, for tracing: autocast without its cache.
+        """Runs the body under these switches, autocast included, as for a trace.
 
-        The cache of casts would keep fake weights and hand them to real code.
+        Autocast keeps its casts of weights until the outermost block ends. Those that the
+        body made stand for other weights than the caller's and are forgotten, and with
+        them the caller's own, which the next use makes anew.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
             for device in _DEVICES:
                 dtype = dict(self.autocast).get(device)
+                enabled = dtype is not None
                 stack.enter_context(
                     torch.autocast(
                         device,
                         dtype=dtype,
-                        enabled=dtype is not None,
-                        cache_enabled=False,
+                        enabled=enabled,
+                        cache_enabled=self.autocast_cache,
                     )
                 )
-            yield
+            if not self.autocast:
+                yield
+                return
+            torch.clear_autocast_cache()
+            try:
+                yield
+            finally:
+                torch.clear_autocast_cache()
 
     @contextlib.contextmanager
     def settled(self) -> Generator[None]:

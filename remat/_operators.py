@@ -57,6 +57,11 @@ def is_mutable(op: Any) -> bool:
     return isinstance(op, _compat.OpOverload) and op._schema.is_mutable
 
 
+def is_check(op: Any) -> bool:
+    """Whether an operator is run for the error that it may raise, and returns nothing."""
+    return isinstance(op, _compat.OpOverload) and not op._schema.returns
+
+
 def viewed(value: Step) -> int | None:
     """The index of the value whose storage this one shares, None if it has its own."""
     op = value.op
@@ -84,6 +89,12 @@ def draws(value: Step) -> bool:
         return False
     given = arguments(op, value.args, dict(value.kwargs))
     return all(given.get(name, None) != silent for name, silent in _SILENT.items())
+
+
+def draws_from(value: Step) -> torch.Generator | None:
+    """The generator that an operator is told to draw from, None for the default one."""
+    given = (*value.args, *(each for _, each in value.kwargs))
+    return next((each for each in given if isinstance(each, torch.Generator)), None)
 
 
 def arguments(

@@ -214,6 +214,8 @@ def cut(
     operands: set[int] = set()
     seen: set[int] = set()
     pending = [ref.index for ref in wanted if ref is not None]
+    if pending:
+        pending += _checks_of_backward(joint)
     while pending:
         index = pending.pop()
         if index in seen or index in given:
@@ -232,6 +234,20 @@ def cut(
     return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands))
 
 
+def _checks_of_backward(joint: Joint) -> list[int]:
+    """Operators without outputs (is this matrix singular?) that this backward runs."""
+    values = joint.graph.values
+    known = {*range(joint.num_operands), *joint.cotangents}
+    others = set(range(joint.graph.num_inputs)) - known
+    found: list[int] = []
+    for index, value in enumerate(values):
+        if others.intersection(value.uses):
+            others.add(index)
+        elif value.is_backward and operators.is_check(value.op):
+            found.append(index)
+    return found
+
+
 def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
     """Operands -> outputs, new values of changed operands, saved values, states.
 
@@ -244,10 +260,10 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         must leave as tensors of their own, which may be changed in place.
     """
     graph = joint.graph
-    draws = [
+    effects = [
         index
         for index, value in enumerate(graph.values)
-        if not value.is_backward and operators.draws(value) and not value.is_redraw
+        if not value.is_backward and _has_effect(value)
     ]
     graph, outputs = _with_clones(graph, joint.outputs)
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
@@ -259,7 +275,12 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         for place, ref in enumerate(outputs)
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
-    return _with_inputs(prune(graph, draws), joint.num_operands), untracked
+    return _with_inputs(prune(graph, effects), joint.num_operands), untracked
+
+
+def _has_effect(value: Value) -> bool:
+    is_draw = operators.draws(value) and not value.is_redraw
+    return is_draw or operators.is_check(value.op)
 
 
 def _with_clones(
@@ -330,7 +351,7 @@ def backward_graph(
         *saved,
         *range(joint.num_operands),
         *(state.index for state in joint.states),
-        *range(joint.num_operands, joint.graph.num_inputs),
+        *joint.cotangents,
     ]
     number = {index: position for position, index in enumerate(inputs)}
     number |= {index: number[stands] for index, stands in found.stand_ins.items()}

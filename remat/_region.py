@@ -128,10 +128,12 @@ class Forward:
         flows: for each output whether a cotangent can come back; None means all.
         untracked: outputs that autograd must not take for views of something.
         verification: compares what was saved with what is recomputed, if asked for.
+        numerics: the switches under which it runs; its casts are part of the program.
     """
 
     program: Program
     shape: tuple[int, int, int, int]
+    numerics: Numerics
     num_leading: int = 0
     flows: tuple[bool, ...] | None = None
     untracked: tuple[int, ...] = ()
@@ -139,9 +141,10 @@ class Forward:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Results:
         """Runs it on tensors that no transform has wrapped."""
-        if self.verification is not None:
-            self.verification(tensors)
-        found = self.program(tensors)
+        with self.numerics.settled():
+            if self.verification is not None:
+                self.verification(tensors)
+            found = self.program(tensors)
         for index in self.untracked:
             found[index] = _compat.untracked_alias(found[index])
         return Results.of(self.shape, found, self.flows)
@@ -207,7 +210,7 @@ class Region:
         operands: tuple[TensorMeta, ...],
         policy: AbstractPolicy,
         *,
-        joint: Joint | None = None,
+        joints: tuple[Joint, ...] = (),
         given: Given | None = None,
         states: tuple[int, ...] = (),
         verify: bool = False,
@@ -218,7 +221,7 @@ class Region:
             function: what the region computes.
             operands: the metadata of what it takes.
             policy: what its backward may find saved.
-            joint: its joint graph, where it is known already.
+            joints: its joint graphs, where they are known already.
             given: its forward, where an outer region's program made it.
             states: which operands are generator states for its draws, in order.
             verify: whether the backward compares saved values with recomputed ones.
@@ -230,8 +233,8 @@ class Region:
         self.given = given
         self.states = states
         self._made: dict[Any, Any] = {}
-        if joint is not None:
-            self._made["joint"] = joint
+        if joints:
+            self._made["joints"] = joints
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self._made.get(key)
@@ -242,11 +245,14 @@ class Region:
 
     def joint(self, roots: Roots) -> Joint:
         """The joint graph for cotangents laid out like the outputs."""
-        return self._once("joint", lambda: self._trace(roots, None, None))
+        return self._joints(roots)[0]
+
+    def _joints(self, roots: Roots) -> tuple[Joint, ...]:
+        return self._once("joints", lambda: self._trace(roots, None, None))
 
     def _trace(
         self, roots: Roots, layout: Layout | None, numerics: Numerics | None
-    ) -> Joint:
+    ) -> tuple[Joint, ...]:
         request = Request(
             self.function.build(roots),
             self.operands,
@@ -254,7 +260,8 @@ class Region:
             backward_numerics=numerics,
         )
         with self.function.restored(roots), self.function.numerics.applied():
-            return with_states(trace(request).joint, self.states)
+            joints = trace(request).joints
+        return tuple(with_states(joint, self.states) for joint in joints)
 
     def analysis(self, roots: Roots) -> Analysis:
         """The joint graph with its classes."""
@@ -295,6 +302,7 @@ class Region:
         return Forward(
             Program(graph, "forward"),
             shape,
+            self.function.numerics,
             flows=joint.differentiable,
             untracked=untracked,
         )
@@ -366,6 +374,7 @@ class Region:
         forward = Forward(
             Program(unique, "backward"),
             (len(unique.outputs), 0, 0, 0),
+            self.function.numerics,
             len(saved),
             verification=_verification(analysis, saved) if self.verify else None,
         )
@@ -401,15 +410,11 @@ class Region:
         What is saved was settled by the forward, for cotangents laid out like outputs.
         """
         analysis, saved = self.analysis(roots), self.cut(roots).saved
-        usual = tuple(
-            _plain(meta) if flows else None
-            for meta, flows in zip(
-                analysis.joint.output_metas, analysis.joint.differentiable, strict=True
-            )
-        )
-        if layout == usual and numerics.autocast == ():
-            return analysis, saved
-        again = analyze(self._trace(roots, layout, numerics))
+        if numerics.autocast == ():
+            for joint in self._joints(roots):
+                if joint.layout == layout:
+                    return dataclasses.replace(analysis, joint=joint), saved
+        again = analyze(self._trace(roots, layout, numerics)[0])
         _require_same_forward(analysis, again)
         place = {index: rank for rank, index in enumerate(analysis.forward)}
         return again, tuple(again.forward[place[index]] for index in saved)
@@ -483,7 +488,12 @@ class Region:
             self.function.derive(lambda f: mapped(f, chosen, batch, skip)),
             batch.metas[skip:],
             nothing_saveable,
-            given=Given(Forward(program, forward.shape, skip, forward.flows), views),
+            given=Given(
+                dataclasses.replace(
+                    forward, program=program, untracked=(), verification=None
+                ),
+                views,
+            ),
             states=self.states,
         )
         return Batched(region, dims)

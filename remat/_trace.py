@@ -26,8 +26,15 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from remat import _compat, _import_fx
-from remat._errors import CapturedTensorError, RematError, TraceError, explain
+from remat._errors import (
+    CapturedTensorError,
+    MutationError,
+    RematError,
+    TraceError,
+    explain,
+)
 from remat._numerics import Numerics
+from remat.policies._operators import function_name
 from remat._graph import Graph, Ref, TensorMeta, Value, check
 
 Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -40,8 +47,10 @@ class Joint:
     """A forward and its backward, in one graph.
 
     Attributes:
-        graph: inputs are the operands, then the cotangents of `outputs` that are not
-            None in `cotangents`.
+        graph: inputs are the operands, then cotangents.
+        cotangents: which inputs are the cotangents of this backward, in the order of
+            the outputs that have one.
+        layout: their metadata, None for an output without one.
         num_operands: how many inputs are operands.
         chosen: which of the returned tensors the forward hands out.
         outputs: these.
@@ -54,6 +63,8 @@ class Joint:
     """
 
     graph: Graph
+    cotangents: tuple[int, ...]
+    layout: tuple[TensorMeta | None, ...]
     num_operands: int
     chosen: tuple[int, ...]
     outputs: tuple[Ref, ...]
@@ -149,6 +160,18 @@ def _capture(running: _Running, tensor: Tensor) -> Tensor:
     return leaf
 
 
+def _from_array(func: Callable[..., Any]) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+            what="makes a tensor from a numpy array.",
+            why="The contents of an array cannot be checked at the next call: the tensor "
+            "would be frozen into the trace.",
+            do="Make the tensor outside, and pass it as an argument or capture it.",
+        )
+    )
+
+
 @contextlib.contextmanager
 def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
     """Inside, the captured tensors with these ids stand for the given operands."""
@@ -181,11 +204,13 @@ class _UserCalls(TorchFunctionMode):
             # A region inside is traced on its own; torch itself works unrecorded.
             return func(*args, **(kwargs or {}))
         args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
+        if _compat.reads_arrays(args):
+            raise _from_array(func)
         graph = _compat.active_graph()
         before = len(graph.nodes)
         out = func(*args, **kwargs)
         if len(graph.nodes) > before:
-            note = Note(user_line(), getattr(func, "__name__", ""), is_backward=False)
+            note = Note(user_line(), function_name(func), is_backward=False)
             _import_fx.annotate(graph, before, note)
         running.fakes.extend(
             weakref.ref(each) for each in _compat.tensor_leaves(out) if _compat.is_fake(each)
@@ -253,16 +278,19 @@ class Request:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traced:
-    """A joint graph and what was met on the way.
+    """Joint graphs and what was met on the way.
 
     Attributes:
-        joint: the graph.
+        joints: one for each layout of cotangents, the usual one first; they share all
+            but their gradients.
+        stand_ins: the operand that stood for each captured tensor in the trace.
         captured: the captured tensors, which are the operands after the given ones.
         fakes: weak references to what the user's code held while it ran.
     """
 
-    joint: Joint
+    joints: tuple[Joint, ...]
     captured: tuple[Tensor, ...]
+    stand_ins: list[Tensor]
     fakes: tuple[weakref.ref[Tensor], ...]
 
 
@@ -292,6 +320,7 @@ class _Run:
         self.request = request
         self.running = running
         self.differentiable: list[bool] = []
+        self.layouts: list[tuple[TensorMeta | None, ...]] = []
         self.detached: list[bool] = []
         self.chosen: tuple[int, ...] = ()
         self.num_returned = 0
@@ -310,32 +339,59 @@ class _Run:
             out is not None and not out.requires_grad for out in returned
         ]
         _note_forward(_compat.active_graph())
+        given = request.cotangents
+        self.layouts = _usual_layouts(outputs) if given is None else [given]
+        gradients: list[Tensor | None] = []
         with _backward_numerics(request.backward_numerics):
-            gradients = self._gradients([*operands, *running.leaves], outputs)
+            for layout in self.layouts:
+                gradients += self._gradients(
+                    [*operands, *running.leaves], outputs, layout
+                )
         return [*returned, *gradients]
 
     def _gradients(
-        self, operands: list[Tensor], handed_out: list[Tensor]
+        self,
+        operands: list[Tensor],
+        handed_out: list[Tensor],
+        layout: tuple[TensorMeta | None, ...],
     ) -> list[Tensor | None]:
-        given = self.request.cotangents
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for index, output in enumerate(handed_out):
-            if not output.requires_grad:
-                continue
-            meta = TensorMeta.of(output) if given is None else given[index]
-            if meta is None:
-                continue
-            outputs.append(output)
-            meta = dataclasses.replace(meta, requires_grad=False)
-            cotangents.append(_placeholder(meta, f"cotangent_{index}"))
+        for index, (output, meta) in enumerate(zip(handed_out, layout, strict=True)):
+            if meta is not None and output.requires_grad:
+                outputs.append(output)
+                cotangents.append(_placeholder(meta, _cotangent_name()))
         wanted = [operand for operand in operands if operand.requires_grad]
         if not wanted or not outputs:
             return [None] * len(operands)
         found = iter(
-            torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            torch.autograd.grad(
+                outputs, wanted, cotangents, allow_unused=True, retain_graph=True
+            )
         )
         return [next(found) if each.requires_grad else None for each in operands]
+
+
+def _cotangent_name() -> str:
+    return f"cotangent_{len(_compat.active_graph().nodes)}"
+
+
+def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
+    """Cotangents laid out like the outputs, and like those of `.sum()`: one number.
+
+    Both are traced at once, so that the commonest backwards need no second trace.
+    """
+    like = tuple(
+        TensorMeta.of(output, requires_grad=False) if output.requires_grad else None
+        for output in outputs
+    )
+    expanded = tuple(meta and _expanded(meta) for meta in like)
+    return [like] if expanded == like else [like, expanded]
+
+
+def _expanded(meta: TensorMeta) -> TensorMeta:
+    stride = torch.empty((), device="meta").expand(meta.shape).stride()
+    return dataclasses.replace(meta, stride=stride)
 
 
 def _home(operands: Sequence[TensorMeta]) -> torch.device:
@@ -377,6 +433,9 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
 
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
+        if "remat" not in node.meta and _compat.is_lift(node):
+            # torch.from_numpy and its like are no torch functions: no mode sees them.
+            raise _from_array(torch.from_numpy)
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
@@ -390,10 +449,26 @@ def _record(run: _Run) -> fx.GraphModule:
         if _import_fx.has_mutations(module.graph):
             module = _import_fx.functionalize(module, operands)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if isinstance(error, RematError) or not _compat.needs_values(error):
+        if isinstance(error, RematError):
+            raise
+        if "Variable that requires grad is being used in an in-place" in str(error):
+            raise _mutates(error) from error
+        if not _compat.needs_values(error):
             raise
         raise _untraceable(error) from error
     return module
+
+
+def _mutates(error: Exception) -> MutationError:
+    return MutationError(
+        explain(
+            where=_line_of(error),
+            what="an argument that is to be differentiated is changed in place.",
+            why="The recomputation would start from the changed value, and the caller's "
+            "tensor is not ours to change.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+        )
+    )
 
 
 def _untraceable(error: Exception) -> TraceError:
@@ -429,9 +504,12 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
     values = _settle_phases(imported.values, [ref.index for ref in forward])
     graph = check(Graph(values, imported.num_inputs, imported.outputs))
     bases = {new: operand for operand, new in imported.mutations}
-    joint = Joint(
+    num_operands = len(run.request.operands) + len(running.captured)
+    first = Joint(
         graph=graph,
-        num_operands=len(run.request.operands) + len(running.captured),
+        cotangents=(),
+        layout=(),
+        num_operands=num_operands,
         chosen=run.chosen,
         outputs=outputs,
         differentiable=tuple(run.differentiable),
@@ -439,11 +517,34 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
             _view(graph, outputs, bases, ref, is_detached)
             for ref, is_detached in zip(returned, run.detached, strict=True)
         ),
-        gradients=imported.outputs[count:],
+        gradients=(),
         mutations=imported.mutations,
         states=imported.states,
     )
-    return Traced(joint, tuple(running.captured), tuple(running.fakes))
+    joints = tuple(_for_each_layout(first, run.layouts, imported.outputs[count:]))
+    return Traced(
+        joints, tuple(running.captured), list(running.leaves), tuple(running.fakes)
+    )
+
+
+def _for_each_layout(
+    joint: Joint,
+    layouts: list[tuple[TensorMeta | None, ...]],
+    gradients: tuple[Ref | None, ...],
+) -> Generator[Joint]:
+    width, start = joint.num_operands, joint.num_operands
+    for place, layout in enumerate(layouts):
+        pairs = zip(layout, joint.differentiable, strict=True)
+        layout = tuple(meta if flows else None for meta, flows in pairs)
+        found = gradients[place * width : (place + 1) * width]
+        # Where no gradient was taken, no cotangent was asked for.
+        count = sum(meta is not None for meta in layout)
+        count = min(count, joint.graph.num_inputs - start)
+        inputs = tuple(range(start, start + count))
+        start += count
+        yield dataclasses.replace(
+            joint, cotangents=inputs, layout=layout, gradients=found
+        )
 
 
 def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value, ...]:

@@ -18,23 +18,24 @@ from tests.support import seeded
 Pair = namedtuple("Pair", "first second")
 F32 = torch.float32
 Arguments = tuple[Any, ...]
+Fun = Callable[..., Any]
 
 
 class Function(NamedTuple):
     """A pure function, its name, and what makes its arguments."""
 
     name: str
-    fun: Callable[..., Any]
+    fun: Fun
     make_args: Callable[[], Arguments]
 
 
 FUNCTIONS: list[Function] = []
 
 
-def zoo(make_args: Callable[[], Arguments]) -> Callable[[Any], Any]:
+def zoo(make_args: Callable[[], Arguments]) -> Callable[[Fun], Fun]:
     """Enters the function below into the zoo."""
 
-    def enter(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(fun: Fun) -> Fun:
         FUNCTIONS.append(Function(fun.__name__, fun, make_args))
         return fun
 

@@ -149,12 +149,12 @@ def _of_descriptor(owner: Any, names: set[str]) -> Content:
 
 
 def _of_wrapper(owner: object, names: set[str]) -> Content:
-    """Of our own regions and of cached functions: only what they wrap."""
+    """Of our own regions and of cached functions: what they wrap, and with what options."""
     del names
     held = attributes(owner)
-    return (
-        {("var", "__wrapped__"): held["__wrapped__"]} if "__wrapped__" in held else {}
-    )
+    return {
+        ("var", key): held[key] for key in ("__wrapped__", "settings") if key in held
+    }
 
 
 def _of_namespace(owner: object, names: set[str]) -> Content:

@@ -46,6 +46,10 @@ _OPERATORS = ("torch._ops", "torch._library.custom_ops")
 _CONTAINERS = frozenset({dict, list, OrderedDict})
 
 
+# A frozen class of this package says by this attribute that == tells all about it.
+COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
+
+
 def in_words(value: object) -> str:
     """A value for a message: simple ones as written, others by their type."""
     if value is MISSING:
@@ -62,6 +66,8 @@ def is_simple(value: object) -> bool:
     if kind in _CONTAINERS:
         return False
     if kind in SIMPLE_TYPES or isinstance(value, (enum.Enum, type, str, bytes)):
+        return True
+    if hasattr(kind, COMPARES_AS_A_WHOLE):
         return True
     if kind is tuple or kind is frozenset:
         items = cast("tuple[object, ...] | frozenset[object]", value)
@@ -94,7 +100,8 @@ def same(value: object, const: object) -> bool:
         return same(
             (left.start, left.stop, left.step), (right.start, right.stop, right.step)
         )
-    if type(const) in _BY_VALUE or type(const) is frozenset:
+    is_whole = hasattr(type(const), COMPARES_AS_A_WHOLE)
+    if is_whole or type(const) in _BY_VALUE or type(const) is frozenset:
         return bool(value == const)
     return False
 

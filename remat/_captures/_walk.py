@@ -12,7 +12,7 @@ into its globals; what its functions hold in closures, and its objects, are.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 from torch import Tensor
@@ -219,6 +219,13 @@ class Survey:
             if plain or read or self._leaks(after):
                 return _changed(node, step, before, after)
         return None
+
+    def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Where a stand-in was put in the place of its own tensor, puts the tensor back."""
+        own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
+        for node, step, before, after in list(self._differences()):
+            if own.get(id(after)) is before is not None:
+                put(node.value, step, before)
 
     def restore(self) -> None:
         """Puts back, in place, all reached state that a trace changed."""

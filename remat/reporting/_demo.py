@@ -83,11 +83,11 @@ def run_demo(
     shape = shape or GPTShape()
     trainers = [_trainer(name, b, shape, seed) for name, b in _blocks().items()]
     batches = draw_batches(shape, num_steps, seed)
-    with progress("training", num_steps * len(trainers), sys.stderr) as advance:
+    with progress("training each policy", num_steps, sys.stderr) as advance:
         for batch in batches:
             for trainer in trainers:
                 _step(trainer, batch)
-                advance(f"loss {trainer.losses[-1]:.3f}  {trainer.name}")
+            advance(f"loss {trainers[0].losses[-1]:.3f}")
     batch = next(draw_batches(shape, 1, seed))
     return [_measure(trainer, batch) for trainer in trainers]
 

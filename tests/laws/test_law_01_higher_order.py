@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.functional import hessian, jacobian
 from torch.utils._pytree import tree_map_only
 
@@ -161,3 +161,45 @@ def test_numerical_derivatives(name):
 
     assert gradcheck(flat, leaves, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(flat, leaves, check_batched_grad=True)
+
+
+DUALS = {
+    "smooth": lambda x: (x.exp().sin() * x).sin(),
+    "norm": lambda x: F.layer_norm(x, (4,), x.sum(0), x[0]).exp(),
+    "complex": lambda x: torch.view_as_real((x + 1j * x.sin()).conj().exp()),
+    "view": lambda x: x.T,
+}
+
+
+def parts(dual):
+    """The value of a dual tensor and its tangent, which must be there."""
+    value, tangent = forward_ad.unpack_dual(dual)
+    assert tangent is not None, "the tangent is lost"
+    return value.detach(), tangent.detach()
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+@pytest.mark.parametrize("name", DUALS)
+def test_dual_tensors(name, wants_grad):
+    """Forward mode by torch.autograd.forward_ad carries values and tangents."""
+
+    def push(f):
+        x = seeded(3, 4).requires_grad_(wants_grad)
+        with forward_ad.dual_level():
+            return parts(f(forward_ad.make_dual(x, x.cos())))
+
+    assert_close(push(remat(DUALS[name])), push(DUALS[name]))
+
+
+@pytest.mark.parametrize("name", ["smooth", "norm", "complex"])
+def test_dual_tensors_through_a_backward(name):
+    """Forward over reverse by torch.autograd.forward_ad keeps the gradient's tangent."""
+
+    def push(f):
+        x = seeded(3, 4).requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x.detach().cos())
+            (gradient,) = torch.autograd.grad(f(dual).sum(), x, create_graph=True)
+            return parts(gradient)
+
+    assert_close(push(remat(DUALS[name])), push(DUALS[name]))
