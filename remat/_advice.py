@@ -9,8 +9,12 @@ from remat._errors import RematWarning, explain
 from remat._graph import TensorMeta
 from remat._partition import Analysis, cut, permitted_members
 from remat._region import Region, Roots
-from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
-from remat.policies import Save
+from remat.policies import (
+    AbstractPolicy,
+    Save,
+    everything_saveable,
+    nothing_saveable,
+)
 
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
@@ -61,7 +65,9 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             yield (
                 ("glob", glob),
                 f'the policy {policy!r} speaks of the name "{glob}", which no value has.',
-                f"The names here are {there}." if names else "No value has a name here.",
+                f"The names here are {there}."
+                if names
+                else "No value has a name here.",
                 f'Correct the name, or name the value: checkpoint_name(x, "{glob}").',
             )
 
@@ -81,8 +87,10 @@ def _bypassed(region: Region, roots: Roots) -> _Advice:
             for name in value.names
             if policy.glob_matches(glob, name)
         ]
-        is_read = number in read or number in handed_out or _has_read_sibling(
-            analysis, number, read
+        is_read = (
+            number in read
+            or number in handed_out
+            or _has_read_sibling(analysis, number, read)
         )
         if globs and number in region.decisions(roots) and not is_read:
             yield (
@@ -110,9 +118,7 @@ def _held(region: Region, roots: Roots, policy: AbstractPolicy) -> int:
     """Bytes of intermediate values that a policy would save."""
     analysis = region.analysis(roots)
     permitted = {
-        number: Save()
-        for number, value in analysis.views.items()
-        if policy is everything_saveable
+        number: Save() for number in analysis.views if policy is everything_saveable
     }
     members = permitted_members(analysis, permitted)
     found = cut(analysis, members, analysis.joint.gradients)

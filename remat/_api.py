@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import inspect
 import os
@@ -128,6 +129,7 @@ class Settings:
     engine: str
     statics: Statics
     verify: bool
+    inputs: tuple[str, ...] = ()
 
 
 class Region(Generic[_P, _R]):
@@ -166,8 +168,15 @@ class Region(Generic[_P, _R]):
 
     @functools.cached_property
     def _key(self) -> Hashable:
-        return (_captures.code_key(self._fun), self.settings.policy, self._rng,
-                self.settings.engine, self.settings.statics, self.settings.verify)
+        return (
+            _captures.code_key(self._fun),
+            self.settings.policy,
+            self._rng,
+            self.settings.engine,
+            self.settings.statics,
+            self.settings.verify,
+            self.settings.inputs,
+        )
 
     @property
     def _rng(self) -> str:
@@ -218,8 +227,14 @@ class Region(Generic[_P, _R]):
         cache.misses += 1
         cache.entries.setdefault(key, []).insert(0, entry)
         self._advise_of_statics(cache, signature, names)
-        advise(entry.region, roots, _captures.code_key(self._fun), self._where,
-               self.settings.verify)
+        self._advise_of_inputs(entry)
+        advise(
+            entry.region,
+            roots,
+            _captures.code_key(self._fun),
+            self._where,
+            self.settings.verify,
+        )
         captured = entry.fetch(roots)
         assert captured is not None, entry.covered.explain(roots)
         return entry, captured
@@ -258,6 +273,21 @@ class Region(Generic[_P, _R]):
                         why="Every leaf that is no tensor is part of the signature, and "
                         "a trace takes a tenth of a second or more.",
                         do="Pass a 0-d tensor: torch.tensor(value).",
+                    ),
+                    RematWarning,
+                    stacklevel=5,
+                )
+
+    def _advise_of_inputs(self, entry: Entry) -> None:
+        """Warns of a path in `saved_inputs` that no input has."""
+        for path in self.settings.inputs:
+            if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
+                warnings.warn(
+                    explain(
+                        where=self._where,
+                        what=f'has no input "{path}", which saved_inputs speaks of.',
+                        why=f"Its inputs are {', '.join(entry.labels)}.",
+                        do="Correct the path, or leave it out.",
                     ),
                     RematWarning,
                     stacklevel=5,
@@ -552,6 +582,7 @@ def remat(
         engine,
         _statics(static_argnums, static_argnames),
         verify,
+        tuple(saved_inputs) if isinstance(saved_inputs, Mapping) else (),
     )
     if fun is None:
         return lambda fun: _decorate(fun, settings)
@@ -582,7 +613,9 @@ def _require_parameters(fun: Any, statics: Statics) -> None:
     kinds = {parameter.kind for parameter in parameters.values()}
     unknown = [name for name in sorted(statics.names) if name not in parameters]
     count = len(parameters)
-    beyond = [index for index in sorted(statics.positions) if not -count <= index < count]
+    beyond = [
+        index for index in sorted(statics.positions) if not -count <= index < count
+    ]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise _no_parameter("static_argnames", unknown[0], parameters)
     if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:

@@ -13,7 +13,7 @@ when a backward runs applies to it too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -27,6 +27,11 @@ from remat._graph import TensorMeta
 from remat._program import Program
 from remat._region import AnyRegion, Results, Roots
 from remat._trace import View
+
+
+# Public, but torch has not annotated them.
+_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType]
+_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType]
 
 
 @final
@@ -106,7 +111,7 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _compat.dual_level_is_active():
-        pairs = [forward_ad.unpack_dual(tensor) for tensor in tensors]
+        pairs = [_unpack_dual(tensor) for tensor in tensors]
         if any(pair.tangent is not None for pair in pairs):
             primals = [pair.primal for pair in pairs]
             return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
@@ -114,7 +119,8 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     operands = tensors[skip:]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         ticket = _Ticket(call, tensors[:skip], None)
-        return ticket.redeem(_PlainFunction.apply(ticket, *operands))
+        plain: Any = _PlainFunction
+        return ticket.redeem(plain.apply(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors)
 
 
@@ -123,9 +129,7 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
     skip = call.region.num_leading
     leading = [_compat.unwrap_at(tensor, level) for tensor in tensors[:skip]]
     operands = [
-        tensor
-        if _compat.level_of(tensor) == level
-        else _compat.wrap_at(tensor, level)
+        tensor if _compat.level_of(tensor) == level else _compat.wrap_at(tensor, level)
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
@@ -145,7 +149,7 @@ def _run_under_jvp(
 ) -> Results:
     level = interpreter.level()
     pairs = [
-        forward_ad.unpack_dual(tensor)
+        _unpack_dual(tensor)
         if _compat.level_of(tensor) == level
         else (tensor, None)
         for tensor in tensors
@@ -160,7 +164,7 @@ def _run_under_jvp(
     outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
     for index, tangent in moved.items():
         wrapped = _compat.wrap_at(tangent, level)
-        outputs[index] = forward_ad.make_dual(outputs[index], wrapped)
+        outputs[index] = _make_dual(outputs[index], wrapped)
     return dataclasses.replace(results, outputs=outputs)
 
 
@@ -174,7 +178,7 @@ def _push_forward(
     results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = list(results.outputs)
     for index, tangent in moved.items():
-        outputs[index] = forward_ad.make_dual(outputs[index], tangent)
+        outputs[index] = _make_dual(outputs[index], tangent)
     return dataclasses.replace(results, outputs=outputs)
 
 
@@ -218,9 +222,7 @@ def _run_under_vmap(
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
         metas = tuple(
-            TensorMeta.of(
-                tensor, requires_grad=_compat.requires_grad_anywhere(tensor)
-            )
+            TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
             for tensor in physical
         )
         batch = Batch(interpreter.batch_size(), randomness, dims, metas)
@@ -343,5 +345,3 @@ class _LevelFunction(_compat.SingleLevelFunction):
 
     forward = staticmethod(_forward)
     backward = staticmethod(_backward)
-
-

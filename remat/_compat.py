@@ -7,37 +7,54 @@ in the middle of a training run.
 
 from __future__ import annotations
 
+# This module is the one that may: `tests/test_house.py` keeps all others out.
+# pyright: reportPrivateUsage=false
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
+import torch._C._functorch as functorch_c
 from torch import Tensor, fx
-from torch._C import _functorch as _functorch_c
 from torch._functorch import eager_transforms, pyfunctorch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch._functorch.vmap import restore_vmap
+from torch._functorch.utils import (
+    enable_single_level_autograd_function,
+    unwrap_dead_wrappers,
+)
+from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental import proxy_tensor
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree, flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+)
+
+_Tree = TypeVar("_Tree")
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
 # The autograd.Function that sees one functorch level. Obsolete when autograd.Function
 # carries its own rule for nested forward mode (pytorch #197867).
-SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore
+SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore[reportAssignmentType]
 
 enable_single_level = enable_single_level_autograd_function
 disable_modes = _disable_current_modes
 unwrap_dead = unwrap_dead_wrappers
+
+# Parts of torch that it has not annotated.
+_functorch_c: Any = functorch_c
+_forward_ad: Any = forward_ad
+_transforms: Any = eager_transforms
 
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
@@ -64,7 +81,7 @@ def lowered(interpreter: Any) -> Generator[None]:
     """Runs the body below `interpreter`, with both modes of differentiation on."""
     with (
         torch.enable_grad(),
-        forward_ad._set_fwd_grad_enabled(True),
+        _forward_ad._set_fwd_grad_enabled(True),
         interpreter.lower(),
     ):
         yield
@@ -126,7 +143,7 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
 
 def dual_level_is_active() -> bool:
     """Whether a `torch.autograd.forward_ad.dual_level` is open."""
-    return forward_ad._current_level >= 0
+    return _forward_ad._current_level >= 0
 
 
 def untracked_alias(tensor: Tensor) -> Tensor:
@@ -196,7 +213,7 @@ def isolated() -> Generator[None]:
         leave_functorch(),
         _disable_current_modes(),
         _shared_dual_level(),
-        forward_ad._set_fwd_grad_enabled(True),
+        _forward_ad._set_fwd_grad_enabled(True),
     ):
         yield
 
@@ -205,14 +222,14 @@ def isolated() -> Generator[None]:
 def _shared_dual_level() -> Generator[None]:
     # torch has one level of forward mode. Where the caller has opened it, torch.func.jvp
     # must not open it again; it counts only its own. Obsolete with nested dual levels.
-    if forward_ad._current_level < 0 or eager_transforms.JVP_NESTING:
+    if _forward_ad._current_level < 0 or _transforms.JVP_NESTING:
         yield
         return
-    eager_transforms.JVP_NESTING += 1
+    _transforms.JVP_NESTING += 1
     try:
         yield
     finally:
-        eager_transforms.JVP_NESTING -= 1
+        _transforms.JVP_NESTING -= 1
 
 
 def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphModule:
@@ -229,9 +246,29 @@ def proxy_is_active() -> bool:
 
 def active_graph() -> fx.Graph:
     """The graph that `make_fx` is filling on this thread."""
-    mode = proxy_tensor.get_proxy_mode()
+    return _tracer().graph
+
+
+def _tracer() -> Any:
+    mode: Any = proxy_tensor.get_proxy_mode()
     assert mode is not None, "no trace is running"
-    return mode.tracer.graph
+    return mode.tracer
+
+
+def draws_alike(interpreter: Any) -> bool:
+    """Whether a vmap level gives every example the same random numbers."""
+    return interpreter.randomness() == "same"
+
+
+@contextlib.contextmanager
+def autocast_cache(enabled: bool) -> Generator[None]:
+    """Keeps autocast's casts of weights, or not; `make_fx` turns that off."""
+    found = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(found)
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
@@ -241,9 +278,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 def add_placeholder(tensor: Tensor, name: str) -> None:
     """Adds an input, found while the trace runs, to the graph being filled."""
-    mode = proxy_tensor.get_proxy_mode()
-    assert mode is not None, "no trace is running"
-    tracer = mode.tracer
+    tracer = _tracer()
     first_call = next(
         (node for node in tracer.graph.nodes if node.op != "placeholder"), None
     )
@@ -271,14 +306,46 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 @functools.cache
-def library() -> torch.library.Library:
-    """The namespace of this package's own operators."""
+def library() -> Any:
+    """The namespace of this package's own operators: a library that torch types poorly."""
     return torch.library.Library("remat", "DEF")
+
+
+def register_fake(name: str, function: Callable[..., Tensor]) -> None:
+    """Says what an operator of this package returns for tensors without data."""
+    api: Any = torch.library
+    api.register_fake(f"remat::{name}", function, lib=library())
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator of `torch.ops`. Obsolete when overloads show theirs."""
+    return op._schema
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view. Obsolete when torch has a public name."""
+    return tensor._is_view()
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body hidden from the torch-function modes, such as a trace's.
+
+    Obsolete when torch makes the one of its two switches public that leaves subclasses on.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def caller(depth: int) -> FrameType | None:
+    """The frame `depth` calls above the function that asks, which is 0.
+
+    Obsolete when Python has a public function that does not build the whole stack.
+    """
+    return sys._getframe(depth + 1)
 
 
 def keep_in_traces(op: Any) -> None:
     """Tells dead-code elimination that an operator without users matters."""
-    fx.node.has_side_effect(op)
+    has_side_effect(op)
 
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
@@ -286,7 +353,7 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
     """A pytree with `function` applied to its tensors."""
     return pytree.tree_map_only(Tensor, function, tree)
 
@@ -299,8 +366,11 @@ def is_lift(node: fx.Node) -> bool:
 
 def reads_arrays(args: Any) -> bool:
     """Whether a numpy array is among the arguments of a call."""
-    return any(type(leaf).__module__ == "numpy" for leaf in pytree.tree_leaves(args)
-               if hasattr(leaf, "__array_interface__"))
+    return any(
+        type(leaf).__module__ == "numpy"
+        for leaf in pytree.tree_leaves(args)
+        if hasattr(leaf, "__array_interface__")
+    )
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -323,7 +393,7 @@ def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
             args, kwargs = map_tensors(lift, (args, kwargs))
         return original.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
+    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -390,5 +460,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same bits: nan equals itself, -0.0 is not 0.0."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    bits = [each.contiguous().view(torch.uint8) for each in (first, second) if each.numel()]
+    bits = [
+        each.contiguous().flatten().view(torch.uint8) for each in (first, second) if each.numel()
+    ]
     return not bits or torch.equal(*bits)

@@ -67,7 +67,7 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
 
         wanted = [operands[index] for index in pull.wanted]
         if _compat.interpreter_is_active():
-            _, pull_back = torch.func.vjp(outputs, *wanted)
+            pull_back = torch.func.vjp(outputs, *wanted)[1]
             return pull_back(tuple(cotangents))
         # Unlike torch.func.vjp this takes users' autograd.Functions of the older form.
         return _gradients(outputs(*wanted), wanted, cotangents, create_graph)

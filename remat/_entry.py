@@ -211,8 +211,13 @@ def make_entry(
     return Entry(
         covered=covered,
         captured=_captured_metas(traced),
-        region=Region(function, operands, options.policy, joints=traced.joints,
-                      verify=options.verify),
+        region=Region(
+            function,
+            operands,
+            options.policy,
+            joints=traced.joints,
+            verify=options.verify,
+        ),
         output=flattened.output,
         labels=names,
         written=tuple(operand for operand, _ in traced.joints[0].mutations),
@@ -347,5 +352,3 @@ def _require_only_buffers_change(
                 do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
             )
         )
-
-

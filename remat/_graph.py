@@ -46,7 +46,9 @@ class TensorMeta:
     requires_grad: bool = False
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> TensorMeta:
+    def of(
+        cls, tensor: torch.Tensor, *, requires_grad: bool | None = None
+    ) -> TensorMeta:
         """The metadata of a tensor, of any kind."""
         wanted = tensor.requires_grad if requires_grad is None else requires_grad
         return cls(
@@ -123,9 +125,9 @@ def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
     if isinstance(tree, Ref):
         return rename(tree.index)
     if isinstance(tree, tuple):
-        return tuple(replace_refs(item, rename) for item in tree)  # pyright: ignore
+        return tuple(replace_refs(item, rename) for item in tree)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, list):
-        return [replace_refs(item, rename) for item in tree]  # pyright: ignore
+        return [replace_refs(item, rename) for item in tree]  # pyright: ignore[reportUnknownVariableType]
     return tree
 
 
@@ -158,9 +160,7 @@ class Graph:
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    inputs = ", ".join(
-        f"%{i}: {graph.values[i].meta}" for i in range(graph.num_inputs)
-    )
+    inputs = ", ".join(f"%{i}: {graph.values[i].meta}" for i in range(graph.num_inputs))
     yield f"program({inputs}):"
     for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):
         arguments = [repr(argument) for argument in value.args]
@@ -208,9 +208,7 @@ def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
     return select(graph, order, graph.outputs)
 
 
-def select(
-    graph: Graph, order: list[int], outputs: tuple[Ref | None, ...]
-) -> Graph:
+def select(graph: Graph, order: list[int], outputs: tuple[Ref | None, ...]) -> Graph:
     """The graph of the values in `order`, renumbered."""
     number = {old: new for new, old in enumerate(order)}
     values = tuple(_renumbered(graph.values[old], number) for old in order)
@@ -256,7 +254,7 @@ def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
 def _literal(tree: Any) -> Any:
     """A hashable stand-in in which 1, 1.0 and True, or 0.0 and -0.0, differ."""
     if isinstance(tree, (tuple, list)):
-        return tuple(_literal(item) for item in tree)  # pyright: ignore
+        return tuple(_literal(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, Ref):
         return tree
     return (type(tree), repr(tree))
@@ -269,7 +267,8 @@ def roots(graph: Graph) -> tuple[int, ...]:
         viewer = value
         if value.op is operator.getitem:
             # split, unbind and chunk hand out several views of one tensor.
-            viewer = graph.values[value.args[0].index]
+            maker: int = value.args[0].index
+            viewer = graph.values[maker]
         base = operators.viewed(viewer)
         found.append(index if base is None else found[base])
     return tuple(found)
@@ -284,7 +283,8 @@ def label(graph: Graph, index: int) -> str:
     """A value in a message: its names, dtype[shape], operator and line."""
     value = graph.values[index]
     if value.op is operator.getitem:
-        maker = graph.values[value.args[0].index].op
+        made_at: int = value.args[0].index
+        maker = graph.values[made_at].op
     else:
         maker = value.op
     names = ", ".join(f'"{name}"' for name in value.names)
@@ -296,5 +296,3 @@ def label(graph: Graph, index: int) -> str:
 
 def _at(source: str) -> str:
     return f"at {source}" if source else ""
-
-

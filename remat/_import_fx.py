@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, fx
@@ -131,7 +131,8 @@ class _Importer:
         self.num_inputs += 1
 
     def _call(self, node: fx.Node) -> None:
-        target, args, kwargs = node.target, node.args, node.kwargs
+        target, kwargs = node.target, node.kwargs
+        args = cast("tuple[Any, ...]", node.args)
         if target in operators.TRANSPARENT:
             self.env[node] = self.env[args[0]]
         elif target is _names.MARK:
@@ -144,7 +145,7 @@ class _Importer:
         elif target is _rng.SWAP:
             self._swap(node, args)
         else:
-            args, kwargs = self._resolve(tuple(args)), self._resolve(dict(kwargs))
+            args, kwargs = self._resolve(args), self._resolve(dict(kwargs))
             if target is _aten.native_batch_norm.default and _writes_statistics(args):
                 self._batch_norm(node, args)
                 return
@@ -177,14 +178,15 @@ class _Importer:
         # native_batch_norm writes its running statistics although its schema says that
         # it does not; the functional variant hands the new ones out.
         self._add(node, _aten._native_batch_norm_legit_functional.default, args, {})
-        made = self.env[node]
-        metas = tuple(self.values[old.index].meta for old in args[3:5])
+        made: Ref = self.env[node]
+        statistics: tuple[Ref, ...] = args[3:5]
+        metas = tuple(self.values[old.index].meta for old in statistics)
         value = self.values[made.index]
+        assert isinstance(value.meta, tuple), "an operator with three outputs"
         self.values[made.index] = dataclasses.replace(
-            value,
-            meta=(*value.meta, *metas),  # pyright: ignore
+            value, meta=(*value.meta, *metas)
         )
-        for position, old, meta in zip((3, 4), args[3:5], metas, strict=True):
+        for position, old, meta in zip((3, 4), statistics, metas, strict=True):
             new = Ref(len(self.values))
             self.values.append(
                 dataclasses.replace(
@@ -238,11 +240,12 @@ class _Importer:
         if isinstance(tree, fx.Node):
             return self.env[tree]
         if isinstance(tree, tuple):
-            return tuple(self._resolve(item) for item in tree)  # pyright: ignore
+            return tuple(self._resolve(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(tree, list):
-            return [self._resolve(item) for item in tree]  # pyright: ignore
+            return [self._resolve(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
         if isinstance(tree, dict):
-            return {key: self._resolve(item) for key, item in tree.items()}  # pyright: ignore
+            items = cast("dict[str, Any]", tree).items()
+            return {key: self._resolve(item) for key, item in items}
         return tree
 
 
@@ -262,11 +265,13 @@ def _meta(node: fx.Node) -> Meta:
 
 
 def _meta_of(val: Any) -> Meta:
-    if isinstance(val, Tensor):
-        return TensorMeta.of(val)
     if isinstance(val, (tuple, list)):
-        return tuple(_meta_of(item) for item in val)  # pyright: ignore
-    return None
+        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType]
+    return _tensor_meta(val)
+
+
+def _tensor_meta(val: object) -> TensorMeta | None:
+    return TensorMeta.of(val) if isinstance(val, Tensor) else None
 
 
 def _device(value: Value) -> torch.device:

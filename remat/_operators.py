@@ -46,7 +46,7 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def short_name(op: Any) -> str:
-    """ "aten.mm" for torch.ops.aten.mm.default."""
+    """Its name without the overload: "aten.mm" for torch.ops.aten.mm.default."""
     if isinstance(op, _compat.OpOverload):
         return str(op.overloadpacket)
     return "input" if op is None else getattr(op, "__name__", str(op))
@@ -54,12 +54,12 @@ def short_name(op: Any) -> str:
 
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
-    return isinstance(op, _compat.OpOverload) and op._schema.is_mutable
+    return isinstance(op, _compat.OpOverload) and _compat.schema_of(op).is_mutable
 
 
 def is_check(op: Any) -> bool:
     """Whether an operator is run for the error that it may raise, and returns nothing."""
-    return isinstance(op, _compat.OpOverload) and not op._schema.returns
+    return isinstance(op, _compat.OpOverload) and not _compat.schema_of(op).returns
 
 
 def viewed(value: Step) -> int | None:
@@ -73,7 +73,7 @@ def viewed(value: Step) -> int | None:
 
 
 def _returns_view(op: Any) -> bool:
-    returned = op._schema.returns
+    returned = _compat.schema_of(op).returns
     return bool(returned) and all(
         each.alias_info is not None and not each.alias_info.is_write
         for each in returned
@@ -91,24 +91,39 @@ def draws(value: Step) -> bool:
     return all(given.get(name, None) != silent for name, silent in _SILENT.items())
 
 
+def in_place_variant(op: Any) -> Any | None:
+    """aten.bernoulli_.float for aten.bernoulli.p: what was functionalized to `op`."""
+    return _IN_PLACE.get(op)
+
+
+_IN_PLACE = {
+    _aten.bernoulli.p: _aten.bernoulli_.float,
+    _aten.bernoulli.Tensor: _aten.bernoulli_.Tensor,
+    _aten.uniform.default: _aten.uniform_.default,
+    _aten.normal_functional.default: _aten.normal_.default,
+    _aten.exponential.default: _aten.exponential_.default,
+    _aten.geometric.default: _aten.geometric_.default,
+    _aten.cauchy.default: _aten.cauchy_.default,
+    _aten.log_normal.default: _aten.log_normal_.default,
+    _aten.random.default: _aten.random_.default,
+    _aten.random.to: _aten.random_.to,
+    getattr(_aten.random, "from"): getattr(_aten.random_, "from"),
+}
+
+
 def draws_from(value: Step) -> torch.Generator | None:
     """The generator that an operator is told to draw from, None for the default one."""
     given = (*value.args, *(each for _, each in value.kwargs))
     return next((each for each in given if isinstance(each, torch.Generator)), None)
 
 
-def arguments(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name, defaults included."""
+    declared = _compat.schema_of(op).arguments
     named = {
-        each.name: each.default_value
-        for each in op._schema.arguments
-        if each.has_default_value()
+        each.name: each.default_value for each in declared if each.has_default_value()
     }
-    named.update(
-        zip((each.name for each in op._schema.arguments), args, strict=False)
-    )
+    named.update(zip((each.name for each in declared), args, strict=False))
     return named | kwargs
 
 
@@ -120,5 +135,6 @@ def is_rng_state(op: Any) -> bool:
 def made_by(value: Step, values: Sequence[Step]) -> str:
     """The name of the operator behind a value: past getitem and matmul's last view."""
     while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:
-        value = values[value.args[0].index]
+        index: int = value.args[0].index
+        value = values[index]
     return short_name(value.op)

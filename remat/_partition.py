@@ -128,7 +128,8 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     assert isinstance(meta, TensorMeta)
     maker = value
     if value.op is operator.getitem:
-        maker = graph.values[value.args[0].index]
+        made_at: int = value.args[0].index
+        maker = graph.values[made_at]
     return policies.Value(
         op=maker.op,
         names=names,
@@ -296,9 +297,7 @@ def _with_clones(
             seen[owner] = split
         elif split is None or split != seen[owner] or ref in cloned:
             value = values[ref.index]
-            values.append(
-                dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=())
-            )
+            values.append(dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=()))
             ref = Ref(len(values) - 1)
         cloned.append(ref)
     return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
@@ -389,7 +388,13 @@ def unique_outputs(graph: Graph, skip: int) -> tuple[Graph, tuple[View, ...]]:
         else:
             unique.append(ref)
             views.append(View(len(unique) - 1, None, None, False))
-    return prune(dataclasses.replace(graph, outputs=tuple(unique))), tuple(views)
+    checks = [
+        index
+        for index, value in enumerate(graph.values)
+        if operators.is_check(value.op)
+    ]
+    pruned = prune(dataclasses.replace(graph, outputs=tuple(unique)), checks)
+    return pruned, tuple(views)
 
 
 def recomputed(found: Cut, joint: Joint) -> tuple[str, ...]:
@@ -402,5 +407,3 @@ def recomputed(found: Cut, joint: Joint) -> tuple[str, ...]:
         and values[index].op is not operator.getitem
         and operators.viewed(values[index]) is None
     )
-
-

@@ -113,7 +113,7 @@ class _Writer:
 
     def _literal(self, tree: Any) -> str:
         if isinstance(tree, (tuple, list)):
-            items = [self._literal(item) for item in tree]  # pyright: ignore
+            items = [self._literal(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
             return f"[{', '.join(items)}]"
         if type(tree) in _SIMPLE:
             return repr(tree)
@@ -166,7 +166,7 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
     last = _last_uses(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
-    with torch._C.DisableTorchFunction():
+    with _compat.without_torch_function():
         for index, value in enumerate(graph.values):
             if value.op is not None:
                 env[index] = _step(value, env)
@@ -185,10 +185,31 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     if value.is_redraw:
         assert value.state is not None
         found = _rng.swap(env[value.state.index], _device(value))
-        out = value.op(*args, **dict(kwargs))
+        out = _draw(value, args, dict(kwargs))
         _rng.swap(found, _device(value))
+    elif operators.draws(value):
+        out = _draw(value, args, dict(kwargs))
     else:
         out = value.op(*args, **dict(kwargs))
     note = _import_fx.Note(value.source, value.function)
     _import_fx.annotate(traced, before, note)
     return out
+
+
+def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a draw; under `vmap(randomness="same")` in the form that vmap has a rule for.
+
+    Most draws were in place when the user wrote them, and read of their first argument
+    only the shape.
+    """
+    assert value.op is not None
+    active = _compat.current_interpreter()
+    in_place = operators.in_place_variant(value.op)
+    if (
+        in_place is None
+        or active is None
+        or active[0] != "vmap"
+        or not _compat.draws_alike(active[1])
+    ):
+        return value.op(*args, **kwargs)
+    return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)

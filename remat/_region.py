@@ -66,7 +66,11 @@ class Function:
     def derive(self, transform: Callable[[Flat], Flat]) -> Function:
         """The same with another function made from this one."""
         build = self.build
-        return dataclasses.replace(self, build=lambda roots: transform(build(roots)))
+
+        def derived(roots: Roots) -> Flat:
+            return transform(build(roots))
+
+        return dataclasses.replace(self, build=derived)
 
 
 @final
@@ -297,7 +301,10 @@ class Region:
             joint = dataclasses.replace(joint, states=())
         graph, untracked = forward_graph(joint, saved)
         shape = (
-            len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)
+            len(joint.outputs),
+            len(joint.mutations),
+            len(saved),
+            len(joint.states),
         )
         return Forward(
             Program(graph, "forward"),
@@ -380,8 +387,11 @@ class Region:
         )
         return Region(
             self.function.derive(self._pullback(roots, layout, wanted)),
-            (*self.operands, *_metas(analysis.joint.states, analysis),
-             *(_wanting(meta) for meta in layout if meta is not None)),
+            (
+                *self.operands,
+                *_metas(analysis.joint.states, analysis),
+                *(_wanting(meta) for meta in layout if meta is not None),
+            ),
             nothing_saveable,
             given=Given(forward, views),
             states=self._states_after(num_states),
@@ -452,7 +462,9 @@ class Region:
             self.forward(roots, save=True).program.operators
         )
         region = Region(
-            self.function.derive(lambda f: pushforward(f, outputs, has_tangent, fills=fills)),
+            self.function.derive(
+                lambda f: pushforward(f, outputs, has_tangent, fills=fills)
+            ),
             operands,
             self.policy,
             states=self._states_after(num_states),
@@ -559,7 +571,9 @@ def _verification(analysis: Analysis, saved: tuple[int, ...]) -> Verification:
 
 def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
     different = int((first != second).sum())
-    place = int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
+    place = (
+        int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
+    )
     values = first.flatten()[place].item(), second.flatten()[place].item()
     return RecomputationError(
         explain(
@@ -574,10 +588,6 @@ def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
             "torch.use_deterministic_algorithms.",
         )
     )
-
-
-def _plain(meta: TensorMeta) -> TensorMeta:
-    return dataclasses.replace(meta, requires_grad=False)
 
 
 def _wanting(meta: TensorMeta) -> TensorMeta:
@@ -605,5 +615,3 @@ def _require_same_forward(first: Analysis, again: Analysis) -> None:
                 "that the documentation lists as covered.",
             )
         )
-
-

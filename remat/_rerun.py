@@ -25,11 +25,14 @@ from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
+from remat._numerics import Numerics
 from remat._region import Batched, Results, Roots
 from remat._trace import Flat, View
 
 
-def call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Calls `fun` as a region that runs again in its backward."""
     survey = _captures.survey((fun, args, dict(kwargs)))
     leaves, spec = _compat.flatten((args, dict(kwargs)))
@@ -40,18 +43,21 @@ def call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     if not any(map(_compat.requires_grad_anywhere, operands)):
         return fun(*args, **kwargs)
     result = _Result()
+    numerics = Numerics.current()
 
     def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=False):
             filled[place] = tensor
-        stand_ins = dict(zip(map(id, captured), tensors[len(given) :], strict=True))
+        # The operands are kept, so that no new tensor can have the id of one of them.
+        stand_ins = dict(zip(map(id, operands), tensors, strict=True))
         new_args, new_kwargs = _compat.unflatten(filled, spec)
-        with _Substituted(stand_ins):
+        with _Substituted(stand_ins), numerics.applied():
             return result.apart(fun(*new_args, **new_kwargs))
 
-    state = _State(_buffers(survey), operands)
-    region = _Rerun(flat, flat, len(operands), state)
+    state = _State(_buffers(survey, given), operands)
+    wanted = tuple(map(_compat.requires_grad_anywhere, operands))
+    region = _Rerun(flat, flat, wanted, state)
     return result.tree(bind(Call(region, (fun,)), operands))
 
 
@@ -65,8 +71,11 @@ def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]
     ]
 
 
-def _buffers(survey: _captures.Survey) -> list[Tensor]:
-    return [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
+def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
+    """What the function may change: buffers of modules, arguments without a gradient."""
+    own = [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
+    passed = [each for each in given if not _compat.requires_grad_anywhere(each)]
+    return [_compat.unwrapped(tensor) for tensor in [*own, *passed]]
 
 
 @final
@@ -74,19 +83,22 @@ class _Result:
     """How what the function returned came apart, in its last run."""
 
     def __init__(self) -> None:
-        self.leaves: list[Any] = []
+        self.statics: list[Any] = []
         self.spec: Any = None
 
     def apart(self, result: Any) -> Sequence[Tensor]:
-        self.leaves, self.spec = _compat.flatten(result)
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        leaves, self.spec = _compat.flatten(result)
+        # Tensors are not kept: each holds the graph of its run.
+        self.statics = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         rest = iter(tensors)
-        leaves = [
-            next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
-        ]
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.statics]
         return _compat.unflatten(leaves, self.spec)
+
+
+_TENSOR = object()
 
 
 class _Substituted(TorchFunctionMode):
@@ -118,6 +130,7 @@ class _State:
         self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
         self.generators: dict[torch.device, Tensor] | None = None
         self.found: list[tuple[Tensor, Tensor]] = []
+        self.reached: tuple[bool, ...] | None = None
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
@@ -132,12 +145,14 @@ class _State:
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:
         generators = {device: _rng.record(device) for device in self.devices}
-        before = [(each, each._version, each.clone()) for each in self.buffers]
+        before = [(each, each.clone()) for each in self.buffers]
         yield
         self.generators = generators
+        # batch_norm changes its statistics without telling: values are compared.
         self.found = [
-            (buffer, old) for buffer, version, old in before
-            if buffer._version != version
+            (buffer, old)
+            for buffer, old in before
+            if not _compat.same_bits(buffer, old)
         ]
 
     @contextlib.contextmanager
@@ -167,20 +182,24 @@ class _Rerun:
     Attributes:
         run: what the forward runs.
         function: the same, differentiable: derivatives are made from it.
-        num_operands: how many tensors it takes.
+        requires_grad: for each tensor that it takes whether it is differentiated.
         state: what is put back around each run.
-        flows: filled in by a run: which outputs have a gradient.
+        returned: how what it returns is made from the outputs; None means they are it.
+        all_flow: whether every output has a gradient, whatever a run's graph says.
+        num_leading: nothing comes before the operands.
     """
 
     run: Flat
     function: Flat
-    num_operands: int
+    requires_grad: tuple[bool, ...]
     state: _State
+    returned: tuple[View, ...] | None = None
+    all_flow: bool = False
     num_leading: int = 0
 
     def views(self, roots: Roots) -> tuple[View, ...] | None:
-        """Every returned tensor is an output."""
-        return None
+        """How what it returns is made from the outputs."""
+        return self.returned
 
     def num_draws(self, roots: Roots) -> int:
         """Generator states are kept aside."""
@@ -191,19 +210,30 @@ class _Rerun:
         """Whether the backward reads what the forward saved: nothing is."""
         return False
 
-    def forward(self, roots: Roots, save: bool) -> Callable[[Sequence[Tensor]], Results]:
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor]], Results]:
         """Runs the function on tensors that no transform has wrapped."""
 
         def run(tensors: Sequence[Tensor]) -> Results:
             leaves = [
-                each.detach().requires_grad_(each.is_floating_point() or each.is_complex())
-                for each in tensors
+                tensor.detach().requires_grad_(wanted)
+                for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
             ]
             with self.state.around(), torch.enable_grad():
                 outputs = list(self.run(leaves))
-            _require_no_others(outputs, leaves)
+            reached = _reached(outputs)
+            _require_no_others(reached, leaves)
+            if self.state.reached is None:
+                known = set(map(id, reached))
+                self.state.reached = tuple(
+                    not leaf.requires_grad or id(leaf) in known for leaf in leaves
+                )
             flows = tuple(each.requires_grad for each in outputs)
-            return Results([each.detach() for each in outputs], flows=flows)
+            return Results(
+                [each.detach() for each in outputs],
+                flows=None if self.all_flow else flows,
+            )
 
         return run
 
@@ -214,31 +244,45 @@ class _Rerun:
         wanted: tuple[bool, ...],
         num_states: int,
     ) -> _Rerun:
-        """The region of the gradients."""
+        """The region of the gradients; an operand that no output rests on has none."""
+        reached = self.state.reached if self.function is self.run else None
+        asked = [index for index, each in enumerate(wanted) if each]
+        given = [index for index in asked if reached is None or reached[index]]
         pull = Pull(
             tuple(index for index, meta in enumerate(layout) if meta is not None),
-            tuple(index for index, each in enumerate(wanted) if each),
-            self.num_operands,
+            tuple(given),
+            len(self.requires_grad),
         )
         # Under create_graph torch uses other formulas, which are not the same to the bit.
         first = pullback(self.function, pull, create_graph=False)
-        count = self.num_operands + len(pull.outputs)
         again = pullback(self.function, pull)
-        return _Rerun(_zeros_for_none(first, pull), _zeros_for_none(again, pull),
-                      count, self.state)
+        views = tuple(
+            View(given.index(index), None, None, False)
+            if index in given
+            else View(None, None, None, True)
+            for index in asked
+        )
+        return _Rerun(
+            _zeros_for_none(first, pull),
+            _zeros_for_none(again, pull),
+            (*self.requires_grad, *(True for _ in pull.outputs)),
+            self.state,
+            returned=views,
+            all_flow=True,
+        )
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[_Rerun, None]:
         """The region of the outputs' tangents."""
         pushed = pushforward(self.function, None, has_tangent)
-        count = self.num_operands + sum(has_tangent)
-        return _Rerun(pushed, pushed, count, self.state), None
+        wanted = (*self.requires_grad, *(True for has in has_tangent if has))
+        return _Rerun(pushed, pushed, wanted, self.state), None
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
         over = mapped(self.function, None, batch, 0)
-        return Batched(_Rerun(over, over, self.num_operands, self.state), None)
+        return Batched(_Rerun(over, over, self.requires_grad, self.state), None)
 
 
 def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
@@ -252,8 +296,11 @@ def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
     return run
 
 
-def _require_no_others(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    known = set(map(id, leaves))
+def _reached(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that the outputs rest on, by autograd's own graph."""
+    found: list[Tensor] = [
+        each for each in outputs if each.requires_grad and each.grad_fn is None
+    ]
     pending = [each.grad_fn for each in outputs if each.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -262,14 +309,23 @@ def _require_no_others(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> N
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in known:
-            raise CapturedTensorError(
-                explain(
-                    where=f"a tensor {TensorMeta.of(variable)} that requires grad",
-                    what="is reached by a way that cannot be followed at the next run.",
-                    why="Its gradient would be lost.",
-                    do="Pass it as an argument, or keep it in a closure, a global, a "
-                    "list, a dict or an attribute that the function names.",
-                )
-            )
+        if isinstance(variable, Tensor):
+            found.append(variable)
         pending.extend(edge for edge, _ in node.next_functions if edge is not None)
+    return found
+
+
+def _require_no_others(reached: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    known = set(map(id, leaves))
+    for variable in reached:
+        if id(variable) in known:
+            continue
+        raise CapturedTensorError(
+            explain(
+                where=f"a tensor {TensorMeta.of(variable)} that requires grad",
+                what="is reached by a way that cannot be followed at the next run.",
+                why="Its gradient would be lost.",
+                do="Pass it as an argument, or keep it in a closure, a global, a list, "
+                "a dict or an attribute that the function names.",
+            )
+        )

@@ -50,7 +50,9 @@ class Residual:
         what = self.path or f'"{self.name}"' if self.name else "unnamed"
         shape = f"{dtype}[{', '.join(map(str, self.shape))}]"
         source = f" at {self.source}" if self.source else ""
-        return f"{what}: {self.op} {shape} {self.size_bytes} bytes{source}, {self.reason}"
+        return (
+            f"{what}: {self.op} {shape} {self.size_bytes} bytes{source}, {self.reason}"
+        )
 
 
 SECOND = "an argument, held for a second derivative only"
@@ -110,9 +112,7 @@ def made_values(
 ) -> list[Residual]:
     """Values that plain autograd holds, outside of any policy."""
     graph = analysis.joint.graph
-    names = {
-        number: ", ".join(view.names) for number, view in analysis.views.items()
-    }
+    names = {number: ", ".join(view.names) for number, view in analysis.views.items()}
     return [
         _residual(
             graph,

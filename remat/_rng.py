@@ -43,14 +43,16 @@ _compat.keep_in_traces(STATE)
 _compat.keep_in_traces(SWAP)
 
 
-@torch.library.register_fake("remat::rng_state", lib=_library)
 def _fake_state(device: torch.device) -> torch.Tensor:
     return torch.empty(size_bytes(device), dtype=torch.uint8)
 
 
-@torch.library.register_fake("remat::rng_swap", lib=_library)
 def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
+
+
+_compat.register_fake("rng_state", _fake_state)
+_compat.register_fake("rng_swap", _fake_swap)
 
 
 def size_bytes(device: torch.device) -> int:

@@ -13,7 +13,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def sign(
             if type(leaf).__module__ == "numpy":
                 raise _numpy(leaf, labels(function, args, kwargs)[index])
             objects.append(leaf)
-            keys.append(type(leaf))
+            keys.append(cast("type[object]", type(leaf)))
     wanted = tuple(map(_compat.requires_grad_anywhere, tensors))
     metas = tuple(
         (each.shape, each.stride(), each.dtype, each.device, flag)
@@ -150,10 +150,14 @@ def _wrapped(
     statics: Statics,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     names = _parameter_names(function, len(args))
-    positions = {index + len(args) if index < 0 else index for index in statics.positions}
+    positions = {
+        index + len(args) if index < 0 else index for index in statics.positions
+    }
     # A parameter is static by its name too where it is passed by position, and the other
     # way round.
-    by_position = {name for index, name in enumerate(_parameters(function)) if index in positions}
+    by_position = {
+        name for index, name in enumerate(_parameters(function)) if index in positions
+    }
     chosen = statics.names | by_position
     wrapped = [
         _static(arg, name) if index in positions or name in chosen else arg
@@ -191,11 +195,14 @@ def _static(value: Any, name: str) -> _Static:
     return _Static(value)
 
 
-_BY_VALUE = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_BY_VALUE += (torch.memory_format, types.EllipsisType, range, type(NotImplemented))
+_BY_VALUE = (
+    *(bool, int, str, bytes, range),
+    *(type(None), types.EllipsisType, type(NotImplemented)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
-def _static_key(leaf: Any) -> Hashable | None:
+def _static_key(leaf: object) -> Hashable | None:
     """What stands for a static leaf in the key; None if it must be looked into."""
     kind = type(leaf)
     if kind in (float, complex):
@@ -203,18 +210,19 @@ def _static_key(leaf: Any) -> Hashable | None:
         return (kind, repr(leaf))
     if kind in _BY_VALUE:
         return (kind, leaf)
-    if kind is _Static:
+    if isinstance(leaf, _Static):
         return _whole_key(leaf.value)
     if isinstance(leaf, (type, enum.Enum, torch.Generator)):
         return (kind, leaf)
-    if kind is slice:
-        parts = (leaf.start, leaf.stop, leaf.step)
+    if isinstance(leaf, slice):
+        whole = cast("slice[Any, Any, Any]", leaf)
+        parts = (whole.start, whole.stop, whole.step)
         keys = [_static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
     return None
 
 
-def _whole_key(value: Any) -> Hashable:
+def _whole_key(value: object) -> Hashable:
     if type(value) in (float, complex):
         return (type(value), repr(value))
     return (type(value), value)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,9 +32,9 @@ from remat._errors import (
     TraceError,
     explain,
 )
+from remat._graph import Graph, Ref, TensorMeta, Value, check
 from remat._numerics import Numerics
 from remat.policies._operators import function_name
-from remat._graph import Graph, Ref, TensorMeta, Value, check
 
 Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 Note = _import_fx.Note
@@ -160,16 +159,20 @@ def _capture(running: _Running, tensor: Tensor) -> Tensor:
     return leaf
 
 
-def _from_array(func: Callable[..., Any]) -> CapturedTensorError:
+def _from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
-            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
-            what="makes a tensor from a numpy array.",
+            where=f"torch.{function or 'tensor'} at {user_line()}",
+            what=f"makes a tensor{_described(made)} from a numpy array.",
             why="The contents of an array cannot be checked at the next call: the tensor "
             "would be frozen into the trace.",
             do="Make the tensor outside, and pass it as an argument or capture it.",
         )
     )
+
+
+def _described(made: Any) -> str:
+    return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
 
 
 @contextlib.contextmanager
@@ -205,7 +208,7 @@ class _UserCalls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
         if _compat.reads_arrays(args):
-            raise _from_array(func)
+            raise _from_array(func, None)
         graph = _compat.active_graph()
         before = len(graph.nodes)
         out = func(*args, **kwargs)
@@ -213,7 +216,9 @@ class _UserCalls(TorchFunctionMode):
             note = Note(user_line(), function_name(func), is_backward=False)
             _import_fx.annotate(graph, before, note)
         running.fakes.extend(
-            weakref.ref(each) for each in _compat.tensor_leaves(out) if _compat.is_fake(each)
+            weakref.ref(each)
+            for each in _compat.tensor_leaves(out)
+            if _compat.is_fake(each)
         )
         return out
 
@@ -228,7 +233,7 @@ _LIBRARIES = (
 
 def user_line() -> str:
     """The innermost "file.py:line" outside of torch and of this package."""
-    frame = sys._getframe(1)
+    frame = _compat.caller(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
@@ -324,9 +329,16 @@ class _Run:
         self.detached: list[bool] = []
         self.chosen: tuple[int, ...] = ()
         self.num_returned = 0
+        self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *operands: Tensor) -> list[Tensor | None]:
         running, request = self.running, self.request
+        with _compat.autocast_cache(self.keeps_casts):
+            return self._run(running, request, operands)
+
+    def _run(
+        self, running: _Running, request: Request, operands: tuple[Tensor, ...]
+    ) -> list[Tensor | None]:
         with _UserCalls(running), _compat.lifted_function_apply(lift):
             returned = [
                 out if out is None else lift(out) for out in request.function(operands)
@@ -335,9 +347,7 @@ class _Run:
         self.chosen = _choose([*operands, *running.leaves], returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
         self.differentiable = [out.requires_grad for out in outputs]
-        self.detached = [
-            out is not None and not out.requires_grad for out in returned
-        ]
+        self.detached = [out is not None and not out.requires_grad for out in returned]
         _note_forward(_compat.active_graph())
         given = request.cotangents
         self.layouts = _usual_layouts(outputs) if given is None else [given]
@@ -357,7 +367,7 @@ class _Run:
     ) -> list[Tensor | None]:
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for index, (output, meta) in enumerate(zip(handed_out, layout, strict=True)):
+        for output, meta in zip(handed_out, layout, strict=True):
             if meta is not None and output.requires_grad:
                 outputs.append(output)
                 cotangents.append(_placeholder(meta, _cotangent_name()))
@@ -417,7 +427,7 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
     owned = {_compat.storage_key(operand) for operand in operands}
     tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
     # Owners first, and where one is another's detached alias, the one with a gradient.
-    tensors.sort(key=lambda pair: (pair[1]._is_view(), not pair[1].requires_grad))
+    tensors.sort(key=lambda pair: (_compat.is_view(pair[1]), not pair[1].requires_grad))
     chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in tensors:
@@ -426,7 +436,7 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
             continue
         taken.add(id(tensor))
         chosen.append(index)
-        if not tensor._is_view():
+        if not _compat.is_view(tensor):
             owned.add(key)
     return tuple(sorted(chosen))
 
@@ -435,7 +445,7 @@ def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and _compat.is_lift(node):
             # torch.from_numpy and its like are no torch functions: no mode sees them.
-            raise _from_array(torch.from_numpy)
+            raise _from_array(torch.from_numpy, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
@@ -578,7 +588,9 @@ def _view(
     if ref is None:
         return View(None, None, None, True)
     path = _import_fx.view_path(graph, (*outputs, *written), ref)
-    assert path is not None, f"{ref} is neither an output, an operand, nor a view of one"
+    assert path is not None, (
+        f"{ref} is neither an output, an operand, nor a view of one"
+    )
     base, steps = path
     if base in outputs:
         return View(outputs.index(base), None, steps, is_detached)
@@ -608,6 +620,8 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     with _compat.isolated(), mode, torch.no_grad():
         fakes = [_fake(meta) for meta in metas]
         module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
+        if _import_fx.has_mutations(module.graph):
+            module = _import_fx.functionalize(module, fakes)
     imported = _import_fx.import_graph(module)
     values = tuple(
         dataclasses.replace(value, is_backward=False) for value in imported.values
