@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, final, overload
+from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +20,28 @@ from torch import Tensor, nn
 from remat import _captures, _compat, _rerun
 from remat._advice import advise
 from remat._entry import Entry, Options, make_entry
-from remat._errors import PolicyError, RematWarning, explain
+from remat._errors import RematWarning, explain
 from remat._numerics import Numerics
+from remat._options import (
+    PolicyLike,
+    SavedInputs,
+    Settings,
+    policy_for,
+    require_choice,
+    require_inputs,
+    require_later,
+    require_parameters,
+    statics_of,
+)
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
 from remat._trace import is_running, lift
-from remat.policies import AbstractPolicy, Save, Value, as_policy, nothing_saveable
-from remat.storage import AbstractStorage, require_available
+from remat.policies import nothing_saveable
+from remat.storage import require_available
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
-SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
 
 
 @final
@@ -116,22 +124,6 @@ def _is_disabled() -> bool:
     return _switch.depth > 0 or os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options of `remat`, checked."""
-
-    # Regions inside a traced function are told apart by their options.
-    __remat_compares_as_a_whole__: ClassVar[bool] = True
-
-    policy: AbstractPolicy
-    rng: str | None
-    engine: str
-    statics: Statics
-    verify: bool
-    inputs: tuple[str, ...] = ()
-
-
 class Region(Generic[_P, _R]):
     """A function decorated with `remat`; see there."""
 
@@ -201,7 +193,8 @@ class Region(Generic[_P, _R]):
             if found is not None:
                 cache.hits += 1
                 return found
-            return self._trace(cache, key, signature, roots, numerics, args, kwargs)
+            names = labels(self._fun, args, kwargs)
+            return self._trace(cache, key, signature, roots, numerics, names)
 
     def _trace(
         self,
@@ -210,10 +203,8 @@ class Region(Generic[_P, _R]):
         signature: Signature,
         roots: tuple[object, ...],
         numerics: Numerics,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        names: tuple[str, ...],
     ) -> _Found:
-        names = labels(self._fun, args, kwargs)
         tensor_names = [
             name
             for name, kind in zip(names, signature.layout.kinds, strict=True)
@@ -245,7 +236,8 @@ class Region(Generic[_P, _R]):
         name = getattr(fun, "__qualname__", type(fun).__name__)
         code = getattr(fun, "__code__", None)
         if code is None:
-            code = getattr(getattr(type(fun), "forward", None), "__code__", None)
+            kind = cast("type[object]", type(fun))
+            code = getattr(getattr(kind, "forward", None), "__code__", None)
         if code is None:
             return f"the region {name}"
         file = code.co_filename.rpartition("/")[2]
@@ -408,7 +400,7 @@ class RematModule(nn.Module):
         return self.__dict__["__wrapped__"].training
 
     @training.setter
-    def training(self, mode: bool) -> None:
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if "__wrapped__" in self.__dict__:
             self.__dict__["__wrapped__"].training = mode
 
@@ -560,7 +552,7 @@ def remat(
         >>> from remat import policies, remat
         >>> @remat(policy=policies.save_matmul_outputs)
         ... def mlp(params, x):
-        ...     return torch.tanh(x @ params["up"]) @ params["down"]
+        ...     return torch.tanh(x @ params["up"]).square() @ params["down"]
         >>> params = {"up": torch.ones(2, 8), "down": torch.ones(8, 2)}
         >>> grads = torch.func.grad(lambda p, x: mlp(p, x).sum())(params, torch.ones(3, 2))
         >>> grads["up"].shape
@@ -570,22 +562,22 @@ def remat(
         `jax.checkpoint`; Chen et al., "Training Deep Nets with Sublinear Memory Cost",
         2016, https://arxiv.org/abs/1604.06174.
     """
-    _require_choice("rng", rng, (None, "keys", "preserve"))
-    _require_choice("engine", engine, ("trace", "rerun"))
-    _require_choice("backend", backend, (None, "inductor"))
-    _require_later("backend", backend, None)
-    _require_later("dynamic_shapes", dynamic_shapes, False)
-    _require_inputs(saved_inputs)
+    require_choice("rng", rng, (None, "keys", "preserve"))
+    require_choice("engine", engine, ("trace", "rerun"))
+    require_choice("backend", backend, (None, "inductor"))
+    require_later("backend", backend, None)
+    require_later("dynamic_shapes", dynamic_shapes, False)
+    require_inputs(saved_inputs)
     settings = Settings(
-        _policy_for(policy, engine),
+        policy_for(policy, engine),
         rng,
         engine,
-        _statics(static_argnums, static_argnames),
+        statics_of(static_argnums, static_argnames),
         verify,
         tuple(saved_inputs) if isinstance(saved_inputs, Mapping) else (),
     )
     if fun is None:
-        return lambda fun: _decorate(fun, settings)
+        return functools.partial(_decorate, settings=settings)
     return _decorate(fun, settings)
 
 
@@ -595,100 +587,7 @@ def _decorate(fun: Any, settings: Settings) -> Any:
             f"remat decorates callables, not {fun!r}. Options go by keyword: "
             "@remat(policy=...)."
         )
-    _require_parameters(fun, settings.statics)
+    require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
         return RematModule(fun, settings)
     return Region(fun, settings)
-
-
-def _require_parameters(fun: Any, statics: Statics) -> None:
-    """Refuses static arguments that the function does not have."""
-    if not statics.positions and not statics.names:
-        return
-    try:
-        parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):
-        # Builtins without a signature.
-        return
-    kinds = {parameter.kind for parameter in parameters.values()}
-    unknown = [name for name in sorted(statics.names) if name not in parameters]
-    count = len(parameters)
-    beyond = [
-        index for index in sorted(statics.positions) if not -count <= index < count
-    ]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise _no_parameter("static_argnames", unknown[0], parameters)
-    if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise _no_parameter("static_argnums", beyond[0], parameters)
-
-
-def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
-    return ValueError(
-        explain(
-            where=f"remat({option}=...)",
-            what=f"{value!r} is no parameter of the function.",
-            why=f"Its parameters are {', '.join(names)}.",
-            do="Correct the name or the position.",
-        )
-    )
-
-
-def _policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
-    found = as_policy(policy)
-    if engine == "rerun" and found is not nothing_saveable:
-        raise PolicyError(
-            explain(
-                where='remat(engine="rerun")',
-                what=f"got the policy {found!r}.",
-                why="This engine runs the whole function again; it has no graph whose "
-                "values could be saved one by one.",
-                do='Leave the policy out, or use engine="trace".',
-            )
-        )
-    return found
-
-
-def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(
-            explain(
-                where=f"remat({name}={value!r})",
-                what="is no value of this option.",
-                why=f"It can be {listed}.",
-                do="Choose one of these.",
-            )
-        )
-
-
-def _require_later(name: str, value: object, default: object) -> None:
-    if value != default:
-        raise NotImplementedError(
-            explain(
-                where=f"remat({name}={value!r})",
-                what="is not carried out in this release.",
-                why="It is part of the design and comes with a later one.",
-                do=f"Leave `{name}` out until then.",
-            )
-        )
-
-
-def _require_inputs(saved_inputs: SavedInputs) -> None:
-    storages: Iterable[AbstractStorage] = ()
-    if isinstance(saved_inputs, Mapping):
-        storages = saved_inputs.values()
-    elif saved_inputs is not None:
-        storages = (saved_inputs,)
-    for storage in storages:
-        if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"remat(saved_inputs=...) takes a storage value or a mapping from "
-                f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
-            )
-        require_available(storage, where="remat(saved_inputs=...)")
-
-
-def _statics(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:
-    positions = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    keywords = (names,) if isinstance(names, str) else tuple(names)
-    return Statics(frozenset(positions), frozenset(keywords))

@@ -28,10 +28,9 @@ from remat._program import Program
 from remat._region import AnyRegion, Results, Roots
 from remat._trace import View
 
-
 # Public, but torch has not annotated them.
-_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType]
-_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType]
+_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @final
@@ -112,16 +111,22 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _compat.dual_level_is_active():
         pairs = [_unpack_dual(tensor) for tensor in tensors]
-        if any(pair.tangent is not None for pair in pairs):
+        is_dual = any(pair.tangent is not None for pair in pairs)
+        if is_dual and not _is_differentiated(call, tensors):
             primals = [pair.primal for pair in pairs]
             return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
     skip = call.region.num_leading
     operands = tensors[skip:]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+    if _is_differentiated(call, tensors):
         ticket = _Ticket(call, tensors[:skip], None)
         plain: Any = _PlainFunction
         return ticket.redeem(plain.apply(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors)
+
+
+def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
+    operands = tensors[call.region.num_leading :]
+    return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
 
 
 def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
@@ -134,8 +139,9 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         ticket = _Ticket(call, leading, interpreter)
+        single: Any = _LevelFunction
         with _compat.enable_single_level():
-            outputs = _LevelFunction.apply(ticket, *operands)
+            outputs = single.apply(ticket, *operands)
         return ticket.redeem(outputs)
     below = [_compat.unwrap_at(tensor, level) for tensor in operands]
     with _compat.lowered(interpreter):
@@ -149,9 +155,7 @@ def _run_under_jvp(
 ) -> Results:
     level = interpreter.level()
     pairs = [
-        _unpack_dual(tensor)
-        if _compat.level_of(tensor) == level
-        else (tensor, None)
+        _unpack_dual(tensor) if _compat.level_of(tensor) == level else (tensor, None)
         for tensor in tensors
     ]
     primals = [_compat.unwrap_at(primal, level) for primal, _ in pairs]
@@ -197,6 +201,9 @@ def _primal_and_tangents(
     # The tangents must see the draws of the primal.
     results = _run(call, primals, save or num_draws > 0)
     derived, moved = region.jvp(roots, has_tangent, len(results.states))
+    if moved == ():
+        # All that is returned are views of operands, which carry their tangents.
+        return results, {}
     given = [tangent for tangent in tangents[skip:] if tangent is not None]
     found = bind(call.of(derived), [*primals[skip:], *results.states, *given])
     if moved is None:
@@ -283,9 +290,10 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     ctx.num_operands = len(operands)
     ctx.num_saved = len(own)
     ctx.num_states = len(results.states)
-    ctx.versions = tuple(tensor._version for tensor in operands)
     ctx.save_for_backward(*operands, *own, *results.states)
     ctx.set_materialize_grads(False)
+    if ticket.interpreter is None and _compat.dual_level_is_active():
+        ctx.for_jvp = (call, operands, results.states, len(outputs))
     if results.flows is not None:
         ctx.mark_non_differentiable(
             *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
@@ -333,11 +341,31 @@ def _modified(ctx: Any) -> SavedTensorModifiedError:
     )
 
 
+def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
+    call, operands, states, count = ctx.for_jvp
+    del ctx.for_jvp
+    has_tangent = tuple(tangent is not None for tangent in tangents)
+    derived, moved = call.region.jvp(call.roots, has_tangent, len(states))
+    primals = [_unpack_dual(operand).primal for operand in operands]
+    given = [tangent for tangent in tangents if tangent is not None]
+    outputs: list[Tensor | None] = [None] * count
+    if moved == ():
+        return tuple(outputs)
+    with torch.enable_grad():
+        found = bind(call.of(derived), [*primals, *states, *given])
+    places = range(count) if moved is None else moved
+    for place, tangent in zip(places, found, strict=True):
+        outputs[place] = tangent
+    return tuple(outputs)
+
+
 class _PlainFunction(torch.autograd.Function):
     """Plain autograd, where no torch.func transform is active."""
 
     forward = staticmethod(_forward)
     backward = staticmethod(_backward)
+    jvp = staticmethod(_jvp)
 
 
 class _LevelFunction(_compat.SingleLevelFunction):

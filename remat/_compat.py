@@ -11,6 +11,7 @@ from __future__ import annotations
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -214,8 +215,21 @@ def isolated() -> Generator[None]:
         _disable_current_modes(),
         _shared_dual_level(),
         _forward_ad._set_fwd_grad_enabled(True),
+        _quiet_fakes(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _quiet_fakes() -> Generator[None]:
+    # Fake tensors log a traceback of each failure before they raise it.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -253,6 +267,42 @@ def _tracer() -> Any:
     mode: Any = proxy_tensor.get_proxy_mode()
     assert mode is not None, "no trace is running"
     return mode.tracer
+
+
+_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
+
+def needs_grad_mode(op: Any) -> bool:
+    """Whether a kernel asks for grad mode to learn if a backward will follow.
+
+    mkldnn's recurrent layers hand out no workspace without. Obsolete when they go by their
+    argument `train`.
+    """
+    return op in _GRAD_MODE
+
+
+def with_grad_mode(op: Any) -> Callable[..., Any]:
+    """The operator below autograd, with grad mode on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return op(*args, **kwargs)
+
+    return run
+
+
+_SHAPED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
+def batchable(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or under vmap the one that does not mind how examples lie in memory."""
+    active = current_interpreter()
+    if active is None or active[0] != "vmap":
+        return op
+    return _SHAPED.get(op, op)
 
 
 def draws_alike(interpreter: Any) -> bool:
@@ -461,6 +511,8 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     bits = [
-        each.contiguous().flatten().view(torch.uint8) for each in (first, second) if each.numel()
+        each.contiguous().flatten().view(torch.uint8)
+        for each in (first, second)
+        if each.numel()
     ]
     return not bits or torch.equal(*bits)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+import types
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
@@ -291,13 +292,22 @@ def _require_no_effects(
 def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
     if all(fake() is None for fake in fakes):
         return None
-    # What only a cycle holds was not left anywhere.
+    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
+    # holds: operators that save their output do (torch 2.15).
     gc.collect()
-    return next((found for fake in fakes if (found := fake()) is not None), None)
+    alive = [found for fake in fakes if (found := fake()) is not None]
+    holders = [each for each in _referrers(alive) if each is not alive]
+    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
+    return next((each for each in alive if id(each) in held), None)
+
+
+def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
+    found = gc.get_referrers(*tensors) if tensors else []
+    return [each for each in found if not isinstance(each, types.FrameType)]
 
 
 def _holder(tensor: Tensor) -> str:
-    for referrer in gc.get_referrers(tensor):
+    for referrer in _referrers([tensor]):
         if isinstance(referrer, dict):
             for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
                 if value is tensor and isinstance(key, str):

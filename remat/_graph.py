@@ -89,6 +89,8 @@ class Value:
         function: the torch function that the user called to make it.
         state: the generator state, recorded just before, that a draw starts from.
         is_redraw: whether a draw sets that state first, instead of finding it.
+        in_place: whether the user's draw filled a tensor, whose strides then say which
+            element gets which number.
     """
 
     op: Callable[..., Any] | None
@@ -101,6 +103,7 @@ class Value:
     function: str = ""
     state: Ref | None = None
     is_redraw: bool = False
+    in_place: bool = False
 
     @property
     def uses(self) -> tuple[int, ...]:
@@ -248,7 +251,7 @@ def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
         return ("op", value.op, numbered)
     # A draw equals another one only if both read one recorded state.
     state = index if value.state is None else numbers[value.state.index]
-    return ("draw", value.op, numbered, value.state is None, state)
+    return ("draw", value.op, value.in_place, numbered, value.state is None, state)
 
 
 def _literal(tree: Any) -> Any:

@@ -22,6 +22,9 @@ from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 _aten = torch.ops.aten
 _META = torch.device("meta")
 
+# Operators that take a slice, and where among their arguments its end is.
+_SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Note:
     source: str
     function: str
     is_backward: bool = True
+    in_place: bool = False
 
 
 @final
@@ -73,6 +77,8 @@ class _Annotated(fx.Interpreter):
         out = super().run_node(n)
         note = n.meta.get("remat")
         if note is not None:
+            if operators.is_mutable(n.target):
+                note = dataclasses.replace(note, in_place=True)
             annotate(graph, before, note)
         return out
 
@@ -154,7 +160,20 @@ class _Importer:
             if kwargs.get("device") == _META:
                 # See _compat.fake_mode: the fake knows better.
                 kwargs["device"] = node.meta["val"].device
+            if target in _SLICES:
+                args = self._bounded(target, args)
             self._add(node, target, args, kwargs)
+
+    def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # x[1:] ends at the largest integer, which vmap adds to.
+        place = _SLICES[target]
+        if len(args) <= place or not isinstance(args[place], int):
+            return args
+        sliced: Ref = args[0]
+        meta = self.values[sliced.index].meta
+        assert isinstance(meta, TensorMeta)
+        end = min(args[place], meta.shape[args[place - 2]])
+        return (*args[:place], end, *args[place + 1 :])
 
     def _name(self, ref: Ref, name: str) -> None:
         value = self.values[ref.index]
@@ -183,9 +202,7 @@ class _Importer:
         metas = tuple(self.values[old.index].meta for old in statistics)
         value = self.values[made.index]
         assert isinstance(value.meta, tuple), "an operator with three outputs"
-        self.values[made.index] = dataclasses.replace(
-            value, meta=(*value.meta, *metas)
-        )
+        self.values[made.index] = dataclasses.replace(value, meta=(*value.meta, *metas))
         for position, old, meta in zip((3, 4), statistics, metas, strict=True):
             new = Ref(len(self.values))
             self.values.append(
@@ -212,6 +229,7 @@ class _Importer:
             is_backward=note.is_backward,
             source=note.source,
             function=note.function,
+            in_place=note.in_place and operators.in_place_variant(target) is not None,
         )
         if operators.draws(value):
             value = self._draw(value)
@@ -266,7 +284,7 @@ def _meta(node: fx.Node) -> Meta:
 
 def _meta_of(val: Any) -> Meta:
     if isinstance(val, (tuple, list)):
-        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return _tensor_meta(val)
 
 

@@ -89,7 +89,7 @@ class Numerics:
             yield
             return
         try:
-            self._set()
+            self.put_in_force()
             with contextlib.ExitStack() as stack:
                 for device, dtype in found.autocast:
                     stack.enter_context(
@@ -97,9 +97,10 @@ class Numerics:
                     )
                 yield
         finally:
-            found._set()
+            found.put_in_force()
 
-    def _set(self) -> None:
+    def put_in_force(self) -> None:
+        """Sets all switches but autocast, which is only ever entered."""
         torch.set_default_dtype(self.default_dtype)
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)

@@ -23,6 +23,7 @@ import torch
 from remat import _compat, _operators as operators, policies
 from remat._graph import (
     Graph,
+    Meta,
     Ref,
     TensorMeta,
     Value,
@@ -142,15 +143,19 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     )
 
 
+def _shapes(meta: Meta) -> object:
+    if isinstance(meta, TensorMeta):
+        return torch.Size(meta.shape)
+    return None if meta is None else tuple(_shapes(each) for each in meta)
+
+
 def _flops(graph: Graph, value: Value) -> int:
     def shape(index: int) -> object:
         meta = graph.values[index].meta
-        return torch.Size(meta.shape) if isinstance(meta, TensorMeta) else meta
+        return _shapes(meta)
 
-    out = value.meta
-    shapes = torch.Size(out.shape) if isinstance(out, TensorMeta) else out
     args, kwargs = replace_refs((value.args, value.kwargs), shape)
-    return _compat.flops_of(value.op, args, dict(kwargs), shapes)
+    return _compat.flops_of(value.op, args, dict(kwargs), _shapes(value.meta))
 
 
 Decisions = dict[int, Save]

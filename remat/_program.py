@@ -108,8 +108,16 @@ class _Writer:
             return self._bind("constant", value.args[0])
         arguments = [self._literal(argument) for argument in value.args]
         arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
+        op = value.op
+        if value.in_place:
+            op = operators.in_place_variant(op)
+            arguments[0] = (
+                f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
+            )
+        elif _compat.needs_grad_mode(op):
+            op = _compat.with_grad_mode(op)
         name = operators.short_name(value.op).replace(".", "_")
-        return f"{self._bind(name, value.op)}({', '.join(arguments)})"
+        return f"{self._bind(name, op)}({', '.join(arguments)})"
 
     def _literal(self, tree: Any) -> str:
         if isinstance(tree, (tuple, list)):
@@ -190,26 +198,24 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
     else:
-        out = value.op(*args, **dict(kwargs))
+        out = _compat.batchable(value.op)(*args, **dict(kwargs))
     note = _import_fx.Note(value.source, value.function)
     _import_fx.annotate(traced, before, note)
     return out
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a draw; under `vmap(randomness="same")` in the form that vmap has a rule for.
+    """Runs a draw in place where the user's was.
 
-    Most draws were in place when the user wrote them, and read of their first argument
-    only the shape.
+    Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
+    argument such a draw reads only the shape.
     """
     assert value.op is not None
     active = _compat.current_interpreter()
+    is_alike = (
+        active is not None and active[0] == "vmap" and _compat.draws_alike(active[1])
+    )
     in_place = operators.in_place_variant(value.op)
-    if (
-        in_place is None
-        or active is None
-        or active[0] != "vmap"
-        or not _compat.draws_alike(active[1])
-    ):
+    if in_place is None or not (value.in_place or is_alike):
         return value.op(*args, **kwargs)
     return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)

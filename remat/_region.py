@@ -20,13 +20,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
-import torch
 from torch import Tensor
 
 from remat import _compat
 from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
 from remat._errors import RecomputationError, explain
-from remat._graph import Ref, TensorMeta, label
+from remat._graph import Ref, TensorMeta
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -42,6 +41,7 @@ from remat._partition import (
 )
 from remat._program import Program
 from remat._trace import Flat, Joint, Request, View, record, trace, with_states
+from remat._verification import Verification, verification
 from remat.policies import AbstractPolicy, nothing_saveable
 
 Roots = tuple[object, ...]
@@ -254,14 +254,28 @@ class Region:
     def _joints(self, roots: Roots) -> tuple[Joint, ...]:
         return self._once("joints", lambda: self._trace(roots, None, None))
 
+    def _light(self, roots: Roots) -> Joint:
+        """The forward alone, or a joint graph if there is one already."""
+        if "joints" in self._made:
+            return self._made["joints"][0]
+        return self._once(
+            "light", lambda: self._trace(roots, None, None, gradients=False)[0]
+        )
+
     def _trace(
-        self, roots: Roots, layout: Layout | None, numerics: Numerics | None
+        self,
+        roots: Roots,
+        layout: Layout | None,
+        numerics: Numerics | None,
+        *,
+        gradients: bool = True,
     ) -> tuple[Joint, ...]:
         request = Request(
             self.function.build(roots),
             self.operands,
             layout,
             backward_numerics=numerics,
+            gradients=gradients,
         )
         with self.function.restored(roots), self.function.numerics.applied():
             joints = trace(request).joints
@@ -295,8 +309,8 @@ class Region:
         return self._once(("forward", save), lambda: self._forward(roots, save))
 
     def _forward(self, roots: Roots, save: bool) -> Forward:
-        joint = self.joint(roots)
         saved = self.cut(roots).saved if save else ()
+        joint = self.joint(roots) if save else self._light(roots)
         if not save:
             joint = dataclasses.replace(joint, states=())
         graph, untracked = forward_graph(joint, saved)
@@ -326,11 +340,13 @@ class Region:
 
     def views(self, roots: Roots) -> tuple[View, ...]:
         """How what the function returns is made from the outputs and operands."""
-        return self.joint(roots).views if self.given is None else self.given.views
+        return self._light(roots).views if self.given is None else self.given.views
 
     def num_draws(self, roots: Roots) -> int:
         """How many generator states the forward records."""
-        return self.forward(roots, save=True).shape[3]
+        if self.given is not None:
+            return self.given.forward.shape[3]
+        return len(self._light(roots).states)
 
     def chosen(self, roots: Roots) -> tuple[int, ...]:
         """Which of the tensors that the function returns are the outputs."""
@@ -340,7 +356,7 @@ class Region:
             if view.output is not None and view.path is None
         }
         if self.given is None:
-            return self.joint(roots).chosen
+            return self._light(roots).chosen
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
     def vjp(
@@ -383,7 +399,7 @@ class Region:
             (len(unique.outputs), 0, 0, 0),
             self.function.numerics,
             len(saved),
-            verification=_verification(analysis, saved) if self.verify else None,
+            verification=verification(analysis, saved) if self.verify else None,
         )
         return Region(
             self.function.derive(self._pullback(roots, layout, wanted)),
@@ -459,7 +475,7 @@ class Region:
             ),
         )
         fills = _compat.needs_all_tangents(
-            self.forward(roots, save=True).program.operators
+            self.forward(roots, save=False).program.operators
         )
         region = Region(
             self.function.derive(
@@ -472,9 +488,10 @@ class Region:
         return region, moved
 
     def _output_metas(self, roots: Roots) -> list[TensorMeta]:
-        graph = self.forward(roots, save=True).program.graph
-        count = self.forward(roots, save=True).shape[0]
-        metas = [graph.values[ref.index].meta for ref in graph.outputs[:count] if ref]
+        forward = self.forward(roots, save=False)
+        graph = forward.program.graph
+        outputs = graph.outputs[: forward.shape[0]]
+        metas = [graph.values[ref.index].meta for ref in outputs if ref]
         return [meta for meta in metas if isinstance(meta, TensorMeta)]
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -489,7 +506,7 @@ class Region:
             # Reverse mode is taken below this level: the policy sees batched values.
             function = self.function.derive(lambda f: mapped(f, chosen, batch, 0))
             region = Region(function, batch.metas, self.policy, states=self.states)
-            written = [operand for operand, _ in region.joint(roots).mutations]
+            written = [operand for operand, _ in region._light(roots).mutations]
             dims = [0] * len(chosen) + [batch.dims[operand] for operand in written]
             return Batched(region, tuple(dims))
         forward = self.forward(roots, save)
@@ -535,59 +552,6 @@ def _map_program(
 
     graph = record(run, batch.metas)
     return Program(graph, f"mapped_{forward.program.title}"), tuple(dims)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """Compares what was saved with what the same operands give now, bit by bit.
-
-    Attributes:
-        program: (saved, operands, states, cotangents) -> the saved values, recomputed.
-        labels: what to call them.
-    """
-
-    program: Program
-    labels: tuple[str, ...]
-
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Raises RecomputationError at the first value that differs."""
-        if _compat.proxy_is_active():
-            return
-        again = self.program(tensors)
-        saved = tensors[: len(again)]
-        for label, first, second in zip(self.labels, saved, again, strict=True):
-            if not _compat.same_bits(first, second):
-                raise _differs(label, first, second)
-
-
-def _verification(analysis: Analysis, saved: tuple[int, ...]) -> Verification:
-    wanted = tuple(Ref(index) for index in saved)
-    found = cut(analysis, frozenset(), wanted)
-    graph = backward_graph(analysis.joint, found, saved, wanted)
-    labels = tuple(label(analysis.joint.graph, index) for index in saved)
-    return Verification(Program(graph, "verification"), labels)
-
-
-def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
-    different = int((first != second).sum())
-    place = (
-        int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
-    )
-    values = first.flatten()[place].item(), second.flatten()[place].item()
-    return RecomputationError(
-        explain(
-            where=label,
-            what=f"the recomputation differs from the forward in {different} of "
-            f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
-            f"saved, {values[1]!r} is recomputed.",
-            why="A tensor that the region reads was changed where autograd does not "
-            "see it (through .data, or under no_grad in a custom operator), or the "
-            "operator does not give the same bits twice.",
-            do="Change tensors in place only after backward(), and see "
-            "torch.use_deterministic_algorithms.",
-        )
-    )
 
 
 def _wanting(meta: TensorMeta) -> TensorMeta:

@@ -221,7 +221,8 @@ class _Rerun:
                 for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
             ]
             with self.state.around(), torch.enable_grad():
-                outputs = list(self.run(leaves))
+                # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
+                outputs = [each for each in self.run(leaves) if each is not None]
             reached = _reached(outputs)
             _require_no_others(reached, leaves)
             if self.state.reached is None:

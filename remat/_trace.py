@@ -159,10 +159,14 @@ def _capture(running: _Running, tensor: Tensor) -> Tensor:
     return leaf
 
 
+# Public, but torch has not annotated it.
+_FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def _from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
-            where=f"torch.{function or 'tensor'} at {user_line()}",
+            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
             what=f"makes a tensor{_described(made)} from a numpy array.",
             why="The contents of an array cannot be checked at the next call: the tensor "
             "would be frozen into the trace.",
@@ -269,6 +273,7 @@ class Request:
         cotangents: the metadata of each output's cotangent, None where none comes; the
             whole is None for "like the outputs".
         find: whether a captured tensor may become a further operand.
+        gradients: whether to trace a backward at all.
         backward_numerics: the switches under which the backward half runs; None means
             the forward's, without autocast.
     """
@@ -278,6 +283,7 @@ class Request:
     cotangents: tuple[TensorMeta | None, ...] | None = None
     find: Callable[[Tensor], bool] = lambda _: False
     backward_numerics: Numerics | None = None
+    gradients: bool = True
 
 
 @final
@@ -351,6 +357,8 @@ class _Run:
         _note_forward(_compat.active_graph())
         given = request.cotangents
         self.layouts = _usual_layouts(outputs) if given is None else [given]
+        if not request.gradients:
+            self.layouts = []
         gradients: list[Tensor | None] = []
         with _backward_numerics(request.backward_numerics):
             for layout in self.layouts:
@@ -376,7 +384,12 @@ class _Run:
             return [None] * len(operands)
         found = iter(
             torch.autograd.grad(
-                outputs, wanted, cotangents, allow_unused=True, retain_graph=True
+                outputs,
+                wanted,
+                cotangents,
+                allow_unused=True,
+                # The last backward frees the graph: torch 2.15 would keep it for good.
+                retain_graph=layout is not self.layouts[-1],
             )
         )
         return [next(found) if each.requires_grad else None for each in operands]
@@ -445,7 +458,7 @@ def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and _compat.is_lift(node):
             # torch.from_numpy and its like are no torch functions: no mode sees them.
-            raise _from_array(torch.from_numpy, node.meta.get("val"))
+            raise _from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
@@ -543,6 +556,8 @@ def _for_each_layout(
     gradients: tuple[Ref | None, ...],
 ) -> Generator[Joint]:
     width, start = joint.num_operands, joint.num_operands
+    if not layouts:
+        yield dataclasses.replace(joint, gradients=(None,) * width)
     for place, layout in enumerate(layouts):
         pairs = zip(layout, joint.differentiable, strict=True)
         layout = tuple(meta if flows else None for meta, flows in pairs)

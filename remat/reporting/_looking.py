@@ -98,9 +98,9 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
         >>> import torch
         >>> from remat import print_saved_residuals
         >>> print_saved_residuals(lambda x: x.sin().sum(), torch.ones(3))
-        argument  name  operator  value        bytes  source  reason
-        x               input     float32[3]    12 B          read by the backward
-        total                                   12 B
+        argument  name  operator  value       bytes  source  reason
+        x               input     float32[3]   12 B          an argument that the backward reads
+        total                                  12 B
     """
     residuals = saved_residuals(f, *args, **kwargs)
     rows = [("argument", "name", "operator", "value", "bytes", "source", "reason")]

@@ -1,0 +1,130 @@
+"""The options of `remat`: what each can be, and what it says of one that it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, final
+
+from remat._errors import PolicyError, explain
+from remat._signature import Statics
+from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
+from remat.storage import AbstractStorage, require_available
+
+PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
+SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of `remat`, checked."""
+
+    # Regions inside a traced function are told apart by their options.
+    __remat_compares_as_a_whole__: ClassVar[bool] = True
+
+    policy: AbstractPolicy
+    rng: str | None
+    engine: str
+    statics: Statics
+    verify: bool
+    inputs: tuple[str, ...] = ()
+
+
+def require_parameters(fun: Any, statics: Statics) -> None:
+    """Refuses static arguments that the function does not have."""
+    if not statics.positions and not statics.names:
+        return
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        # Builtins without a signature.
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    unknown = [name for name in sorted(statics.names) if name not in parameters]
+    count = len(parameters)
+    beyond = [
+        index for index in sorted(statics.positions) if not -count <= index < count
+    ]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise _no_parameter("static_argnames", unknown[0], parameters)
+    if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise _no_parameter("static_argnums", beyond[0], parameters)
+
+
+def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
+    return ValueError(
+        explain(
+            where=f"remat({option}=...)",
+            what=f"{value!r} is no parameter of the function.",
+            why=f"Its parameters are {', '.join(names)}.",
+            do="Correct the name or the position.",
+        )
+    )
+
+
+def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
+    """The policy that an option names, if the engine can follow it."""
+    found = as_policy(policy)
+    if engine == "rerun" and found is not nothing_saveable:
+        raise PolicyError(
+            explain(
+                where='remat(engine="rerun")',
+                what=f"got the policy {found!r}.",
+                why="This engine runs the whole function again; it has no graph whose "
+                "values could be saved one by one.",
+                do='Leave the policy out, or use engine="trace".',
+            )
+        )
+    return found
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuses a value that an option cannot have."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(
+            explain(
+                where=f"remat({name}={value!r})",
+                what="is no value of this option.",
+                why=f"It can be {listed}.",
+                do="Choose one of these.",
+            )
+        )
+
+
+def require_later(name: str, value: object, default: object) -> None:
+    """Refuses an option that comes with a later release."""
+    if value != default:
+        raise NotImplementedError(
+            explain(
+                where=f"remat({name}={value!r})",
+                what="is not carried out in this release.",
+                why="It is part of the design and comes with a later one.",
+                do=f"Leave `{name}` out until then.",
+            )
+        )
+
+
+def require_inputs(saved_inputs: SavedInputs) -> None:
+    """Refuses storages for inputs that this release cannot carry out."""
+    storages: Iterable[AbstractStorage] = ()
+    if isinstance(saved_inputs, Mapping):
+        storages = saved_inputs.values()
+    elif saved_inputs is not None:
+        storages = (saved_inputs,)
+    for storage in storages:
+        if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"remat(saved_inputs=...) takes a storage value or a mapping from "
+                f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
+            )
+        require_available(storage, where="remat(saved_inputs=...)")
+
+
+def statics_of(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:
+    """`static_argnums` and `static_argnames` as one value."""
+    positions = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    keywords = (names,) if isinstance(names, str) else tuple(names)
+    return Statics(frozenset(positions), frozenset(keywords))

@@ -1,0 +1,115 @@
+"""Law 1, same numbers: what was found wrong once, each a test.
+
+"Without lossy storage, the outputs of one call, and the contributions it makes to
+gradients given its cotangents, are bitwise those of `fun` under `.backward()` on a CPU."
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import remat
+from tests.support import assert_bitwise, assert_close, grads, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+
+def step(module: nn.Module, fun: Callable[..., Any], x: Tensor) -> list[Any]:
+    """Output, gradients and buffers of one training step from a fixed seed."""
+    torch.manual_seed(0)
+    out = fun(x)
+    out = out[0] if isinstance(out, tuple) else out
+    out.sum().backward()
+    return [out.detach(), *(p.grad for p in module.parameters()), *module.buffers()]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dropout_of_a_transposed_value": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True),
+        (2, 5, 16),
+    ),
+    "a_kernel_that_asks_for_grad_mode": (
+        lambda: nn.LSTM(4, 6, batch_first=True),
+        (2, 5, 4),
+    ),
+    "buffers_and_in_place_activations": (
+        lambda: nn.Sequential(
+            nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Flatten()
+        ),
+        (2, 3, 7),
+    ),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("make", "shape"), MODULES.values(), ids=MODULES)
+def test_a_module_trains_alike(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Outputs, gradients and buffers to the last bit."""
+    torch.manual_seed(1)
+    plain = make()
+    other = copy.deepcopy(plain)
+    x = torch.randn(shape)
+
+    assert_bitwise(step(other, remat(other), x), step(plain, plain, x))
+
+
+@pytest.mark.parametrize("which", [(0,), (0, 1), (2,)], ids=str)
+def test_forward_mode_over_a_norm_with_constant_parameters(
+    which: tuple[int, ...],
+) -> None:
+    """Tangents for some of input, weight and bias: torch cannot trace that by itself."""
+    args = (seeded(3, 4), seeded(4, seed=1), seeded(4, seed=2))
+
+    def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x, (4,), w, b).sin().exp()
+
+    def derivative(fun: Any) -> Any:
+        def loss(*moved: Tensor) -> Tensor:
+            full = list(args)
+            for index, tensor in zip(which, moved, strict=True):
+                full[index] = tensor
+            return fun(*full).sum()
+
+        moved = tuple(args[index] for index in which)
+        everything = tuple(range(len(which)))
+        return torch.func.jvp(torch.func.grad(loss, everything), moved, moved)
+
+    assert_close(derivative(remat(norm)), derivative(norm))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_heads_by_transposition_per_example() -> None:
+    """A program is mapped although examples lie in memory in another order."""
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(2, 6, 2, 4).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return out.transpose(1, 2).reshape(2, 6, 8).sin()
+
+    def per_example(fun: Any) -> Tensor:
+        one = torch.func.grad(lambda x: fun(x).sum())
+        return torch.func.vmap(one)(seeded(3, 2, 6, 8))
+
+    assert_close(per_example(remat(attend)), per_example(attend))
+
+
+def test_a_last_view_may_be_changed_in_place() -> None:
+    """An output that is a view of something dropped is the caller's own."""
+
+    def last_view(x: Tensor) -> Tensor:
+        return (x.sin() * 2).view(-1)
+
+    def changed(fun: Any) -> Any:
+        return lambda x: fun(x).add_(1).mul_(3)
+
+    args = [seeded(2, 3)]
+    assert_bitwise(
+        grads(changed(remat(last_view)), args), grads(changed(last_view), args)
+    )
