@@ -172,7 +172,8 @@ class _Importer:
         sliced: Ref = args[0]
         meta = self.values[sliced.index].meta
         assert isinstance(meta, TensorMeta)
-        end = min(args[place], meta.shape[args[place - 2]])
+        dim: int = args[place - 2]
+        end = min(args[place], meta.shape[dim])
         return (*args[:place], end, *args[place + 1 :])
 
     def _name(self, ref: Ref, name: str) -> None:
