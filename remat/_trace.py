@@ -27,12 +27,11 @@ from torch.overrides import TorchFunctionMode
 from remat import _compat, _import_fx
 from remat._errors import (
     CapturedTensorError,
-    MutationError,
     RematError,
-    TraceError,
     explain,
 )
 from remat._graph import Graph, Ref, TensorMeta, Value, check
+from remat._lines import mutates, untraceable, user_line
 from remat._numerics import Numerics
 from remat.policies._operators import function_name
 
@@ -225,25 +224,6 @@ class _UserCalls(TorchFunctionMode):
             if _compat.is_fake(each)
         )
         return out
-
-
-_LIBRARIES = (
-    torch.__path__[0],
-    __file__.rpartition("/")[0],
-    contextlib.__file__,
-    "<",
-)
-
-
-def user_line() -> str:
-    """The innermost "file.py:line" outside of torch and of this package."""
-    frame = _compat.caller(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
-            return f"{filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _placeholder(meta: TensorMeta, name: str) -> Tensor:
@@ -475,47 +455,11 @@ def _record(run: _Run) -> fx.GraphModule:
         if isinstance(error, RematError):
             raise
         if "Variable that requires grad is being used in an in-place" in str(error):
-            raise _mutates(error) from error
+            raise mutates(error) from error
         if not _compat.needs_values(error):
             raise
-        raise _untraceable(error) from error
+        raise untraceable(error) from error
     return module
-
-
-def _mutates(error: Exception) -> MutationError:
-    return MutationError(
-        explain(
-            where=_line_of(error),
-            what="an argument that is to be differentiated is changed in place.",
-            why="The recomputation would start from the changed value, and the caller's "
-            "tensor is not ours to change.",
-            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-        )
-    )
-
-
-def _untraceable(error: Exception) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"{_line_of(error)}",
-            what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
-            why="A trace sees shapes and types, not values: it cannot branch on a "
-            "tensor's values, call .item(), or run a kernel that hides its work.",
-            do='Use torch.where, or engine="rerun", which runs the function again in '
-            "the backward.",
-        )
-    )
-
-
-def _line_of(error: Exception) -> str:
-    lines: list[str] = []
-    step = error.__traceback__
-    while step is not None:
-        filename = step.tb_frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES):
-            lines.append(f"{filename.rpartition('/')[2]}:{step.tb_lineno}")
-        step = step.tb_next
-    return lines[-1] if lines else "the function"
 
 
 def _finish(run: _Run, module: fx.GraphModule) -> Traced:

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "remat"
 LAYERS = (
     ("_errors",),
     ("_compat",),
-    ("_operators", "_rng", "_numerics"),
+    ("_lines", "_operators", "_rng", "_numerics"),
     ("storage",),
     ("policies",),
     ("_graph", "_names"),

@@ -8,6 +8,7 @@ policy sees values at the level at which reverse mode is taken: per example in
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
@@ -81,6 +82,7 @@ def test_names_map_over_containers():
     assert_saves(remat(fun, policy=NAMED("both")), (X,), names=["both", "both"])
 
 
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
 def test_matmul_policy_saves_the_matmuls_that_are_needed():
     """save_matmul_outputs keeps what the walk meets: not the last layer's output."""
     args = tensors((5, 8), (8, 16), (16,), (16, 8), (8,))()

@@ -1,0 +1,66 @@
+"""Where the user's code is: the line behind a value, and behind what tracing raises."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from remat import _compat
+from remat._errors import MutationError, TraceError, explain
+
+_LIBRARIES = (
+    torch.__path__[0],
+    __file__.rpartition("/")[0],
+    contextlib.__file__,
+    "<",
+)
+
+
+def user_line() -> str:
+    """The innermost "file.py:line" outside of torch and of this package."""
+    frame = _compat.caller(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
+            return f"{filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def mutates(error: Exception) -> MutationError:
+    """What is raised where a differentiated argument is changed in place."""
+    return MutationError(
+        explain(
+            where=_line_of(error),
+            what="an argument that is to be differentiated is changed in place.",
+            why="The recomputation would start from the changed value, and the caller's "
+            "tensor is not ours to change.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+        )
+    )
+
+
+def untraceable(error: Exception) -> TraceError:
+    """What is raised where a trace would have needed the values of a tensor."""
+    return TraceError(
+        explain(
+            where=f"{_line_of(error)}",
+            what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
+            why="A trace sees shapes and types, not values: it cannot branch on a "
+            "tensor's values, call .item(), or run a kernel that hides its work.",
+            do='Use torch.where, or engine="rerun", which runs the function again in '
+            "the backward.",
+        )
+    )
+
+
+def _line_of(error: Exception) -> str:
+    lines: list[str] = []
+    step = error.__traceback__
+    while step is not None:
+        filename = step.tb_frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES):
+            lines.append(f"{filename.rpartition('/')[2]}:{step.tb_lineno}")
+        step = step.tb_next
+    return lines[-1] if lines else "the function"
