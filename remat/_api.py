@@ -53,7 +53,8 @@ class CacheInfo:
         hits: calls that found a trace.
         misses: calls that had to trace.
         currsize: traces kept.
-        trace_s: seconds spent tracing, for each trace kept.
+        trace_s: seconds spent tracing, for each trace kept. The first trace of a
+            process also loads torch's tracer, about a second, which is not counted.
     """
 
     hits: int
@@ -66,6 +67,10 @@ class _Cache:
     """The traces of one code with one set of options."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all of them."""
         self.entries: dict[Hashable, list[Entry]] = {}
         self.hits = 0
         self.misses = 0
@@ -77,7 +82,7 @@ class _Cache:
         if entries is None:
             return None
         for place, entry in enumerate(entries):
-            captured = entry.fetch(roots)
+            captured = entry.gather(roots)
             if captured is not None:
                 if place:
                     entries.insert(0, entries.pop(place))
@@ -154,13 +159,9 @@ class Region(Generic[_P, _R]):
             return self._fun(*args, **kwargs)
         return entry.call(roots, tensors)
 
-    @property
-    def _cache(self) -> _Cache:
-        return _caches.setdefault(self._key, _Cache())
-
     @functools.cached_property
-    def _key(self) -> Hashable:
-        return (
+    def _cache(self) -> _Cache:
+        key = (
             _captures.code_key(self._fun),
             self.settings.policy,
             self._rng,
@@ -169,6 +170,7 @@ class Region(Generic[_P, _R]):
             self.settings.verify,
             self.settings.inputs,
         )
+        return _caches.setdefault(key, _Cache())
 
     @property
     def _rng(self) -> str:
@@ -193,6 +195,7 @@ class Region(Generic[_P, _R]):
             if found is not None:
                 cache.hits += 1
                 return found
+            _compat.load_tracer()
             names = labels(self._fun, args, kwargs)
             return self._trace(cache, key, signature, roots, numerics, names)
 
@@ -226,7 +229,7 @@ class Region(Generic[_P, _R]):
             self._where,
             self.settings.verify,
         )
-        captured = entry.fetch(roots)
+        captured = entry.gather(roots)
         assert captured is not None, entry.covered.explain(roots)
         return entry, captured
 
@@ -330,7 +333,7 @@ class Region(Generic[_P, _R]):
 
     def cache_clear(self) -> None:
         """Forgets the traces of this function's code, with these options."""
-        _caches.pop(self._key, None)
+        self._cache.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a decorated method."""

@@ -89,7 +89,7 @@ def _make_view(
 
 def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     """The region's forward below every active transform, with their rules applied."""
-    tensors = _compat.unwrap_dead(tuple(tensors))
+    tensors = _compat.unwrap_dead(tensors)
     found = _compat.current_interpreter()
     if found is None:
         return _run_plainly(call, tensors, save)

@@ -11,9 +11,11 @@ from __future__ import annotations
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -50,7 +52,6 @@ SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyr
 
 enable_single_level = enable_single_level_autograd_function
 disable_modes = _disable_current_modes
-unwrap_dead = unwrap_dead_wrappers
 
 # Parts of torch that it has not annotated.
 _functorch_c: Any = functorch_c
@@ -124,6 +125,16 @@ def wrap_batched(
         tensor if dim is None else _functorch_c._add_batch_dim(tensor, dim, level)
         for tensor, dim in zip(tensors, dims, strict=True)
     )
+
+
+def unwrap_dead(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors without the wrappers of transforms that have ended."""
+    if any(map(_is_wrapped, tensors)):
+        return unwrap_dead_wrappers(tuple(tensors))
+    return tensors
+
+
+_is_wrapped: Callable[[Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -200,6 +211,34 @@ def needs_all_tangents(names: Iterable[str]) -> bool:
     torch.func.jvp over layer_norm with a constant weight works on plain torch.
     """
     return any("_norm" in name for name in names)
+
+
+def load_tracer() -> None:
+    """Imports what torch's tracer imports when it is first used, about a second of it."""
+    importlib.import_module("torch._dynamo")
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body below autograd: nothing is recorded, and no view knows its base.
+
+    Cheaper than `torch.no_grad` by a tenth of an operator's overhead. What shares memory
+    shares no version counter. Obsolete when torch has a public name for it; inference mode
+    is none, because its tensors may not be saved for a backward.
+    """
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+def bindings(op: Any) -> Iterator[Callable[..., Any]]:
+    """The functions in C by which Python may reach an operator, public ones first.
+
+    They take a third of the time of a call of `torch.ops`. Which operator they reach
+    depends on the arguments. Obsolete when calls of overloads are as cheap.
+    """
+    name = op.overloadpacket.__name__
+    for home in (torch, Tensor, torch._C._nn):
+        found = getattr(home, name, None)
+        if isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+            yield found
 
 
 def fake_mode(home: torch.device) -> FakeTensorMode:

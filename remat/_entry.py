@@ -84,15 +84,19 @@ class Entry:
     written: tuple[int, ...]
     trace_s: float
 
-    def fetch(self, roots: Roots) -> tuple[Tensor, ...] | None:
+    def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of these roots, None if the trace does not hold there."""
-        if not self.covered.check(roots):
+        tensors = self.covered.gather(roots)
+        if tensors is None:
             return None
-        tensors = self.covered.fetch(roots)
         for tensor, meta in zip(tensors, self.captured, strict=True):
-            if TensorMeta.of(tensor, requires_grad=meta.requires_grad) != meta:
-                return None
-            if _compat.requires_grad_anywhere(tensor) != meta.requires_grad:
+            if (
+                tensor.shape != meta.shape
+                or tensor.dtype is not meta.dtype
+                or tensor.stride() != meta.stride
+                or tensor.device != meta.device
+                or _compat.requires_grad_anywhere(tensor) != meta.requires_grad
+            ):
                 return None
         return tensors
 

@@ -8,17 +8,16 @@ attention kernels.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Generator
-from typing import final
+from typing import NamedTuple
 
 import torch
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Numerics:
+class Numerics(NamedTuple):
     """A snapshot of the numerics switches of this thread.
+
+    A tuple, because each call of a region compares and hashes one.
 
     Attributes:
         autocast: (device type, dtype) for each device type that autocasts.
@@ -40,16 +39,22 @@ class Numerics:
     def current(cls) -> Numerics:
         """What is in force on this thread."""
         return cls(
-            autocast=_autocast(),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            default_dtype=torch.get_default_dtype(),
-            deterministic=(
+            _autocast() if _any_autocast() else (),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            switches=tuple(read() for read, _ in _SWITCHES),
+            torch.get_float32_matmul_precision(),
+            (_flash(), _efficient(), _math(), _cudnn()),
         )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether these switches are in force already, and autocast is off."""
+        found = Numerics.current()
+        return found == self and not found.autocast
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
@@ -105,11 +110,15 @@ class Numerics:
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
-        for (_, write), value in zip(_SWITCHES, self.switches, strict=True):
+        for write, value in zip(_WRITE, self.switches, strict=True):
             write(value)
 
 
 _DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def _any_autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, _DEVICES))
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
@@ -120,12 +129,14 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     )
 
 
-_SWITCHES = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+# In the order of `Numerics.switches`.
+_flash = torch.backends.cuda.flash_sdp_enabled
+_efficient = torch.backends.cuda.mem_efficient_sdp_enabled
+_math = torch.backends.cuda.math_sdp_enabled
+_cudnn = torch.backends.cuda.cudnn_sdp_enabled
+_WRITE = (
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
 )

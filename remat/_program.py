@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from remat import _compat, _import_fx, _names, _operators as operators, _rng
-from remat._graph import Graph, TensorMeta, Value, refs, replace_refs
+from remat._bindings import bindings_of
+from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
 
 _SIMPLE = (bool, int, str, type(None))
 
@@ -37,7 +38,11 @@ class Program:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
-        with torch.no_grad():
+        if self._shares_memory:
+            # Whoever changes one of them in place must be seen by the others.
+            with torch.no_grad():
+                return self.with_gradient(inputs)
+        with _compat.below_autograd():
             return self.with_gradient(inputs)
 
     def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -46,16 +51,28 @@ class Program:
             return _interpret(self.graph, inputs)
         return self._run(*inputs)
 
+    @functools.cached_property
+    def _shares_memory(self) -> bool:
+        """Whether an output is a view of an input or of another output."""
+        owners = roots(self.graph)
+        outputs = {ref.index for ref in self.graph.outputs if ref is not None}
+        others = {index for index in outputs if owners[index] != index}
+        known = [owners[index] for index in outputs]
+        return any(
+            owners[index] < self.graph.num_inputs or known.count(owners[index]) > 1
+            for index in others
+        )
+
     def __str__(self) -> str:
         return self._text
 
     @functools.cached_property
     def _text(self) -> str:
-        return _Writer(self.graph, self.title).text
+        return _Writer(self.graph, self.title, {}).text
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[Any]]:
-        writer = _Writer(self.graph, self.title)
+        writer = _Writer(self.graph, self.title, bindings_of(self.graph))
         namespace = dict(writer.bound)
         exec(compile(writer.text, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]
@@ -69,8 +86,11 @@ class Program:
 class _Writer:
     """Writes the function and collects the objects that its text speaks of."""
 
-    def __init__(self, graph: Graph, title: str) -> None:
+    def __init__(
+        self, graph: Graph, title: str, bindings: Mapping[int, Callable[..., Any]]
+    ) -> None:
         self.graph = graph
+        self._bindings = bindings
         self.bound: dict[str, Any] = {"rng_swap": _rng.swap}
         self._names: dict[int, str] = {}
         inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
@@ -90,7 +110,7 @@ class _Writer:
 
     def _lines(self, index: int, value: Value) -> list[str]:
         comment = _comment(value)
-        call = f"v{index} = {self._call(value)}{comment}"
+        call = f"v{index} = {self._call(index, value)}{comment}"
         if not value.is_redraw:
             return [call]
         assert value.state is not None
@@ -101,21 +121,21 @@ class _Writer:
             f"rng_swap(found, {device})",
         ]
 
-    def _call(self, value: Value) -> str:
+    def _call(self, index: int, value: Value) -> str:
         if value.op is operator.getitem:
             return f"v{value.args[0].index}[{value.args[1]}]"
         if value.op is operators.constant:
             return self._bind("constant", value.args[0])
         arguments = [self._literal(argument) for argument in value.args]
         arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
-        op = value.op
+        op = self._bindings.get(index, value.op)
         if value.in_place:
-            op = operators.in_place_variant(op)
+            op = operators.in_place_variant(value.op)
             arguments[0] = (
                 f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
             )
-        elif _compat.needs_grad_mode(op):
-            op = _compat.with_grad_mode(op)
+        elif _compat.needs_grad_mode(value.op):
+            op = _compat.with_grad_mode(value.op)
         name = operators.short_name(value.op).replace(".", "_")
         return f"{self._bind(name, op)}({', '.join(arguments)})"
 

@@ -112,6 +112,8 @@ class Results:
         flows: tuple[bool, ...] | None,
     ) -> Results:
         """The inverse of `flat` and `shape`."""
+        if shape[0] == len(tensors):
+            return cls(tensors, flows=flows)
         parts: list[Sequence[Tensor]] = []
         start = 0
         for count in shape:
@@ -145,13 +147,20 @@ class Forward:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Results:
         """Runs it on tensors that no transform has wrapped."""
-        with self.numerics.settled():
-            if self.verification is not None:
-                self.verification(tensors)
-            found = self.program(tensors)
+        if self.numerics.is_settled:
+            found = self._run(tensors)
+        else:
+            with self.numerics.settled():
+                found = self._run(tensors)
+        return Results.of(self.shape, found, self.flows)
+
+    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if self.verification is not None:
+            self.verification(tensors)
+        found = self.program(tensors)
         for index in self.untracked:
             found[index] = _compat.untracked_alias(found[index])
-        return Results.of(self.shape, found, self.flows)
+        return found
 
 
 @final

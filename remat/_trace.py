@@ -407,7 +407,7 @@ def _backward_numerics(
     # Users call .backward() outside of autocast, as torch recommends.
     if numerics is None:
         forward = Numerics.current()
-        return dataclasses.replace(forward, autocast=()).applied()
+        return forward._replace(autocast=()).applied()
     return numerics.applied()
 
 

@@ -28,6 +28,7 @@ LAYERS = (
     ("_captures", "_signature"),
     ("_trace",),
     ("_partition", "_derived"),
+    ("_bindings",),
     ("_program",),
     ("_verification",),
     ("_region",),
