@@ -101,6 +101,7 @@ class _Switch(threading.local):
 
 
 _switch = _Switch()
+_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def disabled() -> Generator[None]:
 
 
 def _is_disabled() -> bool:
-    return _switch.depth > 0 or os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
+    return _DISABLED or _switch.depth > 0
 
 
 class Region(Generic[_P, _R]):

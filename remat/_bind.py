@@ -12,9 +12,8 @@ when a backward runs applies to it too.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -33,9 +32,7 @@ _unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unp
 _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a region: what stays the same at every level.
 
     Attributes:
@@ -62,7 +59,12 @@ def bind_all(
     call: Call, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
-    results = _run(call, tensors, save=False)
+    if _compat.nothing_is_active() and not torch.is_grad_enabled():
+        # Most backwards: no rule applies, and nothing is recorded.
+        tensors = _compat.unwrap_dead(tensors)
+        results = call.region.forward(call.roots, False)(tensors)
+    else:
+        results = _run(call, tensors, save=False)
     views = call.region.views(call.roots)
     if views is None:
         return list(results.outputs), results.mutations
@@ -119,8 +121,8 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     operands = tensors[skip:]
     if _is_differentiated(call, tensors):
         ticket = _Ticket(call, tensors[:skip], None)
-        plain: Any = _PlainFunction
-        return ticket.redeem(plain.apply(ticket, *operands))
+        outputs = _compat.apply_plainly(_PlainFunction, ticket, *operands)
+        return ticket.redeem(outputs)
     return call.region.forward(call.roots, save)(tensors)
 
 
@@ -147,7 +149,7 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
     with _compat.lowered(interpreter):
         results = _run(call, [*leading, *below], save=True)
     outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
-    return dataclasses.replace(results, outputs=outputs)
+    return results._replace(outputs=outputs)
 
 
 def _run_under_jvp(
@@ -169,7 +171,7 @@ def _run_under_jvp(
     for index, tangent in moved.items():
         wrapped = _compat.wrap_at(tangent, level)
         outputs[index] = _make_dual(outputs[index], wrapped)
-    return dataclasses.replace(results, outputs=outputs)
+    return results._replace(outputs=outputs)
 
 
 def _push_forward(
@@ -183,7 +185,7 @@ def _push_forward(
     outputs = list(results.outputs)
     for index, tangent in moved.items():
         outputs[index] = _make_dual(outputs[index], tangent)
-    return dataclasses.replace(results, outputs=outputs)
+    return results._replace(outputs=outputs)
 
 
 def _primal_and_tangents(
@@ -275,7 +277,7 @@ class _Ticket:
     def redeem(self, outputs: Sequence[Tensor]) -> Results:
         """What the forward handed out, with the outputs that have gradients."""
         assert self.results is not None
-        return dataclasses.replace(self.results, outputs=outputs)
+        return Results(outputs, *self.results[1:])
 
 
 def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:

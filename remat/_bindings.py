@@ -17,6 +17,11 @@ import torch
 from remat import _compat, _operators as operators
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs
 
+# The two differ only in what autograd makes of their results.
+_SAME_BELOW_AUTOGRAD: dict[Any, Any] = {
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default
+}
+
 
 def bindings_of(graph: Graph) -> dict[int, Callable[..., Any]]:
     """The steps of a graph that have a binding, and which."""
@@ -39,9 +44,10 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     stand_ins = dict(zip(reads, map(_stand_in, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(value.op, tuple(args), dict(kwargs))
-    for binding in _compat.bindings(value.op):
+    op = _SAME_BELOW_AUTOGRAD.get(value.op, value.op)
+    for binding in _compat.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))
-        if heard is None or heard[0] is not value.op:
+        if heard is None or heard[0] is not op:
             continue
         if _are_same(wanted, operators.arguments(*heard)):
             return binding

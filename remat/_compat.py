@@ -66,6 +66,11 @@ def interpreter_is_active() -> bool:
     return _functorch_c.peek_interpreter_stack() is not None
 
 
+def nothing_is_active() -> bool:
+    """Whether neither a torch.func transform nor forward mode runs on this thread."""
+    return _functorch_c.peek_interpreter_stack() is None and not dual_level_is_active()
+
+
 def current_interpreter() -> tuple[str, Any] | None:
     """The innermost running transform, as ("grad" | "jvp" | "vmap" | ..., interpreter).
 
@@ -213,6 +218,37 @@ def needs_all_tangents(names: Iterable[str]) -> bool:
     return any("_norm" in name for name in names)
 
 
+def numerics_switches() -> tuple[Any, ...]:
+    """Whether autocast caches, the default dtype, determinism, precision, attention kernels.
+
+    The fields of `Numerics` after its first. Read in C, because each call of a region does,
+    three times faster than the public functions, which would do too.
+    """
+    return (
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        (
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_deterministic_algorithms_warn_only(),
+        ),
+        torch._C._get_float32_matmul_precision(),
+        (
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
+        ),
+    )
+
+
+def apply_plainly(function: Any, *args: Any) -> Any:
+    """`function.apply(*args)` for a Function that no transform and no dead wrapper meets.
+
+    Leaves out the Python that looks for them. Obsolete when `Function.apply` is in C.
+    """
+    return super(torch.autograd.Function, function).apply(*args)
+
+
 def load_tracer() -> None:
     """Imports what torch's tracer imports when it is first used, about a second of it."""
     importlib.import_module("torch._dynamo")
@@ -294,7 +330,8 @@ def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphMod
 
 def proxy_is_active() -> bool:
     """Whether operators are being recorded on this thread by `make_fx`."""
-    return proxy_tensor.get_proxy_mode() is not None
+    is_any = torch._C._len_torch_dispatch_stack() > 0
+    return is_any and proxy_tensor.get_proxy_mode() is not None
 
 
 def active_graph() -> fx.Graph:

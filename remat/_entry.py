@@ -43,9 +43,12 @@ class Output:
     spec: Any
     statics: tuple[Any, ...]
     is_tensor: tuple[bool, ...]
+    is_leaf: bool
 
     def tree(self, tensors: Sequence[Any]) -> Any:
         """The pytree with these tensors."""
+        if self.is_leaf:
+            return tensors[0]
         rest, fixed = iter(tensors), iter(self.statics)
         leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
         return _compat.unflatten(leaves, self.spec)
@@ -102,17 +105,18 @@ class Entry:
 
     def call(self, roots: Roots, tensors: Sequence[Tensor]) -> Any:
         """Runs the region and writes changed buffers back, once."""
+        call = Call(self.region, roots, self.labels)
+        if not self.written:
+            return self.output.tree(bind_all(call, tensors)[0])
         given = list(tensors)
         for index in self.written:
             # The backward must find what the forward found.
             given[index] = given[index].clone()
-        returned, mutations = bind_all(Call(self.region, roots, self.labels), given)
+        returned, mutations = bind_all(call, given)
         with torch.no_grad():
             for index, new in zip(self.written, mutations, strict=True):
                 tensors[index].copy_(new)
-        if self.written:
-            returned = self._with_buffers(roots, returned, tensors)
-        return self.output.tree(returned)
+        return self.output.tree(self._with_buffers(roots, returned, tensors))
 
     def _with_buffers(
         self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
@@ -162,7 +166,8 @@ class _Flattened:
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
         if self.output is None:
-            self.output = Output(spec, statics, is_tensor)
+            is_leaf = isinstance(result, Tensor)
+            self.output = Output(spec, statics, is_tensor, is_leaf)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from remat import _compat
+
 
 class Numerics(NamedTuple):
     """A snapshot of the numerics switches of this thread.
@@ -38,17 +40,7 @@ class Numerics(NamedTuple):
     @classmethod
     def current(cls) -> Numerics:
         """What is in force on this thread."""
-        return cls(
-            _autocast() if _any_autocast() else (),
-            torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(),
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            torch.get_float32_matmul_precision(),
-            (_flash(), _efficient(), _math(), _cudnn()),
-        )
+        return tuple.__new__(cls, (_autocast(), *_compat.numerics_switches()))
 
     @property
     def is_settled(self) -> bool:
@@ -117,11 +109,9 @@ class Numerics(NamedTuple):
 _DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-def _any_autocast() -> bool:
-    return any(map(torch.is_autocast_enabled, _DEVICES))
-
-
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    if not torch.is_autocast_enabled("cpu") and len(_DEVICES) == 1:
+        return ()
     return tuple(
         (device, torch.get_autocast_dtype(device))
         for device in _DEVICES
@@ -130,10 +120,6 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 # In the order of `Numerics.switches`.
-_flash = torch.backends.cuda.flash_sdp_enabled
-_efficient = torch.backends.cuda.mem_efficient_sdp_enabled
-_math = torch.backends.cuda.math_sdp_enabled
-_cudnn = torch.backends.cuda.cudnn_sdp_enabled
 _WRITE = (
     torch.backends.cuda.enable_flash_sdp,
     torch.backends.cuda.enable_mem_efficient_sdp,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
 
@@ -73,9 +73,7 @@ class Function:
         return dataclasses.replace(self, build=derived)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """What one run of a region's forward hands out, at the level where it ran.
 
     Attributes:
