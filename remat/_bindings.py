@@ -44,7 +44,7 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     stand_ins = dict(zip(reads, map(_stand_in, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(value.op, tuple(args), dict(kwargs))
-    op = _SAME_BELOW_AUTOGRAD.get(value.op, value.op)
+    op: Any = _SAME_BELOW_AUTOGRAD.get(value.op, value.op)
     for binding in _compat.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
@@ -70,7 +70,7 @@ class _Listener(_compat.TorchDispatchMode):
     """Hears the first operator that arrives below autograd."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.heard: _Heard | None = None
 
     def __torch_dispatch__(

@@ -246,7 +246,8 @@ def apply_plainly(function: Any, *args: Any) -> Any:
 
     Leaves out the Python that looks for them. Obsolete when `Function.apply` is in C.
     """
-    return super(torch.autograd.Function, function).apply(*args)
+    above: Any = super(torch.autograd.Function, function)
+    return above.apply(*args)
 
 
 def load_tracer() -> None:
@@ -271,7 +272,9 @@ def bindings(op: Any) -> Iterator[Callable[..., Any]]:
     depends on the arguments. Obsolete when calls of overloads are as cheap.
     """
     name = op.overloadpacket.__name__
-    for home in (torch, Tensor, torch._C._nn):
+    inner: Any = torch._C
+    homes: tuple[Any, ...] = (torch, Tensor, inner._nn)
+    for home in homes:
         found = getattr(home, name, None)
         if isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)):
             yield found

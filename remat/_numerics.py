@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
     @classmethod
     def current(cls) -> Numerics:
         """What is in force on this thread."""
-        return tuple.__new__(cls, (_autocast(), *_compat.numerics_switches()))
+        return cls._make((_autocast(), *_compat.numerics_switches()))
 
     @property
     def is_settled(self) -> bool:

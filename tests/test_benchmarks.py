@@ -1,0 +1,32 @@
+"""The benchmarks' own arithmetic; their figures are no tests."""
+
+import pytest
+
+from tests.benchmarks import timing
+
+pytestmark = pytest.mark.contract
+
+
+def test_ratios_are_paired_by_round():
+    """A slow round slows both, and drops out of their ratio."""
+    found = timing.paired({"twice": [2.0, 20.0, 4.0]}, base=[1.0, 10.0, 2.0])
+
+    assert found == {"twice": timing.Ratio(4.0, 2.0, 2.0, 2.0)}
+
+
+def test_steps_are_interleaved():
+    """Each round runs every step once, after a warm-up of each."""
+    ran = []
+    steps = {name: lambda name=name: ran.append(name) for name in "ab"}
+
+    times = timing.interleaved(steps, rounds=2)
+
+    assert "".join(ran[-4:]) == "abab"
+    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+
+
+def test_a_table_shows_medians_and_quartiles():
+    """One line a contender."""
+    shown = timing.table("T", "no remat", {"x": timing.Ratio(0.0015, 1.0, 1.25, 1.5)})
+
+    assert shown.splitlines()[-1] == "| x | 1.50 | 1.25 | 1.00 to 1.50 |"
