@@ -1,0 +1,112 @@
+"""The operators that torch itself tests, and two small calls of each.
+
+`op_db` is the list behind torch's own operator tests: some 700 entries, each with a maker
+of sample arguments. Those with a gradient in double precision on a CPU are swept.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tests.support import is_differentiable
+
+#: Elements of one sample: the sweep asks about numbers and rules, not about size.
+MAX_ELEMENTS = 3000
+#: How many samples of an operator are looked at: some makers give thousands.
+MAX_LOOKED_AT = 60
+
+
+class Call:
+    """An operator as a function of the tensors of one sample, in their order.
+
+    What it returns are the outputs that have a gradient, dense.
+    """
+
+    def __init__(self, op: OpInfo, sample: SampleInput) -> None:
+        self.op = op.op
+        tree = (sample.input, *sample.args), sample.kwargs
+        self.leaves, self.spec = tree_flatten(tree)
+        self.places = [
+            place for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)
+        ]
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return differentiable(self.op(*args, **kwargs))
+
+
+def differentiable(outputs: Any) -> list[Tensor]:
+    """The floating and complex tensors among some outputs, as dense tensors."""
+    return [
+        leaf if leaf.layout == torch.strided else leaf.to_dense()
+        for leaf in tree_leaves(outputs)
+        if is_differentiable(leaf)
+    ]
+
+
+class Case(NamedTuple):
+    """One call of one operator: the function, and its tensors.
+
+    Those that require grad are differentiated.
+    """
+
+    call: Call
+    tensors: tuple[Tensor, ...]
+
+
+def operators(match: str = "*") -> list[OpInfo]:
+    """The differentiable entries of `op_db`, one for each name and variant."""
+    return [
+        op
+        for op in op_db
+        if dtype_of(op) is not None and fnmatch(full_name(op), match)
+    ]
+
+
+def full_name(op: OpInfo) -> str:
+    """The name of an entry with its variant: "linalg.norm/subgradients_at_zero"."""
+    return f"{op.name}/{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def dtype_of(op: OpInfo) -> torch.dtype | None:
+    """Double precision, complex where there is no other; None without a gradient."""
+    if not op.supports_autograd:
+        return None
+    found = op.supported_backward_dtypes("cpu")
+    return next((d for d in (torch.float64, torch.complex128) if d in found), None)
+
+
+def seed_all() -> None:
+    """Puts every generator that makers of samples and operators draw from to one state."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - torch's makers draw from numpy's global generator
+    torch.manual_seed(0)
+
+
+def cases(op: OpInfo, count: int) -> Sequence[Case]:
+    """The first and the last of the small samples that can be differentiated."""
+    seed_all()
+    found = list(_small_cases(op))
+    return [found[0], found[-1]][:count] if len(found) > 1 else found
+
+
+def _small_cases(op: OpInfo) -> Iterator[Case]:
+    samples = op.sample_inputs("cpu", dtype_of(op), requires_grad=True)
+    for _, sample in zip(range(MAX_LOOKED_AT), samples, strict=False):
+        call = Call(op, sample)
+        tensors = tuple(call.leaves[place] for place in call.places)
+        elements = sum(tensor.numel() for tensor in tensors)
+        is_small = 0 < elements <= MAX_ELEMENTS
+        if is_small and any(tensor.requires_grad for tensor in tensors):
+            yield Case(call, tensors)
