@@ -202,7 +202,25 @@ class _FakeMode(FakeTensorMode):
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        with no_dual_level():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def no_dual_level() -> Generator[None]:
+    """Hides forward mode from code that runs below it, such as a fake mode's.
+
+    Torch prints the arguments of an overload that does not match, be it only to try the
+    next one. Printing a tensor asks for its tangent, which fails below autograd and leaves
+    the thread's dispatch state broken. Obsolete when a trace of torch.func.jvp over
+    `x.lerp_(y, w)` works on plain torch.
+    """
+    level = _forward_ad._current_level
+    _forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        _forward_ad._current_level = level
 
 
 _META = torch.device("meta")
@@ -211,9 +229,9 @@ _META = torch.device("meta")
 def needs_all_tangents(names: Iterable[str]) -> bool:
     """Whether forward mode over these operators fails on fake tensors if one lacks a tangent.
 
-    The norms do, where weight or bias has none ("Expected this method to only be reached in
-    inference mode"), and leave the thread's dispatch state broken. Obsolete when a trace of
-    torch.func.jvp over layer_norm with a constant weight works on plain torch.
+    The norms do, where weight or bias has none ("Please convert all Tensors to FakeTensors
+    first"). Obsolete when a trace of torch.func.jvp over layer_norm with a constant weight
+    works on plain torch.
     """
     return any("_norm" in name for name in names)
 

@@ -87,7 +87,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
     """The same graph with its in-place operators replaced, its views kept."""
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     examples = [*operands, *examples[len(operands) :]]
-    with torch.no_grad():
+    with torch.no_grad(), _compat.no_dual_level():
         detached = [each.detach() for each in examples]
         interpreter = _Annotated(module)
         return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
