@@ -440,8 +440,37 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its in-place operators replaced, its views kept."""
-    return torch.func.functionalize(function, remove="mutations")
+    """`function` with its in-place operators replaced, its views kept.
+
+    As torch.func.functionalize does it, but not as a transform: where one is active, torch
+    takes some operators apart (binary_cross_entropy_with_logits), which changes bits.
+    Obsolete when torch.func.functionalize leaves those operators whole.
+    """
+
+    def run(*args: Tensor) -> list[Tensor | None]:
+        torch._enable_functionalization(reapply_views=True)
+        try:
+            wrapped = [torch._to_functional_tensor(each) for each in args]
+            outputs = [
+                None if each is None else _from_functional(each)
+                for each in function(*wrapped)
+            ]
+            for given, each in zip(args, wrapped, strict=True):
+                changed = _from_functional(each)
+                if changed is not given:
+                    given.copy_(changed)
+            return outputs
+        finally:
+            torch._disable_functionalization()
+
+    return run
+
+
+def _from_functional(tensor: Tensor) -> Tensor:
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
