@@ -22,7 +22,14 @@ TRANSPARENT = frozenset(
 )
 
 # Share storage although their schema says otherwise.
-_HIDDEN_VIEWS = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
+_HIDDEN_VIEWS = frozenset(
+    {
+        _aten._unsafe_view.default,
+        _aten._reshape_alias.default,
+        _aten.unsafe_split.Tensor,
+        _aten.unsafe_split_with_sizes.default,
+    }
+)
 
 # The arguments that say whether a random operator draws at all, and the value of each at
 # which it does not.
