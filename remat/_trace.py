@@ -356,9 +356,13 @@ class _Run:
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
         for output, meta in zip(handed_out, layout, strict=True):
-            if meta is not None and output.requires_grad:
+            if meta is None:
+                continue
+            # A given cotangent is an input even where no gradient comes of it.
+            cotangent = _placeholder(meta, _cotangent_name())
+            if output.requires_grad:
                 outputs.append(output)
-                cotangents.append(_placeholder(meta, _cotangent_name()))
+                cotangents.append(cotangent)
         wanted = [operand for operand in operands if operand.requires_grad]
         if not wanted or not outputs:
             return [None] * len(operands)
@@ -503,12 +507,8 @@ def _for_each_layout(
     if not layouts:
         yield dataclasses.replace(joint, gradients=(None,) * width)
     for place, layout in enumerate(layouts):
-        pairs = zip(layout, joint.differentiable, strict=True)
-        layout = tuple(meta if flows else None for meta, flows in pairs)
         found = gradients[place * width : (place + 1) * width]
-        # Where no gradient was taken, no cotangent was asked for.
         count = sum(meta is not None for meta in layout)
-        count = min(count, joint.graph.num_inputs - start)
         inputs = tuple(range(start, start + count))
         start += count
         yield dataclasses.replace(

@@ -137,3 +137,45 @@ def test_forward_mode_over_an_operator_that_prints_its_arguments() -> None:
     x = seeded(3, 4)
 
     assert_close(slope(remat(mixed))(x), slope(mixed)(x))
+
+
+@pytest.mark.contract
+def test_a_loss_whose_backward_writes_in_place() -> None:
+    """The pass that replaces in-place operators keeps all others whole."""
+    args = (seeded(), seeded(seed=1))
+    fun = F.binary_cross_entropy_with_logits
+
+    assert_bitwise(grads(remat(fun), args), grads(fun, args))
+    assert_bitwise(remat(fun)(*args), fun(*args))
+    assert "aten.binary_cross_entropy_with_logits" in operators_of(remat(fun), args)
+
+
+def operators_of(region: Any, args: Any) -> tuple[str, ...]:
+    """The operators of a region's forward program."""
+    return region.programs(*args)[0].operators
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["ceil", "sign", "zeros_like"])
+def test_a_derivative_that_needs_no_cotangent(name: str) -> None:
+    """Where a gradient is zero whatever comes back, a cotangent of it still comes."""
+    fun = getattr(torch, name)
+    x = seeded(3, 4)
+
+    def around(inner: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: inner(x) * x
+
+    found = second(around(remat(lambda x: fun(x) + 0 * x)))(x)
+
+    assert_close(found, second(around(lambda x: fun(x) + 0 * x))(x))
+    assert_close(second(remat(fun))(x), second(fun)(x))
+
+
+@pytest.mark.contract
+def test_parts_of_an_unsafe_split_share_memory() -> None:
+    """What `unsafe_chunk` hands out are views, whatever its schema says."""
+
+    def parts(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.unsafe_chunk(x, 2)
+
+    assert_bitwise(grads(remat(parts), [seeded(4, 3)]), grads(parts, [seeded(4, 3)]))
