@@ -4,14 +4,17 @@
 of sample arguments. Those with a gradient in double precision on a CPU are swept.
 """
 
+import contextlib
 import random
-from collections.abc import Iterator, Sequence
+import unittest.mock
+from collections.abc import Generator, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -32,10 +35,14 @@ class Call:
 
     def __init__(self, op: OpInfo, sample: SampleInput) -> None:
         self.op = op.op
+        # Makes the outputs of some decompositions those that are unique.
+        self.process = sample.output_process_fn_grad
         tree = (sample.input, *sample.args), sample.kwargs
-        self.leaves, self.spec = tree_flatten(tree)
+        leaves, self.spec = tree_flatten(tree)
+        # A tensor kept here would be one that the function captures.
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [
-            place for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)
+            place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
         ]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -43,7 +50,22 @@ class Call:
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return differentiable(self.op(*args, **kwargs))
+        with _unseeded():
+            return differentiable(self.process(self.op(*args, **kwargs)))
+
+
+@contextlib.contextmanager
+def _unseeded() -> Generator[None]:
+    """Lets operators draw as users' calls do: some entries seed before each call.
+
+    That is a side effect of the Python code, which a trace would run once.
+    """
+    with unittest.mock.patch.object(
+        common_methods_invocations,
+        "wrapper_set_seed",
+        lambda op, *args, **kwargs: op(*args, **kwargs),
+    ):
+        yield
 
 
 def differentiable(outputs: Any) -> list[Tensor]:
@@ -105,7 +127,8 @@ def _small_cases(op: OpInfo) -> Iterator[Case]:
     samples = op.sample_inputs("cpu", dtype_of(op), requires_grad=True)
     for _, sample in zip(range(MAX_LOOKED_AT), samples, strict=False):
         call = Call(op, sample)
-        tensors = tuple(call.leaves[place] for place in call.places)
+        leaves = tree_leaves(((sample.input, *sample.args), sample.kwargs))
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         elements = sum(tensor.numel() for tensor in tensors)
         is_small = 0 < elements <= MAX_ELEMENTS
         if is_small and any(tensor.requires_grad for tensor in tensors):
