@@ -44,7 +44,8 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     stand_ins = dict(zip(reads, map(_stand_in, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(value.op, tuple(args), dict(kwargs))
-    op: Any = _SAME_BELOW_AUTOGRAD.get(value.op, value.op)
+    own: Any = value.op
+    op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
     for binding in _compat.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
