@@ -1,6 +1,6 @@
 """Activation recomputation for pure functions, under every torch.func transform."""
 
-from remat import policies, storage
+from remat import policies, random, storage
 from remat._api import disabled, remat
 from remat._errors import (
     BudgetError,
@@ -42,6 +42,7 @@ __all__ = [
     "disabled",
     "policies",
     "print_saved_residuals",
+    "random",
     "remat",
     "saved_residuals",
     "storage",

@@ -21,6 +21,7 @@ LAYERS = (
     ("_errors",),
     ("_compat",),
     ("_lines", "_operators", "_rng", "_numerics"),
+    ("random",),
     ("storage",),
     ("policies",),
     ("_graph", "_names"),

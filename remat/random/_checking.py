@@ -1,0 +1,99 @@
+"""Catches a key that is consumed twice: two draws that should differ, and do not.
+
+The record is kept by the data of the key, in the kernels of the draws: below every
+transform there is nothing but plain tensors, so that a key is known again however it was
+handed around, and mapped keys are seen one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import KeyReuseError, explain
+from remat._lines import user_line
+
+# The bits of (seed, offset) -> the line that consumed them.
+_Record = dict[tuple[int, int], str]
+
+
+class _Thread(threading.local):
+    record: _Record | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def checking() -> Generator[None]:
+    """Raises where a key is consumed a second time inside, on this thread.
+
+    `split` and every draw consume their key. `fold_in` does not: it may derive any number
+    of keys from one, which are told apart by their data, as all keys are; the key that
+    it derives twice from the same data is one key. Draws in a backward are recomputations
+    and no reuse.
+
+    For tests: each key is read back from its device. Regions inside run as the plain
+    functions, as under `remat.disabled()`, so that each draw has its own line; code that
+    `torch.compile` has compiled is seen as one line.
+
+    Raises:
+        KeyReuseError: where a key is consumed again; it names both lines.
+
+    Example:
+        >>> from remat import KeyReuseError, random
+        >>> key = random.key(0)
+        >>> with random.checking():
+        ...     noise = random.normal(key, (2,))
+        ...     try:
+        ...         mask = random.bernoulli(key, (2,))
+        ...     except KeyReuseError:
+        ...         print("split it first")
+        split it first
+
+    References:
+        `jax.experimental.key_reuse`.
+    """
+    outer, _thread.record = _thread.record, {}
+    try:
+        yield
+    finally:
+        _thread.record = outer
+
+
+def is_checking() -> bool:
+    """Whether keys are being checked on this thread."""
+    return _thread.record is not None
+
+
+def consume(keys: Tensor) -> None:
+    """Records that each key of shape (key, 2) was consumed by the line that runs."""
+    record = _thread.record
+    if record is None or _compat.in_backward():
+        return
+    line = user_line()
+    # As int64: torch 2.13 cannot read every uint64 back.
+    found: Any = keys.view(torch.int64).tolist()  # pyright: ignore[reportUnknownMemberType]
+    for pair in found:
+        key = (pair[0] % 2**64, pair[1] % 2**64)
+        if key in record:
+            raise _reused(key, record[key], line)
+        record[key] = line
+
+
+def _reused(key: tuple[int, int], first: str, second: str) -> KeyReuseError:
+    return KeyReuseError(
+        explain(
+            where=f"the key {list(key)}, consumed at {second}",
+            what=f"was consumed before, at {first}.",
+            why="Both draws have the same bits: what should be independent is equal.",
+            do="Split it once, k1, k2 = random.split(key), or derive a key for each use, "
+            "random.fold_in(key, 0) and random.fold_in(key, 1).",
+        )
+    )

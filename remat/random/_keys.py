@@ -1,0 +1,165 @@
+"""Keys: made from a seed, split, and told apart by a number."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from remat.random import _ops
+
+_LEAST, _END = -(1 << 63), 1 << 64
+
+
+def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
+    """A key from a seed.
+
+    Laws: equal seeds give equal keys, on every device and every version of torch.
+
+    Args:
+        seed: an integer in [-2**63, 2**64); a negative one stands for `seed + 2**64`.
+        device: where the key lives, and with it what is drawn from it; None is torch's
+            default device.
+
+    Returns:
+        A uint64 tensor of shape (2,): the seed of a stream of random blocks, and the
+        position in it, here 0.
+
+    Raises:
+        TypeError: the seed is no integer.
+        ValueError: it is out of range.
+
+    Example:
+        >>> from remat import random
+        >>> random.key(42)
+        tensor([42,  0], dtype=torch.uint64)
+
+    References:
+        Salmon et al., 2011 (the generator, see `remat.random`); `jax.random.key`.
+    """
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(
+            f"random.key(seed) takes an integer, not {seed!r}. For a number that depends "
+            "on data, write random.fold_in(random.key(0), number)."
+        )
+    number = _checked("random.key(seed)", operator.index(seed))
+    return torch.tensor([number % _END, 0], dtype=torch.uint64, device=device)
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """New independent keys from one, which is consumed.
+
+    Laws: the keys are the same at every call, under every transform and on every device;
+    `split(key, n)[i]` is `split(key, m)[i]` and `fold_in(key, i)`; `vmap(split)` is
+    `split` of each key.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        num: how many, at least 1.
+
+    Returns:
+        The keys, uint64 of shape (num, 2): they unpack, and `torch.func.vmap` maps them.
+
+    Raises:
+        TypeError: `key` is no key.
+        ValueError: `num` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from remat import random
+        >>> for_mask, for_noise = random.split(random.key(0))
+        >>> torch.equal(for_mask, for_noise)
+        False
+
+    References:
+        `jax.random.split`; the derivation is that of `torch.func._random.split`.
+    """
+    require_key(key, "split")
+    if operator.index(num) < 1:
+        raise ValueError(f"random.split(key, num) makes at least one key, not {num!r}.")
+    return _ops.SPLIT(key, operator.index(num))
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A new key from a key and a number: that of a layer, a step, or a rank.
+
+    Laws: keys folded from different numbers are independent; equal numbers give equal
+    keys, as int or as tensor; the key is not consumed. `fold_in(key, i)` is
+    `split(key, n)[i]`: use one or the other on a key.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        data: an int in [-2**63, 2**64), or an integer tensor without dimensions, which
+            may be mapped by `torch.func.vmap`; negative numbers stand for
+            `data + 2**64`.
+
+    Returns:
+        A key, uint64 of shape (2,).
+
+    Raises:
+        TypeError: `key` is no key, or `data` no integer.
+        ValueError: `data` is out of range or has dimensions.
+
+    Example:
+        >>> import torch
+        >>> from remat import random
+        >>> key = random.key(0)
+        >>> step = torch.tensor(7)
+        >>> torch.equal(random.fold_in(key, 7), random.fold_in(key, step))
+        True
+
+    References:
+        `jax.random.fold_in`; the derivation is that of `torch.func._random.fold_in`.
+    """
+    require_key(key, "fold_in")
+    if isinstance(data, Tensor):
+        return _ops.FOLD_IN(key, _number(data, key.device))
+    if isinstance(data, bool) or not hasattr(data, "__index__"):  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(
+            f"random.fold_in(key, data) takes an integer, not {data!r}. Number the things "
+            "to be told apart, or fold in several numbers one after the other."
+        )
+    number = _checked("random.fold_in(key, data)", operator.index(data))
+    return _ops.FOLD_IN_INT(key, number - _END if number >= 1 << 63 else number)
+
+
+def require_key(key: object, function: str) -> None:
+    """Raises unless `key` is one key: uint64 of shape (2,)."""
+    if (
+        isinstance(key, Tensor)
+        and key.dtype == torch.uint64
+        and tuple(key.shape) == (2,)
+    ):
+        return
+    found = (
+        f"a {str(key.dtype).removeprefix('torch.')} tensor of shape {tuple(key.shape)}"
+        if isinstance(key, Tensor)
+        else repr(key)
+    )
+    raise TypeError(
+        f"random.{function} takes a key, a uint64 tensor of shape (2,), as its first "
+        f"argument, not {found}. Make one with random.key(seed), and more with "
+        "random.split(key, n); torch.func.vmap maps a function over several keys."
+    )
+
+
+def _number(data: Tensor, device: torch.device) -> Tensor:
+    if data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
+        raise TypeError(
+            f"random.fold_in(key, data) takes an integer tensor, not {data.dtype}. "
+            "Number the things to be told apart."
+        )
+    if data.ndim:
+        raise ValueError(
+            "random.fold_in(key, data) takes one number, not a tensor of shape "
+            f"{tuple(data.shape)}. torch.func.vmap maps it over several."
+        )
+    data = data.to(device)
+    return data.view(torch.int64) if data.dtype == torch.uint64 else data.long()
+
+
+def _checked(call: str, number: int) -> int:
+    if not _LEAST <= number < _END:
+        raise ValueError(f"{call} takes an integer in [-2**63, 2**64), not {number}.")
+    return number

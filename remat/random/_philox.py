@@ -1,0 +1,80 @@
+"""Philox4x32-10 in int64 arithmetic, for devices on which torch has no kernel of it.
+
+The generator is a keyed bijection of 128-bit counters [1]: ten rounds of two 32-bit
+multiplications whose high and low halves are exchanged and mixed with the key. Words of
+32 bits are held in int64, so that one product keeps both of its halves; its sign bit is
+no harm, because products wrap and shifts are masked.
+
+The counter of a key `(seed, offset)` is the 64-bit offset in its two low words and zero
+in the others, as in torch's own stateless kernels (ATen/cpu/StatelessPhilox4x32.h).
+
+References:
+    [1] Parallel Random Numbers: As Easy as 1, 2, 3. J. K. Salmon, M. A. Moraes,
+    R. O. Dror, D. E. Shaw, SC'11, 2011. https://doi.org/10.1145/2063384.2063405
+    (section 3.3: Philox; the constants are those of its Random123 library).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 10
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (
+    0x9E3779B9,
+    0xBB67AE85,
+)  # the golden ratio and sqrt(3) - 1, as 32-bit fractions
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def scramble(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """The ten rounds.
+
+    Args:
+        counter: four int64 tensors of one shape, each number in [0, 2**32); overwritten.
+        key: two int64 tensors that broadcast to it, likewise in [0, 2**32).
+
+    Returns:
+        Four int64 tensors of that shape, each number in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(_ROUNDS):
+        torch.mul(c0, _MULTIPLIERS[0], out=p0)
+        torch.mul(c2, _MULTIPLIERS[1], out=p1)
+        _mix(p1, c1, k0, out=c0)
+        _mix(p0, c3, k1, out=c2)
+        # The low halves become words 1 and 3. Their upper bits are never multiplied:
+        # masking them at the end is enough.
+        c1, c3, p0, p1 = p1, p0, c3, c1
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW)
+
+
+def _mix(product: Tensor, word: Tensor, key: Tensor, out: Tensor) -> None:
+    """The high half of a product, xor a word, xor the key."""
+    torch.bitwise_right_shift(product, 32, out=out)
+    out.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_LOW)
+
+
+def blocks(keys: Tensor, first: int, count: int) -> Words:
+    """Some consecutive blocks of four words from each stream.
+
+    Args:
+        keys: the streams, int64 of shape (key, 2), the bits of (seed, offset).
+        first: the position of the first block in each stream.
+        count: how many blocks.
+
+    Returns:
+        Words 0 to 3 of each block, each int64 of shape (key, count) in [0, 2**32).
+    """
+    seed, offset = keys[:, :1], keys[:, 1:]
+    # Sums of int64 wrap as those of uint64 do.
+    position = offset + torch.arange(first, first + count, device=keys.device)
+    low, high = position & _LOW, (position >> 32) & _LOW
+    counter = (low, high, torch.zeros_like(low), torch.zeros_like(low))
+    return scramble(counter, (seed & _LOW, (seed >> 32) & _LOW))

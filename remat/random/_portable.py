@@ -1,0 +1,157 @@
+"""The distributions of torch's stateless kernels, on words from `_philox`.
+
+Uniform numbers and integers are torch's to the last bit. Normal numbers come from the
+same words by the same formula (Box and Muller [1]); they agree with torch's kernel to a
+few units in the last place, because that one calls the machine's scalar `log`, `sin` and
+`cos`, which differ from the vectorized ones in their last bit, and from one C library to
+the next.
+
+References:
+    [1] A Note on the Generation of Random Normal Deviates. G. E. P. Box, M. E. Muller,
+    Annals of Mathematical Statistics 29(2), 1958.
+    https://doi.org/10.1214/aoms/1177706645
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from remat.random._philox import Words, blocks
+from remat.random._tiles import tiles
+
+_DIGITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+}
+_STEP = 2.0**-32
+
+
+def split(keys: Tensor, num: int) -> Tensor:
+    """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
+    w0, w1, w2, w3 = blocks(keys.view(torch.int64), 0, num)
+    pairs = (w0 | (w1 << 32), w2 | (w3 << 32))
+    return torch.stack(pairs, dim=-1).view(torch.uint64)
+
+
+def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
+    """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
+    digits, computed = _DIGITS[out.dtype], _computed(out.dtype)
+    # Bounds are rounded to the dtype of the result, and narrow dtypes computed in
+    # float32, as torch's kernel does.
+    start, end = torch.tensor([low, high], dtype=out.dtype, device=out.device)
+    scale = (end - start).to(computed)
+    is_unit = (low, high) == (0.0, 1.0)
+
+    def sample(words: Words) -> Tensor:
+        whole = _interleaved(_pairs(words) if digits == 53 else words)
+        found = whole.bitwise_and_((1 << digits) - 1).to(computed).mul_(2.0**-digits)
+        return found if is_unit else found.mul_(scale).add_(start)
+
+    return _fill(out, keys, sample)
+
+
+def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
+    """Fills `out`, floating of shape (key, number), with normal numbers."""
+
+    def sample(words: Words) -> Tensor:
+        if out.dtype == torch.float64:
+            found = _box_muller(_fraction(*words[:2]), _fraction(*words[2:]))
+        else:
+            u = [word.to(torch.float32).mul_(_STEP).add_(_STEP / 2) for word in words]
+            found = [*_box_muller(*u[:2]), *_box_muller(*u[2:])]
+        found = _interleaved(found)
+        return found if (mean, std) == (0.0, 1.0) else found.mul_(std).add_(mean)
+
+    return _fill(out, keys, sample)
+
+
+def _box_muller(u: Tensor, v: Tensor) -> list[Tensor]:
+    """sqrt(-2 log u) (cos 2 pi v, sin 2 pi v), for u and v in (0, 1]; overwrites both."""
+    radius = u.log_().mul_(-2.0).sqrt_()
+    angle = v.mul_(2.0 * math.pi)
+    return [angle.cos().mul_(radius), angle.sin_().mul_(radius)]
+
+
+def _fraction(high: Tensor, low: Tensor) -> Tensor:
+    """(high + low / 2**32 + 2**-33) / 2**32 in float64, rounded once."""
+    small = low.to(torch.float64).mul_(_STEP * _STEP).add_(_STEP * _STEP / 2)
+    return high.to(torch.float64).mul_(_STEP).add_(small)
+
+
+def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
+    """Fills `out`, integers of shape (key, number), with numbers from low + [0, span).
+
+    Args:
+        out: what to fill.
+        keys: the streams, uint64 of shape (key, 2).
+        low: the least number, in the range of `out.dtype`.
+        span: how many there are; where that is all of the dtype, `low` is not added.
+    """
+    is_long = out.element_size() == 8
+    is_full = span == 1 << 8 * out.element_size()
+
+    def sample(words: Words) -> Tensor:
+        bits = _interleaved(_pairs(words) if is_long else words)
+        if is_full:
+            return bits
+        rest = _remainder(bits, span) if is_long else bits.remainder_(span)
+        return rest.add_(_signed(low))
+
+    return _fill(out, keys, sample)
+
+
+def _remainder(bits: Tensor, span: int) -> Tensor:
+    """Unsigned `bits % span` of int64 bit patterns."""
+    if span & (span - 1) == 0:
+        return bits & _signed(span - 1)
+    if span > 1 << 63:
+        # At most one span fits; comparing without sign is comparing with it flipped.
+        flipped = bits ^ _signed(1 << 63)
+        return torch.where(
+            flipped < _signed(span ^ (1 << 63)), bits, bits - _signed(span)
+        )
+    rest = (bits & ((1 << 63) - 1)) % span
+    carry = (1 << 63) % span
+    # The sum rest + carry may not fit: go round the end before it is taken.
+    wrapped = torch.where(rest >= span - carry, rest - (span - carry), rest + carry)
+    return torch.where(bits < 0, wrapped, rest)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return ((value + (1 << 63)) % (1 << 64)) - (1 << 63)
+
+
+def _pairs(words: Words) -> list[Tensor]:
+    """Two draws of 64 bits from four words."""
+    return [(words[0] << 32) | words[1], (words[2] << 32) | words[3]]
+
+
+def _interleaved(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of shape (key, block) -> (key, block * part), block by block.
+
+    What follows runs on whole rows: on each part alone it would take three times as long.
+    """
+    return torch.stack(list(parts), dim=-1).flatten(1)
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fill(out: Tensor, keys: Tensor, sample: Callable[[Words], Tensor]) -> Tensor:
+    """Writes what `sample` makes of each piece of the streams into rows of `out`."""
+    each = 2 if out.element_size() == 8 else 4
+    bits = keys.view(torch.int64)
+    num_blocks = -(-out.shape[1] // each)
+    for rows, first, count in tiles(out.shape[0], num_blocks, out.device):
+        found = sample(blocks(bits[rows], first, count))
+        target = out[rows, first * each : (first + count) * each]
+        target.copy_(found[:, : target.shape[1]])
+    return out
