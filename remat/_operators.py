@@ -139,6 +139,11 @@ def is_rng_state(op: Any) -> bool:
     return isinstance(op, _compat.OpOverload) and short_name(op) == "remat.rng_state"
 
 
+def is_keyed(op: Any) -> bool:
+    """Whether an operator draws from a key, or derives keys: see `remat.random`."""
+    return isinstance(op, _compat.OpOverload) and op.name().startswith("remat::random_")
+
+
 def made_by(value: Step, values: Sequence[Step]) -> str:
     """The name of the operator behind a value: past getitem and matmul's last view."""
     while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:

@@ -79,11 +79,13 @@ class Analysis:
 
     @functools.cached_property
     def _varies(self) -> list[bool]:
-        # Constants made inside are recomputed: they depend on no input.
+        # Constants made inside are recomputed: they depend on no input. So are keyed
+        # draws, which depend on a key alone.
         found: list[bool] = []
         for value in self.joint.graph.values:
             varies = value.op is None or operators.draws(value)
-            found.append(varies or any(found[use] for use in value.uses))
+            varies = varies or any(found[use] for use in value.uses)
+            found.append(varies and not operators.is_keyed(value.op))
         return found
 
 
