@@ -38,6 +38,7 @@ from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
 from remat._trace import is_running, lift
 from remat.policies import nothing_saveable
+from remat.random._checking import is_checking
 from remat.storage import require_available
 
 _P = ParamSpec("_P")
@@ -127,7 +128,7 @@ def disabled() -> Generator[None]:
 
 
 def _is_disabled() -> bool:
-    return _DISABLED or _switch.depth > 0
+    return _DISABLED or _switch.depth > 0 or is_checking()
 
 
 class Region(Generic[_P, _R]):
