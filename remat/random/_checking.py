@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,8 +79,7 @@ def consume(keys: Tensor) -> None:
         return
     line = user_line()
     # As int64: torch 2.13 cannot read every uint64 back.
-    found: Any = keys.view(torch.int64).tolist()  # pyright: ignore[reportUnknownMemberType]
-    for pair in found:
+    for pair in cast("Any", keys.view(torch.int64)).tolist():
         key = (pair[0] % 2**64, pair[1] % 2**64)
         if key in record:
             raise _reused(key, record[key], line)

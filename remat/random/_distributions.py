@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from remat.random._draws import Shape, as_shape, bits, uniform
+from remat.random._draws import Shape, as_shape, bits, computed_in, uniform
+from remat.random._keys import require_key
 
 _SQRT2 = math.sqrt(2.0)
 
@@ -49,7 +50,8 @@ def truncated_normal(
     References:
         `jax.random.truncated_normal`.
     """
-    computed = _computed(dtype)
+    require_key(key, "truncated_normal")
+    computed = computed_in(dtype)
 
     def bound(value: float | Tensor) -> Tensor:
         # Made with `torch.full`, which a trace can repeat.
@@ -97,7 +99,8 @@ def gumbel(
     References:
         `jax.random.gumbel`.
     """
-    computed = _computed(dtype)
+    require_key(key, "gumbel")
+    computed = computed_in(dtype)
     u = uniform(key, shape, dtype=computed).clamp(min=torch.finfo(computed).tiny)
     return (-torch.log(-torch.log(u))).to(dtype)
 
@@ -138,6 +141,7 @@ def categorical(
     References:
         `jax.random.categorical`.
     """
+    require_key(key, "categorical")
     last = logits.detach().movedim(axis, -1)
     batch = list(last.shape[:-1])
     wanted = batch if shape is None else as_shape(shape)
@@ -147,7 +151,7 @@ def categorical(
             f"{tuple(logits.shape)}: the shape must end with {tuple(batch)}, and is "
             f"{tuple(wanted)}."
         )
-    noise = gumbel(key, [*wanted, last.shape[-1]], dtype=_computed(logits.dtype))
+    noise = gumbel(key, [*wanted, last.shape[-1]], dtype=computed_in(logits.dtype))
     return (noise + last).argmax(dim=-1)
 
 
@@ -186,6 +190,7 @@ def permutation(
     References:
         `jax.random.permutation`.
     """
+    require_key(key, "permutation")
     if not isinstance(x, Tensor):
         return _order(key, as_shape(x), axis)
     if independent:
@@ -196,8 +201,3 @@ def permutation(
 def _order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
     words = bits(key, shape, dtype=torch.int64)
     return words.sort(dim=axis, stable=True).indices
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    # Uniform numbers of 16 bits have too few values for their logarithms.
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -98,7 +98,7 @@ def uniform(
     shape = as_shape(shape)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
-        return (minval + unit * (maxval - minval)).to(dtype)
+        return (minval + unit.to(computed_in(dtype)) * (maxval - minval)).to(dtype)
     return _ops.UNIFORM(key, shape, float(minval), float(maxval), dtype)
 
 
@@ -143,7 +143,7 @@ def normal(
     shape = as_shape(shape)
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
         standard = _ops.NORMAL(key, shape, 0.0, 1.0, dtype)
-        return (mean + std * standard).to(dtype)
+        return (mean + std * standard.to(computed_in(dtype))).to(dtype)
     return _ops.NORMAL(key, shape, float(mean), float(std), dtype)
 
 
@@ -236,6 +236,11 @@ def as_shape(shape: Shape) -> list[int]:
     """The sizes of a shape that may be one number."""
     sizes = shape if isinstance(shape, Sequence) else (shape,)
     return [operator.index(size) for size in sizes]
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of another are computed: 16 bits are too few."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _require_dtype(

@@ -64,7 +64,7 @@ def _drawn(
     )
     if out.numel():
         draw(_implementation(keys), out, keys)
-    return out.view(*key.shape[:-1], *shape)
+    return out.view((*key.shape[:-1], *shape))
 
 
 def _split(key: Tensor, num: int) -> Tensor:
