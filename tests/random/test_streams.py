@@ -47,8 +47,8 @@ def test_the_rounds_give_the_published_vectors(
     counter: Any, key: Any, known: Any
 ) -> None:
     """Philox4x32-10 as Random123 publishes it."""
-    words = tuple(torch.tensor([[word]]) for word in counter)
-    halves = tuple(torch.tensor([[half]]) for half in key)
+    words: Any = tuple(torch.tensor([[word]]) for word in counter)
+    halves: Any = tuple(torch.tensor([[half]]) for half in key)
 
     found = _philox.scramble(words, halves)
 
