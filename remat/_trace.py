@@ -424,7 +424,7 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
     owned = {_compat.storage_key(operand) for operand in operands}
     tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
     # Owners first, and where one is another's detached alias, the one with a gradient.
-    tensors.sort(key=lambda pair: (_compat.is_view(pair[1]), not pair[1].requires_grad))
+    tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
     chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in tensors:
@@ -433,9 +433,16 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
             continue
         taken.add(id(tensor))
         chosen.append(index)
-        if not _compat.is_view(tensor):
+        if not _is_part(tensor):
             owned.add(key)
     return tuple(sorted(chosen))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    # A region inside hands out the parts of a split as tensors of their own, from which
+    # the other parts cannot be made.
+    size = tensor.numel() * tensor.element_size()
+    return _compat.is_view(tensor) or size < tensor.untyped_storage().nbytes()
 
 
 def _note_forward(graph: fx.Graph) -> None:

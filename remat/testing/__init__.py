@@ -1,0 +1,17 @@
+"""For tests: are two functions equivalent, and if not, where do they part?
+
+`remat.testing.strategies` makes random functions, and needs hypothesis; the rest does not.
+"""
+
+from remat.testing._compare import NotEquivalentError
+from remat.testing._equivalent import Equivalence, Excuse, assert_equivalent
+from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
+
+__all__ = [
+    "COMPOSITIONS",
+    "TRANSFORMS",
+    "Equivalence",
+    "Excuse",
+    "NotEquivalentError",
+    "assert_equivalent",
+]

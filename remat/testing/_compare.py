@@ -1,0 +1,131 @@
+"""Two results, compared: where they differ first, and how much."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import RematError, explain
+from remat._graph import TensorMeta
+
+
+class NotEquivalentError(RematError, AssertionError):
+    """Two functions gave different results where they should agree."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gap:
+    """How two tensors of one shape differ.
+
+    Attributes:
+        index: the first element that differs.
+        values: what the first and the second tensor hold there.
+        num_different: how many elements differ.
+        num_elements: how many there are.
+        absolute: the largest difference.
+        relative: the largest difference relative to the first tensor's element.
+    """
+
+    index: tuple[int, ...]
+    values: tuple[float | complex, float | complex]
+    num_different: int
+    num_elements: int
+    absolute: float
+    relative: float
+
+    @classmethod
+    def between(cls, one: Tensor, other: Tensor) -> Gap:
+        """Measures two tensors whose bits differ somewhere."""
+        one, other = _plain(one), _plain(other)
+        different = (one != other) | (_signs(one) != _signs(other))
+        different &= ~(one.isnan() & other.isnan())
+        places = different.reshape(-1).nonzero().reshape(-1)
+        first = int(places[0]) if len(places) else 0
+        index = torch.unravel_index(torch.tensor(first), one.shape) if one.dim() else ()
+        gap = (one - other).abs()
+        relative = gap / one.abs()
+        return cls(
+            tuple(map(int, index)),
+            (one.reshape(-1)[first].item(), other.reshape(-1)[first].item()),
+            len(places),
+            one.numel(),
+            float(gap.max()),
+            float(relative.nan_to_num(0.0).max()),
+        )
+
+    def __str__(self) -> str:
+        """One sentence."""
+        return (
+            f"element {self.index} is {self.values[0]!r} in the first and "
+            f"{self.values[1]!r} in the second; {self.num_different} of "
+            f"{self.num_elements} elements differ, by at most {self.absolute:.3g} "
+            f"(relative {self.relative:.3g})."
+        )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return tensor if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def _signs(tensor: Tensor) -> Tensor:
+    return tensor.real.signbit() if tensor.is_complex() else tensor.signbit()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN is NaN, -0.0 is not 0.0."""
+    one, other = (each.detach().resolve_conj().resolve_neg() for each in (one, other))
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if _compat.same_bits(one, other):
+        return True
+    # Two NaNs of different bits are the same number.
+    nan = one.isnan() & other.isnan()
+    zero = torch.zeros((), dtype=one.dtype, device=one.device)
+    return _compat.same_bits(one.where(~nan, zero), other.where(~nan, zero))
+
+
+def require_same(
+    one: Tensor | None, other: Tensor | None, label: str, where: str, *, exact: bool
+) -> None:
+    """Raises NotEquivalentError if two tensors differ, by a bit or by more than rounding."""
+    if one is None and other is None:
+        return
+    if one is None or other is None:
+        which = "second" if other is None else "first"
+        raise _differs(label, where, f"is missing in the {which} function only.", exact)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        what = f"is {TensorMeta.of(one)} in the first and {TensorMeta.of(other)} "
+        raise _differs(label, where, what + "in the second.", exact)
+    if same_bits(one, other) or (not exact and _is_close(one, other)):
+        return
+    label = f"{label} ({TensorMeta.of(one)})"
+    raise _differs(label, where, f"{Gap.between(one, other)}", exact)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    try:
+        torch.testing.assert_close(other, one, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _differs(label: str, where: str, what: str, exact: bool) -> NotEquivalentError:
+    why = "They should agree to the last bit." if exact else (
+        "They should agree to rounding, by the defaults of torch.testing.assert_close."
+    )
+    return NotEquivalentError(
+        explain(
+            where=f"{where}, {label}",
+            what=what,
+            why=why,
+            do="testing.first_difference(f, g)(*args) names the first operator whose "
+            "result differs.",
+        )
+    )

@@ -1,0 +1,348 @@
+"""Two functions under many transforms: the same numbers, gradients and state, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from remat import _api, _compat
+from remat._errors import explain
+from remat.testing._calls import Arguments, Flattened
+from remat.testing._compare import NotEquivalentError, require_same
+from remat.testing._state import State, captured
+from remat.testing._transforms import (
+    USUAL,
+    Cotangents,
+    Flat,
+    apply,
+    contiguous_cotangents,
+    gradients,
+    parse,
+)
+
+# What torch raises where it has no rule for an operator under a transform; it has no class
+# of its own for that.
+UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excuse:
+    """A transform that the first function does not support itself, and what it raised."""
+
+    transform: str
+    reason: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equivalence:
+    """What was compared.
+
+    Attributes:
+        compared: the transforms under which both functions agree.
+        excused: those that the first function does not support.
+    """
+
+    compared: tuple[str, ...]
+    excused: tuple[Excuse, ...]
+
+    def __str__(self) -> str:
+        """A line for what agrees, and one for each excuse."""
+        lines = [f"equivalent under {', '.join(self.compared)}"]
+        lines += [f"{each.transform} excused: {each.reason}" for each in self.excused]
+        return "\n".join(lines)
+
+
+def assert_equivalent(
+    f: Callable[..., Any],
+    g: Callable[..., Any],
+    *,
+    transforms: Iterable[str] | None = None,
+    cotangents: Cotangents = contiguous_cotangents,
+    exact: bool | None = None,
+) -> Callable[..., Equivalence]:
+    """Compares two functions, say a plain one and its region, under many transforms.
+
+    Both are called with copies of the arguments (strides and shared memory kept), from one
+    state of the generators and of the captured tensors, which is restored after each run.
+    Compared are outputs; gradients of every floating tensor argument, or of those that
+    require grad if any does, and of captured tensors that require grad; what became of
+    the arguments, of captured tensors such as buffers, and of the default generator.
+
+    Laws: where the second function is a region, its outputs and its gradients under
+    "backward" and "grad" are compared with those of the first under `.backward()` to the
+    last bit, unless memory shared among arguments and outputs makes autograd sum outside
+    of it (law 1); everything else by the defaults of `torch.testing.assert_close`.
+
+    Args:
+        f: the function to agree with; pytrees in, pytrees out.
+        g: the one to judge.
+        transforms: names such as "backward", "grad", "vjp", "jvp", "vmap", "jacrev",
+            "jacfwd", "hessian", "linearize", "functional_call" (modules only, innermost),
+            and compositions of any depth: "vmap(grad)". None means the single ones and
+            eleven compositions of two.
+        cotangents: (index of an output, output) -> the cotangent of its shape under
+            "backward", None for none; random and contiguous by default.
+        exact: whether bits are compared where law 1 promises them; None means where `g`
+            is a region.
+
+    Returns:
+        A function of the arguments of a call, which returns an `Equivalence`: what was
+        compared, and which transforms are excused because `f` itself raises there.
+
+    Raises:
+        NotEquivalentError: by the returned function, an AssertionError that names the
+            transform, the output or argument, the first element that differs, both
+            values, and the largest difference; also if only `g` raises, or if `f`
+            supports none of the transforms.
+        ValueError: if a name is no transform.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.testing import assert_equivalent
+        >>> f = lambda x: {"y": x.sin().exp()}
+        >>> check = assert_equivalent(f, remat(f), transforms=["backward", "vmap(grad)"])
+        >>> print(check(torch.ones(3)))
+        equivalent under backward, vmap(grad)
+    """
+    names = tuple(USUAL if transforms is None else transforms)
+    parsed = {name: parse(name) for name in names}
+    regions = (_api.Region, _api.BoundRegion, _api.RematModule)
+    is_exact = isinstance(g, regions) if exact is None else exact
+
+    def compare(*args: Any, **kwargs: Any) -> Equivalence:
+        pair = _Pair(f, g, Arguments.of(f, args, kwargs), cotangents, is_exact)
+        compared: list[str] = []
+        excused: list[Excuse] = []
+        for name, parts in parsed.items():
+            excuse = pair.compare(name, parts)
+            if excuse is None:
+                compared.append(name)
+            else:
+                excused.append(Excuse(name, excuse))
+        if not compared:
+            raise _nothing_compared(excused)
+        return Equivalence(tuple(compared), tuple(excused))
+
+    return compare
+
+
+def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
+    reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
+    return NotEquivalentError(
+        explain(
+            where="assert_equivalent",
+            what="nothing was compared: the first function supports none of the "
+            f"transforms ({reasons or 'there were none'}).",
+            why="Two functions are not equivalent for want of a comparison.",
+            do="Name a transform that the first function supports.",
+        )
+    )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Result:
+    """One run of one function under one transform.
+
+    Attributes:
+        values: what it gave.
+        labels: what to call them.
+        exact: for each, whether bits are compared.
+        rest: the structure of the output and its leaves that are no tensors.
+        after: what became of arguments and captured state.
+    """
+
+    values: tuple[Tensor | None, ...]
+    labels: tuple[str, ...]
+    exact: tuple[bool, ...]
+    rest: tuple[Any, ...]
+    after: dict[str, Tensor]
+
+
+@final
+class _Pair:
+    """Two functions and one call."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        g: Callable[..., Any],
+        arguments: Arguments,
+        cotangents: Cotangents,
+        exact: bool,
+    ) -> None:
+        self.f, self.g = f, g
+        self.arguments = arguments
+        self.cotangents = cotangents
+        self.exact = exact
+        tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+        self.state = State((f, g), {each.device for each in tensors})
+
+    def compare(self, name: str, parts: tuple[str, ...]) -> str | None:
+        """Compares under one transform; answers why not, if `f` does not support it."""
+        reference = parts
+        cotangents = self.cotangents
+        if self.exact and parts == ("grad",):
+            # Law 1 compares with plain autograd, not with torch.func.grad.
+            reference, cotangents = ("backward", "of grad"), contiguous_cotangents
+        try:
+            expected = self._run(self.f, reference, cotangents)
+        except UNSUPPORTED as error:
+            return f"{type(error).__name__}: {_first_line(error)}"
+        try:
+            found = self._run(self.g, parts, cotangents)
+        except UNSUPPORTED as error:
+            raise _only_second(name, error) from error
+        _require_equal(expected, found, f"under {name}")
+        return None
+
+    def _run(
+        self, function: Callable[..., Any], parts: tuple[str, ...], given: Cotangents
+    ) -> _Result:
+        leaves = self.arguments.copied()
+        flattened = Flattened(function, self.arguments, leaves)
+        with self.state.kept():
+            if parts[-1] == "functional_call":
+                result = self._functional(flattened, parts[:-1])
+            elif parts == ("grad",):
+                result = self._gradients_of_grad(flattened)
+            elif parts[0] == "backward":
+                result = self._backward(flattened, parts[1:], given)
+            else:
+                result = self._transformed(flattened, parts)
+            after = self.state.seen(function)
+            named = zip(self.arguments.labels, leaves, strict=True)
+            after |= {
+                f"argument `{label}`": leaf.detach().clone()
+                for label, leaf in named
+                if isinstance(leaf, Tensor)
+            }
+            return dataclasses.replace(result, after=after)
+
+    def _backward(
+        self, flattened: Flattened, inner: tuple[str, ...], cotangents: Cotangents
+    ) -> _Result:
+        """Outputs, and gradients by plain autograd, of captured tensors too."""
+        is_of_grad = inner == ("of grad",)
+        inner = () if is_of_grad else inner
+        leaves = self.arguments.copied() if inner else flattened.leaves
+        flattened.leaves = leaves
+        wanted = [leaves[place].requires_grad_() for place in self.arguments.wanted]
+        reached = {k: t for k, t in self._captured(flattened.function).items()}
+        operands = [*wanted, *reached.values()]
+        outputs = apply(inner, flattened)(*wanted)
+        found = gradients(outputs, operands, cotangents)
+        bits = self.exact and not inner
+        alone = bits and _share_nothing([*operands, *outputs])
+        labels = [*self.arguments.wanted_labels, *reached]
+        names = _numbered(len(outputs)) if inner else flattened.labels
+        if is_of_grad:
+            count = len(wanted)
+            values = tuple(
+                torch.zeros_like(leaf) if each is None else each
+                for leaf, each in zip(wanted, found, strict=False)
+            )
+            return _Result(
+                values, _gradients_of(labels[:count]), (alone,) * count, (), {}
+            )
+        return _Result(
+            (*_detached(outputs), *found),
+            (*names, *_gradients_of(labels)),
+            (*(bits for _ in outputs), *(alone for _ in found)),
+            () if inner else (flattened.spec, flattened.statics),
+            {},
+        )
+
+    def _captured(self, function: Callable[..., Any]) -> dict[str, Tensor]:
+        """The tensors beyond the arguments that want a gradient, as `f` calls them."""
+        own = captured(function)
+        return {
+            label: own.get(label, tensor)
+            for label, tensor in captured(self.f).items()
+            if tensor.requires_grad
+        }
+
+    def _gradients_of_grad(self, flattened: Flattened) -> _Result:
+        wanted = [flattened.leaves[place] for place in self.arguments.wanted]
+        found = apply(("grad",), flattened)(*wanted)
+        labels = _gradients_of(self.arguments.wanted_labels)
+        return _Result(_detached(found), labels, (self.exact,) * len(found), (), {})
+
+    def _transformed(self, flattened: Flattened, parts: tuple[str, ...]) -> _Result:
+        wanted = [flattened.leaves[place] for place in self.arguments.wanted]
+        return _close(apply(parts, flattened)(*wanted))
+
+    def _functional(self, flattened: Flattened, parts: tuple[str, ...]) -> _Result:
+        module = flattened.function
+        if not isinstance(module, nn.Module):
+            raise TypeError("functional_call takes modules")
+        named = dict(module.named_parameters())
+        given = [parameter.detach().clone() for parameter in named.values()]
+        given += [flattened.leaves[place] for place in self.arguments.wanted]
+        flat: Flat = flattened.with_parameters(tuple(named))
+        return _close(apply(parts, flat)(*given))
+
+
+def _close(found: Sequence[Tensor | None]) -> _Result:
+    count = len(found)
+    return _Result(_detached(found), _numbered(count), (False,) * count, (), {})
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"tensor {index} of the result" for index in range(count))
+
+
+def _gradients_of(labels: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"the gradient of {label}" for label in labels)
+
+
+def _detached(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(each if each is None else each.detach() for each in tensors)
+
+
+def _share_nothing(tensors: Sequence[Tensor | None]) -> bool:
+    keys = [_compat.storage_key(each) for each in tensors if each is not None]
+    return len({*keys}) == len(keys)
+
+
+def _require_equal(one: _Result, other: _Result, where: str) -> None:
+    if one.rest != other.rest or len(one.values) != len(other.values):
+        raise NotEquivalentError(
+            explain(
+                where=f"{where}, the structure of the outputs",
+                what=f"is {one.rest} in the first function and {other.rest} in the "
+                "second.",
+                why="Both must return the same pytree, with the same leaves that are no "
+                "tensors.",
+                do="Return the same from both.",
+            )
+        )
+    rows = zip(one.values, other.values, one.labels, one.exact, strict=True)
+    for expected, found, label, exact in rows:
+        require_same(expected, found, label, where, exact=exact)
+    for label in one.after.keys() & other.after.keys():
+        what = f"{label} after the call"
+        require_same(one.after[label], other.after[label], what, where, exact=True)
+
+
+def _only_second(name: str, error: Exception) -> NotEquivalentError:
+    return NotEquivalentError(
+        explain(
+            where=f"under {name}",
+            what=f"only the second function raises {type(error).__name__}: "
+            f"{_first_line(error)}",
+            why="The first one gives a result there.",
+            do="See the error from which this one is raised.",
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

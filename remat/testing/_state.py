@@ -1,0 +1,66 @@
+"""What a function may change beyond its arguments: captured tensors and generators."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _captures, _compat
+
+
+def captured(function: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that a function reaches, by their path in words."""
+    survey = _captures.survey((inspect.unwrap(function),))
+    return {
+        paths[0].label: paths[0].owner.content[paths[0].step]
+        for paths in survey.tensors.values()
+    }
+
+
+@final
+class State:
+    """The state from which every run starts: what `functions` reach, and the generators.
+
+    It is read by the same walk by which a region finds what it captures, so that it
+    leaves out what a region could not know either.
+    """
+
+    def __init__(
+        self, functions: Iterable[Callable[..., Any]], devices: set[torch.device]
+    ) -> None:
+        self._functions = [*map(inspect.unwrap, functions)]
+        self._survey = _captures.survey(tuple(self._functions))
+        self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
+        self._devices = [each for each in devices if each.type != "cpu"]
+        self._cpu = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Inside, the state may change; afterwards it is what it was."""
+        with torch.random.fork_rng(self._devices, device_type=self._device_type):
+            torch.set_rng_state(self._cpu)
+            try:
+                yield
+            finally:
+                self._restore()
+
+    @property
+    def _device_type(self) -> str:
+        return self._devices[0].type if self._devices else "cuda"
+
+    def _restore(self) -> None:
+        self._survey.restore()
+        with torch.no_grad():
+            for tensor, numbers in self._numbers:
+                if not _compat.same_bits(tensor.detach(), numbers):
+                    tensor.copy_(numbers)
+
+    def seen(self, function: Callable[..., Any]) -> dict[str, Tensor]:
+        """What the captured tensors and the generator are now."""
+        found = {k: tensor.detach().clone() for k, tensor in captured(function).items()}
+        return found | {"the default generator": torch.get_rng_state()}

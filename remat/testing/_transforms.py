@@ -1,0 +1,259 @@
+"""Transforms by name, each from a function of tensors to a function of the same tensors.
+
+That makes them compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. What
+needs more than the tensors is made from them: `vmap` stacks three different copies of each,
+`jvp` moves along their cosines. What would grow too large is cut down: `jacrev` takes three
+random sums of the outputs, `jacfwd` and `hessian` three random directions of the arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Flat = Callable[..., tuple[Tensor | None, ...]]
+Cotangents = Callable[[int, Tensor], Tensor | None]
+_NUM_DIRECTIONS = 3
+
+
+def is_differentiable(leaf: object) -> bool:
+    """Whether a leaf is a tensor that can carry a gradient."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def scattered_like(tensor: Tensor, seed: int) -> Tensor:
+    """Contiguous numbers from -1 to 1 without a pattern, the same at every call.
+
+    They come from no generator: inside of vmap torch would refuse one.
+    """
+    places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    angles = ((places + 1) * 12.9898 + seed * 78.233).reshape(tensor.shape)
+    if tensor.is_complex():
+        return torch.complex(angles.sin(), angles.cos()).to(tensor.dtype)
+    return angles.sin().to(tensor.dtype)
+
+
+def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
+    """A cotangent without a pattern for output number `index`."""
+    return scattered_like(output, 1009 + index)
+
+
+def _floating(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = tuple(
+            out for out in f(*tensors) if out is not None and is_differentiable(out)
+        )
+        if not found:
+            raise ValueError("no output can be differentiated")
+        return found
+
+    return run
+
+
+def _weighted(outputs: Sequence[Tensor], seed: int) -> Tensor:
+    terms: list[Tensor] = []
+    for index, out in enumerate(outputs):
+        term = (out * scattered_like(out, seed + index)).sum()
+        terms.append((term.real if term.is_complex() else term).to(torch.float64))
+    return torch.stack(terms).sum()
+
+
+def _loss(f: Flat) -> Callable[..., Tensor]:
+    return lambda *tensors: _weighted(_floating(f)(*tensors), 1009)
+
+
+def _sums(f: Flat) -> Callable[..., Tensor]:
+    def run(*tensors: Tensor) -> Tensor:
+        outputs = _floating(f)(*tensors)
+        seeds = range(2003, 2003 + _NUM_DIRECTIONS)
+        return torch.stack([_weighted(outputs, 100 * seed) for seed in seeds])
+
+    return run
+
+
+def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
+    """`f` as a function of how far each random direction is gone, and where it starts."""
+
+    def run(steps: Tensor) -> Any:
+        moved: list[Tensor] = []
+        for place, tensor in enumerate(tensors):
+            seeds = range(31 * place + 1, 31 * place + 1 + _NUM_DIRECTIONS)
+            directions = [scattered_like(tensor, seed) for seed in seeds]
+            parts = [
+                step.to(tensor.dtype) * direction
+                for step, direction in zip(steps.unbind(), directions, strict=True)
+            ]
+            moved.append(tensor + torch.stack(parts).sum(0))
+        return f(*moved)
+
+    return run, tensors[0].new_zeros(_NUM_DIRECTIONS, dtype=torch.float64)
+
+
+def _grad(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.grad(_loss(f), tuple(range(len(tensors))))(*tensors)
+
+    return run
+
+
+def _vjp(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, pull = torch.func.vjp(_floating(f), *tensors)
+        given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
+        return (*outputs, *pull(tuple(given)))
+
+    return run
+
+
+def _jvp(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        tangents = tuple(tensor.cos() for tensor in tensors)
+        outputs, pushed = torch.func.jvp(_floating(f), tensors, tangents)
+        return (*outputs, *pushed)
+
+    return run
+
+
+def _linearize(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, push = torch.func.linearize(_floating(f), *tensors)
+        return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
+
+    return run
+
+
+def _vmap(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+        batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
+        return torch.func.vmap(f, randomness="different")(*batches)
+
+    return run
+
+
+def _jacrev(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.jacrev(_sums(f), tuple(range(len(tensors))))(*tensors)
+
+    return run
+
+
+def _jacfwd(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        moved, start = _along(_floating(f), tensors)
+        return torch.func.jacfwd(moved)(start)
+
+    return run
+
+
+def _hessian(f: Flat) -> Flat:
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        moved, start = _along(_loss(f), tensors)
+        return (torch.func.hessian(moved)(start),)
+
+    return run
+
+
+def _backward(f: Flat) -> Flat:
+    """The gradients by plain autograd, of which gradients may be taken."""
+
+    def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [each if each.requires_grad else each.requires_grad_() for each in tensors]
+        return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
+
+    return run
+
+
+def gradients(
+    outputs: Sequence[Tensor | None],
+    wanted: Sequence[Tensor],
+    cotangents: Cotangents,
+    *,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of some tensors by plain autograd; None where none flows."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for index, output in enumerate(outputs):
+        if output is not None and output.requires_grad:
+            cotangent = cotangents(index, output)
+            pairs += [] if cotangent is None else [(output, cotangent)]
+    if not pairs or not wanted:
+        return (None,) * len(wanted)
+    roots, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        roots, wanted, given, allow_unused=True, create_graph=create_graph
+    )
+
+
+_RULES: dict[str, Callable[[Flat], Flat]] = {
+    "backward": _backward,
+    "grad": _grad,
+    "vjp": _vjp,
+    "jvp": _jvp,
+    "vmap": _vmap,
+    "jacrev": _jacrev,
+    "jacfwd": _jacfwd,
+    "hessian": _hessian,
+    "linearize": _linearize,
+}
+
+#: Single transforms.
+TRANSFORMS = tuple(_RULES)
+
+_OUTER = ("backward", "grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd")
+_INNER = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd")
+
+#: Compositions of two.
+COMPOSITIONS = (
+    "backward(backward)",
+    *(f"{outer}({inner})" for outer, inner in itertools.product(_OUTER, _INNER)),
+)
+
+_FEW = ("grad", "jvp", "vmap")
+
+#: What `assert_equivalent` compares if it is not told.
+USUAL = (
+    *TRANSFORMS,
+    "backward(backward)",
+    "backward(vmap)",
+    *(f"{outer}({inner})" for outer, inner in itertools.product(_FEW, _FEW)),
+)
+
+
+def parse(name: str) -> tuple[str, ...]:
+    """The transforms in a name, the outermost first.
+
+    Raises:
+        ValueError: if a part of the name is no transform, or not in this place.
+    """
+    parts = tuple(name.replace(" ", "").rstrip(")").split("("))
+    known = (*TRANSFORMS, "functional_call")
+    for place, part in enumerate(parts):
+        if part not in known or not re.fullmatch(r"[^()]+(\([^()]+)*\)*", name):
+            raise ValueError(
+                f"the transform {name!r}: {part!r} is none that assert_equivalent knows. "
+                f"They are {', '.join(known)}, and compositions, outermost first: "
+                "'vmap(grad)'."
+            )
+        if part == "backward" and any(outer != part for outer in parts[:place]):
+            raise ValueError(
+                f"the transform {name!r}: plain autograd does not run inside of "
+                "torch.func. Write 'backward' outermost: 'backward(vmap)'."
+            )
+        if part == "functional_call" and place != len(parts) - 1:
+            raise ValueError(
+                f"the transform {name!r}: functional_call replaces the parameters of "
+                "the module itself. Write it innermost: 'grad(functional_call)'."
+            )
+    return parts
+
+
+def apply(parts: Sequence[str], f: Flat) -> Flat:
+    """The function transformed, the last part first."""
+    for part in reversed(parts):
+        f = _RULES[part](f)
+    return f

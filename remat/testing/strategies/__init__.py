@@ -1,0 +1,32 @@
+"""Hypothesis strategies: random functions, tensors, cotangents, policies, transforms.
+
+A random function is a frozen value that prints as Python; a failing test prints it. This
+module needs hypothesis: `pip install 'remat[testing]'`.
+"""
+
+from remat.testing.strategies._cotangents import Cotangents, cotangents
+from remat.testing.strategies._policies import policies
+from remat.testing.strategies._program import Program
+from remat.testing.strategies._programs import programs
+from remat.testing.strategies._tensors import (
+    TensorSpec,
+    dtypes,
+    normal,
+    shapes,
+    tensors,
+)
+from remat.testing.strategies._transforms import transforms
+
+__all__ = [
+    "Cotangents",
+    "Program",
+    "TensorSpec",
+    "cotangents",
+    "dtypes",
+    "normal",
+    "policies",
+    "programs",
+    "shapes",
+    "tensors",
+    "transforms",
+]

@@ -1,0 +1,256 @@
+"""A random function as a frozen value: it can be called, compared, and read as Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import linecache
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import remat._api
+from remat import _names, policies
+from remat.policies import AbstractPolicy
+from remat.testing.strategies._operators import Statement
+from remat.testing.strategies._tensors import TensorSpec, normal
+
+_FILE = "program.py"
+
+# What a function may reach beyond its arguments: the name, and the code that makes it for
+# rows of a given width. Modules begin with numbers that are no draws.
+GLOBALS: dict[str, str] = {
+    "SCALE": "normal(1, {width}, seed=101).requires_grad_()",
+    "TABLE": '{{"w": normal({width}, seed=102).requires_grad_()}}',
+    "ALPHA": "0.5",
+    "LAYER": "torch.nn.LayerNorm({width}, eps=0.1, dtype=torch.float64)",
+    "NORM": "torch.nn.BatchNorm1d({width}, eps=0.1, dtype=torch.float64)",
+}
+CELLS = {"shift": "normal(1, {width}, seed=103).requires_grad_()"}
+CAPTURED_OPERANDS = ("SCALE", "shift", 'TABLE["w"]', "LAYER.weight")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One statement with its operands filled in.
+
+    Attributes:
+        statement: which kind.
+        operands: the expressions that it reads.
+        out: the variable that it makes.
+        other: the second one, "" if there is none.
+        name: what `checkpoint_name` calls the value.
+    """
+
+    statement: Statement
+    operands: tuple[str, ...]
+    out: str
+    other: str = ""
+    name: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Its text."""
+        return [
+            line.format(*self.operands, out=self.out, other=self.other, name=self.name)
+            for line in self.statement.lines
+        ]
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The variables that it makes."""
+        return (self.out, self.other) if self.other else (self.out,)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """A region inside: the steps from `start` up to `stop`, under a policy of their own."""
+
+    start: int
+    stop: int
+    policy: AbstractPolicy
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Program:
+    """A straight-line function of tensors; its `repr` is its source, and runs.
+
+    Calling it runs it without any region. The lines that errors and residuals name are
+    those of the `repr`, which is also what a failing test prints.
+
+    Attributes:
+        arguments: what it is called with.
+        steps: its statements.
+        outputs: the variables that it returns.
+        inner: regions inside it, in order and apart.
+
+    Example:
+        >>> from remat import remat
+        >>> from remat.testing.strategies import Program, TensorSpec
+        >>> program = Program((TensorSpec((2, 2)),), (), ("x0",))
+        >>> program
+        def fun(x0):
+            return x0
+        <BLANKLINE>
+        arguments = (normal(2, 2),)
+        >>> [y] = program(*program.make_arguments()),
+        >>> y.shape
+        torch.Size([2, 2])
+    """
+
+    arguments: tuple[TensorSpec, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    inner: tuple[Inner, ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function without its inner regions."""
+        return self.plain(*args)
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The function without its inner regions; it shares captures with `fun`."""
+        return self._built["plain"]
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        """The function with its inner regions, always the same object."""
+        return self._built["fun"]
+
+    def make_arguments(self) -> tuple[Tensor, ...]:
+        """The arguments, fresh."""
+        return tuple(spec.make() for spec in self.arguments)
+
+    def change_globals(self) -> None:
+        """Assigns other values to the globals that the function names."""
+        width = self.arguments[0].shape[-1]
+        others: dict[str, Any] = {
+            "ALPHA": 0.75,
+            "SCALE": normal(1, width, seed=201).requires_grad_(),
+        }
+        for name in self._used(others):
+            self._built[name] = others[name]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of which kinds its statements are; see `Statement`."""
+        return frozenset(step.statement.kind for step in self.steps)
+
+    def __repr__(self) -> str:
+        """The source, with everything that it captures and is called with."""
+        return self._source(with_regions=True)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # By this hook of IPython's hypothesis lets values print themselves.
+        printer.text(repr(self))
+
+    @functools.cached_property
+    def _built(self) -> dict[str, Any]:
+        namespace: dict[str, Any] = {
+            **{name: getattr(policies, name) for name in policies.__all__},
+            "__name__": "program",
+            "torch": torch,
+            "F": F,
+            "normal": normal,
+            "remat": remat._api.remat,
+            "checkpoint_name": _names.checkpoint_name,
+        }
+        plain = self._source(with_regions=False)
+        exec(compile(plain, _FILE, "exec"), namespace)
+        made = namespace["fun"]
+        # The second time captures stay, so that both functions share them.
+        found = {name: namespace[name] for name in self._used(GLOBALS)}
+        cells = _cells_of(made)
+        source = self._source(with_regions=True)
+        linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
+        exec(compile(source, _FILE, "exec"), namespace)
+        namespace.update(found)
+        if "make" in namespace:
+            namespace["fun"] = namespace["make"](**cells)
+        namespace["plain"] = made
+        return namespace
+
+    def _used(self, names: Iterable[str]) -> list[str]:
+        text = "\n".join(line for step in self.steps for line in step.lines)
+        return [name for name in names if re.search(rf"\b{name}\b", text)]
+
+    def _source(self, *, with_regions: bool) -> str:
+        width = self.arguments[0].shape[-1]
+        head = [f"{k} = {GLOBALS[k].format(width=width)}" for k in self._used(GLOBALS)]
+        cells = self._used(CELLS)
+        body = [*self._inner_source(with_regions), *self._fun_source()]
+        if cells or self.inner:
+            made = ", ".join(f"{k}={CELLS[k].format(width=width)}" for k in cells)
+            body = [f"def make({', '.join(cells)}):", *_indented(body)]
+            body += ["    return fun", "", f"fun = make({made})"]
+        tail = [f"arguments = {self.arguments!r}"]
+        return "\n".join([*head, *([""] if head else []), *body, "", *tail])
+
+    def _inner_source(self, with_regions: bool) -> Iterator[str]:
+        draws = ', rng="preserve"' if "draw" in self.kinds else ""
+        for number, inner in enumerate(self.inner):
+            decorator = f"@remat(policy={inner.policy!r}{draws})"
+            yield decorator if with_regions else "# plain"
+            takes, gives = self._interface(inner)
+            yield f"def inner{number}({', '.join(takes)}):"
+            yield from _indented(self._lines(inner.start, inner.stop))
+            yield f"    return {', '.join(gives)}"
+            yield ""
+
+    def _fun_source(self) -> Iterator[str]:
+        parameters = ", ".join(f"x{place}" for place in range(len(self.arguments)))
+        yield f"def fun({parameters}):"
+        done = 0
+        for number, inner in enumerate(self.inner):
+            yield from _indented(self._lines(done, inner.start))
+            takes, gives = map(", ".join, self._interface(inner))
+            yield f"    {gives} = inner{number}({takes})"
+            done = inner.stop
+        yield from _indented(self._lines(done, len(self.steps)))
+        yield f"    return {', '.join(self.outputs)}"
+
+    def _lines(self, start: int, stop: int) -> list[str]:
+        return [line for step in self.steps[start:stop] for line in step.lines]
+
+    def _interface(self, inner: Inner) -> tuple[list[str], list[str]]:
+        """What a region inside takes and gives."""
+        inside = self.steps[inner.start : inner.stop]
+        after = self.steps[inner.stop :]
+        made = {name for step in inside for name in step.makes}
+        read = dict.fromkeys(name for step in inside for name in step.operands)
+        wanted = {name for step in after for name in step.operands} | {*self.outputs}
+        takes = [name for name in read if is_local(name) and name not in made]
+        return takes, [k for step in inside for k in step.makes if k in wanted]
+
+    def gives(self, inner: Inner) -> bool:
+        """Whether anything outside reads what a region inside would make."""
+        return bool(self._interface(inner)[1])
+
+
+def is_local(operand: str) -> bool:
+    """Whether an operand is an argument or a variable, not captured."""
+    return operand[0] in "xv"
+
+
+def _cells_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The captured tensors in a generated function and in the ones that it calls."""
+    found: dict[str, Any] = {}
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        if name in CELLS:
+            found[name] = cell.cell_contents
+        else:
+            found |= _cells_of(cell.cell_contents)
+    return found
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [textwrap.indent(line, "    ") for line in lines]

@@ -1,0 +1,124 @@
+"""Tensors as frozen values: shape, strides, dtype and seed, printed as Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat.testing.strategies._hypothesis import st
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A contiguous standard normal tensor, the same at every call and for every dtype.
+
+    Example:
+        >>> from remat.testing.strategies import normal
+        >>> bool((normal(2, 3) == normal(2, 3)).all())
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return wide.to(dtype)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    return shape, ""
+
+
+def _transposed(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    return (*shape[:-2], shape[-1], shape[-2]), ".mT"
+
+
+def _expanded(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    return (1, *shape[1:]), f".expand({', '.join(map(str, shape))})"
+
+
+def _sliced(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    return (*shape[:-1], 2 * shape[-1]), "[..., ::2]"
+
+
+def _offset(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    return (shape[0] + 1, *shape[1:]), "[1:]"
+
+
+# How a tensor lies in memory: the shape to make, and the view of it to take.
+_LAYOUTS = {
+    "contiguous": _contiguous,
+    "transposed": _transposed,
+    "expanded": _expanded,
+    "sliced": _sliced,
+    "offset": _offset,
+}
+_NUM_DIMS = {"contiguous": 0, "transposed": 2}
+LAYOUTS = tuple(_LAYOUTS)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class TensorSpec:
+    """A tensor that can be made again and again, with the same numbers.
+
+    Attributes:
+        shape: the sizes of its dimensions.
+        layout: how it lies in memory, one of `LAYOUTS`.
+        dtype: a floating dtype.
+        seed: which numbers it holds.
+        requires_grad: whether it is a leaf that wants a gradient.
+    """
+
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    requires_grad: bool = False
+
+    def make(self) -> Tensor:
+        """The tensor, fresh."""
+        return eval(repr(self), {"normal": normal, "torch": torch})
+
+    def __repr__(self) -> str:
+        """The code that makes the tensor."""
+        base, view = _LAYOUTS[self.layout](self.shape)
+        arguments = [*map(str, base)]
+        arguments += [f"seed={self.seed}"] if self.seed else []
+        arguments += [f"dtype={self.dtype}"] if self.dtype != torch.float64 else []
+        gradient = ".requires_grad_()" if self.requires_grad else ""
+        return f"normal({', '.join(arguments)}){view}{gradient}"
+
+
+def shapes(
+    *, min_dims: int = 2, max_dims: int = 2, max_size: int = 3
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes with sizes from 1 to `max_size`; they shrink to few and small dimensions."""
+    sizes = st.integers(1, max_size)
+    return st.lists(sizes, min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """Real floating dtypes, the widest first."""
+    return st.sampled_from(
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    )
+
+
+def layouts(shape: Sequence[int]) -> st.SearchStrategy[str]:
+    """How a tensor of this shape may lie in memory, contiguous first."""
+    return st.sampled_from([k for k in LAYOUTS if _NUM_DIMS.get(k, 1) <= len(shape)])
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> TensorSpec:
+    """Tensors of any layout, of one shape or of any; call `.make()` for the tensor."""
+    if shape is None:
+        shape = draw(shapes(min_dims=0, max_dims=3))
+    return TensorSpec(shape, draw(layouts(shape)), dtype, seed)
