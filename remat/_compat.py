@@ -704,7 +704,8 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     bits = [
-        each.contiguous().flatten().view(torch.uint8)
+        # A column of one row is contiguous in torch's eyes, whatever its stride.
+        each.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for each in (first, second)
         if each.numel()
     ]
