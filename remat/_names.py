@@ -7,6 +7,9 @@ trace ever runs.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Generator
 from typing import TypeVar
 
 import torch
@@ -25,6 +28,23 @@ def _mark_nothing(value: torch.Tensor, name: str) -> None:
 _compat.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
 MARK = torch.ops.remat.mark.default
 _compat.keep_in_traces(MARK)
+
+
+class _Thread(threading.local):
+    marks = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def marking() -> Generator[None]:
+    """Inside, names are marked outside of traces too, for whoever records operators."""
+    before, _thread.marks = _thread.marks, True
+    try:
+        yield
+    finally:
+        _thread.marks = before
 
 
 def checkpoint_name(x: _T, name: str) -> _T:
@@ -63,7 +83,7 @@ def checkpoint_name(x: _T, name: str) -> _T:
             f"checkpoint_name(x, name) takes a string as name, not {name!r}. "
             "The value comes first: checkpoint_name(x, 'hidden')."
         )
-    if _compat.proxy_is_active():
+    if _compat.proxy_is_active() or _thread.marks:
         for tensor in _compat.tensor_leaves(x):
             mark(tensor, name)
     return x

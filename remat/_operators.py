@@ -74,12 +74,15 @@ def viewed(value: Step) -> int | None:
     op = value.op
     if not isinstance(op, _compat.OpOverload) or not value.args:
         return None
-    if op in _HIDDEN_VIEWS or _returns_view(op):
+    if returns_view(op):
         return getattr(value.args[0], "index", None)
     return None
 
 
-def _returns_view(op: Any) -> bool:
+def returns_view(op: Any) -> bool:
+    """Whether what an operator returns shares storage with what it takes."""
+    if op in _HIDDEN_VIEWS:
+        return True
     returned = _compat.schema_of(op).returns
     return bool(returned) and all(
         each.alias_info is not None and not each.alias_info.is_write

@@ -1,0 +1,216 @@
+"""Where two computations part: their operators recorded, matched by value, compared.
+
+Both run for real, forward and plain backward, and every result of an ATen operator is
+kept. Operators are matched by name, shape and bits, not by position: a region drops views
+and dead work, recomputes, and replaces in-place operators by pure ones. What finds no
+partner on either side, under the same operator and shape, is where they part. This is the
+search of `diff` for values in place of lines, without its order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _names, _operators as operators
+from remat._lines import user_line
+from remat.testing._calls import Arguments, Flattened
+from remat.testing._compare import Gap, same_bits
+from remat.testing._state import State, captured
+from remat.testing._transforms import contiguous_cotangents, gradients
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """The first value that differs.
+
+    Attributes:
+        phase: "forward" or "backward".
+        op: the operator that makes it, "aten.sin"; "" where all operators agree, and only
+            what became of their results differs.
+        name: what `checkpoint_name` calls it, or which result it is; "" if nothing does.
+        source: the line "file.py:7" of the first function that makes it; "" in the
+            backward, whose operators have no line.
+        gap: how the two values differ; None if one of them is missing.
+    """
+
+    phase: str
+    op: str
+    name: str
+    source: str
+    gap: Gap | None
+
+    def __str__(self) -> str:
+        """One sentence."""
+        name = f' "{self.name}"' if self.name and self.op else self.name
+        line = f" at {self.source}" if self.source else ""
+        where = f"the first difference is in the {self.phase}: {self.op}{name}{line}"
+        return f"{where}: {self.gap or 'one of them is missing.'}"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """One result of one operator."""
+
+    phase: str
+    op: str
+    source: str
+    value: Tensor
+    names: list[str]
+
+    @property
+    def key(self) -> Hashable:
+        """What two steps must share to be compared."""
+        return self.phase, self.op, self.value.shape, self.value.dtype
+
+
+@final
+class _Recorder(_compat.TorchDispatchMode):
+    """Keeps a copy of what each operator on real tensors returns, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.phase = "forward"
+        self._latest: dict[int, _Step] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _names.MARK:
+            step = self._latest.get(_compat.storage_key(args[0]))
+            if step is not None and args[1] not in step.names:
+                step.names.append(args[1])
+        elif not operators.returns_view(func) and func not in operators.TRANSPARENT:
+            source = user_line() if self.phase == "forward" else ""
+            # An in-place operator is compared with the pure one that stands for it.
+            op = operators.short_name(func).rstrip("_")
+            for tensor in _compat.tensor_leaves(result):
+                self._keep(op, source, tensor)
+        return result
+
+    def _keep(self, op: str, source: str, tensor: Tensor) -> None:
+        if _compat.is_fake(tensor) or tensor.layout != torch.strided:
+            return
+        value = _compat.unwrapped(tensor).detach().clone()
+        step = _Step(self.phase, op, source, value, [])
+        self.steps.append(step)
+        self._latest[_compat.storage_key(tensor)] = step
+
+
+def first_difference(
+    f: Callable[..., Any], g: Callable[..., Any]
+) -> Callable[..., Difference | None]:
+    """Finds the first operator whose result differs, bit by bit, in two functions.
+
+    Both run once, forward and `.backward()` with fixed cotangents, on copies of the
+    arguments and from one state of the generators and captured tensors, which is restored.
+
+    It sees operators below autograd that run on real tensors. It does not see inside of
+    an operator, nor under `torch.func` transforms. An operator that only one of the two
+    runs is passed over: where they part in one, the first operator downstream that both
+    run is named. It holds a copy of every value that either computes.
+
+    Args:
+        f: the function to agree with; the names and lines in the answer are its own.
+        g: the one to judge, say a region of `f`.
+
+    Returns:
+        A function of the arguments of a call, which returns a `Difference`, or None if
+        all outputs and gradients agree to the last bit.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name
+        >>> from remat.testing import first_difference
+        >>> f = lambda x: checkpoint_name(x.sin() * 2.0, "doubled").exp()
+        >>> g = lambda x: checkpoint_name(x.sin() * 2.5, "doubled").exp()
+        >>> difference = first_difference(f, g)(torch.ones(3))
+        >>> difference.op, difference.name
+        ('aten.mul', 'doubled')
+    """
+
+    def compare(*args: Any, **kwargs: Any) -> Difference | None:
+        arguments = Arguments.of(f, args, kwargs)
+        tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+        state = State((f, g), {each.device for each in tensors})
+        wanted = [label for label, t in captured(f).items() if t.requires_grad]
+        one, results = _record(f, arguments, state, wanted)
+        other, found = _record(g, arguments, state, wanted)
+        if all(_agree(results.get(k), found.get(k)) for k in results | found):
+            return None
+        return _first_unmatched(one, other) or _first_result(results, found)
+
+    return compare
+
+
+_Results = dict[str, Tensor | None]
+
+
+def _record(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    state: State,
+    captures: Iterable[str],
+) -> tuple[list[_Step], _Results]:
+    leaves = arguments.copied()
+    flattened = Flattened(function, arguments, leaves)
+    wanted = [leaves[place].requires_grad_() for place in arguments.wanted]
+    with state.kept(), _names.marking(), _Recorder() as recorder:
+        reached = captured(function)
+        labels = [k for k in captures if k in reached]
+        outputs = flattened(*wanted)
+        recorder.phase = "backward"
+        operands = [*wanted, *(reached[label] for label in labels)]
+        found = gradients(outputs, operands, contiguous_cotangents)
+    names = [f"the gradient of {k}" for k in (*arguments.wanted_labels, *labels)]
+    results: _Results = dict(zip(flattened.labels, outputs, strict=True))
+    return recorder.steps, results | dict(zip(names, found, strict=True))
+
+
+def _agree(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return same_bits(one, other)
+
+
+def _first_unmatched(one: list[_Step], other: list[_Step]) -> Difference | None:
+    """The first step of one whose bits no step of the other has, and that step's rival."""
+    pool: dict[Hashable, list[_Step]] = {}
+    for step in other:
+        pool.setdefault(step.key, []).append(step)
+    unmatched: list[_Step] = []
+    for step in one:
+        rivals = pool.get(step.key, [])
+        equal = next((k for k in rivals if same_bits(k.value, step.value)), None)
+        if equal is None:
+            unmatched.append(step)
+        else:
+            rivals.remove(equal)
+    for step in unmatched:
+        for rival in pool.get(step.key, []):
+            return Difference(
+                step.phase,
+                step.op,
+                ", ".join(step.names),
+                step.source,
+                Gap.between(step.value, rival.value),
+            )
+    return None
+
+
+def _first_result(results: _Results, found: _Results) -> Difference:
+    label = next(k for k in results | found if not _agree(results.get(k), found.get(k)))
+    one, other = results.get(label), found.get(label)
+    phase = "backward" if label.startswith("the gradient") else "forward"
+    gap = None
+    if one is not None and other is not None and one.shape == other.shape:
+        gap = Gap.between(one, other)
+    return Difference(phase, "", label, "", gap)
