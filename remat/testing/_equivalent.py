@@ -187,13 +187,13 @@ class _Pair:
 
     def compare(self, name: str, parts: tuple[str, ...]) -> str | None:
         """Compares under one transform; answers why not, if `f` does not support it."""
-        reference = parts
         cotangents = self.cotangents
-        if self.exact and parts == ("grad",):
-            # Law 1 compares with plain autograd, not with torch.func.grad.
-            reference, cotangents = ("backward", "of grad"), contiguous_cotangents
         try:
-            expected = self._run(self.f, reference, cotangents)
+            expected = self._run(self.f, parts, cotangents)
+            if self.exact and parts == ("grad",):
+                # Law 1 compares with plain autograd, not with torch.func.grad.
+                backward = ("backward", "of grad")
+                expected = self._run(self.f, backward, contiguous_cotangents)
         except UNSUPPORTED as error:
             return f"{type(error).__name__}: {_first_line(error)}"
         try:
