@@ -37,14 +37,14 @@ def bindings_of(graph: Graph) -> dict[int, Callable[..., Any]]:
 def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     reads = list(refs((value.args, value.kwargs)))
     metas = [graph.values[index].meta for index in reads]
-    if not isinstance(value.op, _compat.OpOverload) or value.op.namespace != "aten":
+    own: Any = value.op
+    if not isinstance(own, _compat.OpOverload) or own.namespace != "aten":
         return None
     if not metas or not all(isinstance(meta, TensorMeta) for meta in metas):
         return None
     stand_ins = dict(zip(reads, map(_stand_in, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
-    wanted = operators.arguments(value.op, tuple(args), dict(kwargs))
-    own: Any = value.op
+    wanted = operators.arguments(own, tuple(args), dict(kwargs))
     op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
     for binding in _compat.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))

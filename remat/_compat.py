@@ -57,6 +57,7 @@ disable_modes = _disable_current_modes
 _functorch_c: Any = functorch_c
 _forward_ad: Any = forward_ad
 _transforms: Any = eager_transforms
+_torch: Any = torch
 
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
@@ -448,9 +449,9 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Tensor) -> list[Tensor | None]:
-        torch._enable_functionalization(reapply_views=True)
+        _torch._enable_functionalization(reapply_views=True)
         try:
-            wrapped = [torch._to_functional_tensor(each) for each in args]
+            wrapped = [_torch._to_functional_tensor(each) for each in args]
             outputs = [
                 None if each is None else _from_functional(each)
                 for each in function(*wrapped)
@@ -461,16 +462,16 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
                     given.copy_(changed)
             return outputs
         finally:
-            torch._disable_functionalization()
+            _torch._disable_functionalization()
 
     return run
 
 
 def _from_functional(tensor: Tensor) -> Tensor:
-    if not torch._is_functional_tensor(tensor):
+    if not _torch._is_functional_tensor(tensor):
         return tensor
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor)
+    _torch._sync(tensor)
+    return _torch._from_functional_tensor(tensor)
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:

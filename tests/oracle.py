@@ -106,7 +106,9 @@ class Oracle:
 
     def walk(self) -> tuple[dict[object, set[str]], Counter[str]]:
         """The names of what is saved, by class, and the operators that run again."""
-        wanted = [k for v in self.used & {*self.makers} for k in self._reads(self.makers[v])]
+        wanted = [
+            k for v in self.used & {*self.makers} for k in self._reads(self.makers[v])
+        ]
         saved: dict[object, set[str]] = {}
         again: dict[str, str] = {}
         while wanted:

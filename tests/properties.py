@@ -5,6 +5,7 @@
 
 import dataclasses
 import warnings
+from typing import Any
 
 from hypothesis import settings, strategies as st
 
@@ -54,7 +55,7 @@ def check(case):
     """A region is its function, saves what it must, and sees what changes around it."""
     program = case.program
     rng = "preserve" if "draw" in program.kinds else None
-    region = remat(program.fun, policy=case.policy, rng=rng)
+    region: Any = remat(program.fun, policy=case.policy, rng=rng)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -117,8 +117,12 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _differs(label: str, where: str, what: str, exact: bool) -> NotEquivalentError:
-    why = "They should agree to the last bit." if exact else (
-        "They should agree to rounding, by the defaults of torch.testing.assert_close."
+    why = (
+        "They should agree to the last bit."
+        if exact
+        else (
+            "They should agree to rounding, by the defaults of torch.testing.assert_close."
+        )
     )
     return NotEquivalentError(
         explain(

@@ -75,7 +75,7 @@ class _Recorder(_compat.TorchDispatchMode):
     """Keeps a copy of what each operator on real tensors returns, views left out."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.steps: list[_Step] = []
         self.phase = "forward"
         self._latest: dict[int, _Step] = {}

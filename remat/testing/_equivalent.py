@@ -235,7 +235,7 @@ class _Pair:
         leaves = self.arguments.copied() if inner else flattened.leaves
         flattened.leaves = leaves
         wanted = [leaves[place].requires_grad_() for place in self.arguments.wanted]
-        reached = {k: t for k, t in self._captured(flattened.function).items()}
+        reached = dict(self._captured(flattened.function))
         operands = [*wanted, *reached.values()]
         outputs = apply(inner, flattened)(*wanted)
         found = gradients(outputs, operands, cotangents)

@@ -16,10 +16,11 @@ from remat import _captures, _compat
 def captured(function: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that a function reaches, by their path in words."""
     survey = _captures.survey((inspect.unwrap(function),))
-    return {
+    found: dict[str, Any] = {
         paths[0].label: paths[0].owner.content[paths[0].step]
         for paths in survey.tensors.values()
     }
+    return found
 
 
 @final
@@ -42,7 +43,7 @@ class State:
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Inside, the state may change; afterwards it is what it was."""
-        with torch.random.fork_rng(self._devices, device_type=self._device_type):
+        with torch.random.fork_rng(self._devices, device_type=self._device_type):  # pyright: ignore[reportUnknownMemberType]
             torch.set_rng_state(self._cpu)
             try:
                 yield

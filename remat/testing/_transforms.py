@@ -103,7 +103,8 @@ def _grad(f: Flat) -> Flat:
 
 def _vjp(f: Flat) -> Flat:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, pull = torch.func.vjp(_floating(f), *tensors)
+        made: Any = torch.func.vjp(_floating(f), *tensors)
+        outputs, pull = made
         given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
         return (*outputs, *pull(tuple(given)))
 
@@ -113,7 +114,8 @@ def _vjp(f: Flat) -> Flat:
 def _jvp(f: Flat) -> Flat:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         tangents = tuple(tensor.cos() for tensor in tensors)
-        outputs, pushed = torch.func.jvp(_floating(f), tensors, tangents)
+        made: Any = torch.func.jvp(_floating(f), tensors, tangents)
+        outputs, pushed = made
         return (*outputs, *pushed)
 
     return run
@@ -162,7 +164,9 @@ def _backward(f: Flat) -> Flat:
     """The gradients by plain autograd, of which gradients may be taken."""
 
     def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [each if each.requires_grad else each.requires_grad_() for each in tensors]
+        wanted = [
+            each if each.requires_grad else each.requires_grad_() for each in tensors
+        ]
         return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
 
     return run

@@ -90,9 +90,7 @@ class Case(NamedTuple):
 def operators(match: str = "*") -> list[OpInfo]:
     """The differentiable entries of `op_db`, one for each name and variant."""
     return [
-        op
-        for op in op_db
-        if dtype_of(op) is not None and fnmatch(full_name(op), match)
+        op for op in op_db if dtype_of(op) is not None and fnmatch(full_name(op), match)
     ]
 
 
@@ -112,7 +110,7 @@ def dtype_of(op: OpInfo) -> torch.dtype | None:
 def seed_all() -> None:
     """Puts every generator that makers of samples and operators draw from to one state."""
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - torch's makers draw from numpy's global generator
+    np.random.seed(0)
     torch.manual_seed(0)
 
 

@@ -77,7 +77,9 @@ _PRODUCTS = {
     "einsum": ('{out} = torch.einsum("ab,cb->ca", {0}, {1}) / 2',),
 }
 _MANY_OUTPUTS = {
-    "var_mean": ("{out}, {other} = torch.var_mean({0}, 0, correction=0, keepdim=True)",),
+    "var_mean": (
+        "{out}, {other} = torch.var_mean({0}, 0, correction=0, keepdim=True)",
+    ),
     "chunk": ("{out}, {other} = torch.cat([{0}, {1}], -1).sin().chunk(2, -1)",),
     "split": ("{out}, {other} = torch.cat([{0}, {0}.cos()]).split({0}.shape[0])",),
     "unbind": ("{out}, {other} = torch.stack([{0}, {0}.cos()], 1).unbind(1)",),
@@ -126,11 +128,7 @@ _STATE = {"batch_norm": ("{out} = NORM({0})",)}
 GROUPS: dict[str, tuple[Statement, ...]] = {
     kind: tuple(Statement(name, lines, kind) for name, lines in table.items())
     for kind, table in {
-        "plain": _POINTWISE
-        | _REDUCTIONS
-        | _PRODUCTS
-        | _MANY_OUTPUTS
-        | _VIEWS,
+        "plain": _POINTWISE | _REDUCTIONS | _PRODUCTS | _MANY_OUTPUTS | _VIEWS,
         "in place": _IN_PLACE,
         "capture": _CAPTURES,
         "draw": _DRAWS,

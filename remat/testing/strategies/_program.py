@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import remat._api
-from remat import _names, policies
+from remat import _api, _names, policies
 from remat.policies import AbstractPolicy
 from remat.testing.strategies._operators import Statement
 from remat.testing.strategies._tensors import TensorSpec, normal
@@ -160,7 +159,7 @@ class Program:
             "torch": torch,
             "F": F,
             "normal": normal,
-            "remat": remat._api.remat,
+            "remat": _api.remat,
             "checkpoint_name": _names.checkpoint_name,
         }
         plain = self._source(with_regions=False)

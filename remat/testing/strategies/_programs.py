@@ -108,7 +108,7 @@ class _Writer:
     def _runs(self, step: Step) -> bool:
         values = dict(self.values)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
                 exec("\n".join(step.lines), values)
         except _REFUSED:
             return False
