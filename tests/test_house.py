@@ -37,7 +37,7 @@ LAYERS = (
     ("_rerun", "_entry"),
     ("_advice", "_residuals", "_options"),
     ("_api",),
-    ("reporting",),
+    ("reporting", "testing"),
     ("__init__",),
     ("__main__",),
 )
