@@ -19,6 +19,8 @@ from tests.support import assert_bitwise, assert_close, held_bytes, seeded
 pytestmark = [
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 POLICIES: dict[str, Any] = {
