@@ -326,9 +326,9 @@ class _Run:
         self, running: _Running, request: Request, operands: tuple[Tensor, ...]
     ) -> list[Tensor | None]:
         with _UserCalls(running), _compat.lifted_function_apply(lift):
-            returned = [
-                out if out is None else lift(out) for out in request.function(operands)
-            ]
+            results = request.function(operands)
+        # Outside of the mode, which would take the lift's own work for the user's.
+        returned = [out if out is None else lift(out) for out in results]
         self.num_returned = len(returned)
         self.chosen = _choose([*operands, *running.leaves], returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]

@@ -12,7 +12,7 @@ from remat import policies
 from remat.policies import Save
 from remat.testing.strategies import Program
 from remat.testing.strategies._operators import SIMPLE
-from remat.testing.strategies._program import Step, is_local
+from remat.testing.strategies._program import Step
 
 #: What the derivative of each operator reads; the others are aliases and read nothing.
 READS = {
@@ -123,7 +123,3 @@ class Oracle:
                 wanted += self.makers[value].operands
         return saved, Counter(again.values())
 
-
-def captures(program: Program) -> bool:
-    """Whether the function reads tensors beyond its arguments."""
-    return not all(is_local(k) for step in program.steps for k in step.operands)

@@ -139,6 +139,11 @@ class Program:
             self._built[name] = others[name]
 
     @property
+    def captures(self) -> tuple[str, ...]:
+        """The names of the tensors, modules and numbers that it reaches."""
+        return tuple(self._used([*GLOBALS, *CELLS]))
+
+    @property
     def kinds(self) -> frozenset[str]:
         """Of which kinds its statements are; see `Statement`."""
         return frozenset(step.statement.kind for step in self.steps)
