@@ -25,7 +25,6 @@ _META = torch.device("meta")
 # Operators that take a slice, and where among their arguments its end is.
 _SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
 
-
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
@@ -119,7 +118,7 @@ class _Importer:
                 tensor = getattr(self.module, node.target)
                 self._add(node, operators.constant, (tensor,), {})
             elif node.op == "output":
-                outputs = tuple(self._resolve(each) for each in node.args[0])
+                outputs = tuple(map(self._output, self._resolve(node.args[0])))
             else:
                 self._call(node)
         return Imported(
@@ -129,6 +128,16 @@ class _Importer:
             tuple(sorted(self.mutations.items())),
             tuple(self.states),
         )
+
+    def _output(self, ref: Ref | None) -> Ref | None:
+        # Zeros without memory stay inside: forward mode cannot lay a tangent beside them.
+        if ref is None:
+            return None
+        value = self.values[ref.index]
+        if operators.short_name(value.op) != "aten._efficientzerotensor":
+            return ref
+        self.values.append(dataclasses.replace(value, op=_aten.zeros.default))
+        return Ref(len(self.values) - 1)
 
     def _input(self, node: fx.Node) -> None:
         self.env[node] = Ref(len(self.values))
@@ -162,6 +171,8 @@ class _Importer:
                 kwargs["device"] = node.meta["val"].device
             if target in _SLICES:
                 args = self._bounded(target, args)
+            if self._shares_evenly(target, args):
+                target, args = _aten.where.ScalarOther, (*args, 0.0)
             self._add(node, target, args, kwargs)
 
     def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -175,6 +186,24 @@ class _Importer:
         dim: int = args[place - 2]
         end = min(args[place], meta.shape[dim])
         return (*args[:place], end, *args[place + 1 :])
+
+    def _shares_evenly(self, target: Any, args: tuple[Any, ...]) -> bool:
+        """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.
+
+        Torch's formula for any tensor but a plain one on a CPU, and so in a trace. For that
+        one it fills zeros where the mask is set: other zeros, where the gradient is
+        negative, and no NaN, where it is infinite.
+        """
+        if target is not _aten.mul.Tensor or not all(isinstance(a, Ref) for a in args):
+            return False
+        mask, share = (self.values[ref.index] for ref in args)
+        if share.op is not _aten.div.Tensor or not isinstance(share.args[1], Ref):
+            return False
+        count = self.values[share.args[1].index]
+        is_own = count.op is _aten.sum.default and count.args == (args[0],)
+        meta = mask.meta
+        is_mask = isinstance(meta, TensorMeta) and meta.dtype == torch.bool
+        return is_own and is_mask and meta.device.type == "cpu"
 
     def _name(self, ref: Ref, name: str) -> None:
         value = self.values[ref.index]
