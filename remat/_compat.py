@@ -159,6 +159,23 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
     return True
 
 
+def write_back(tensor: Tensor, new: Tensor) -> None:
+    """Gives a tensor a new value, below the transforms that have not wrapped it.
+
+    As a kernel writes its statistics: torch.func would refuse an in-place operator on a
+    tensor from outside. Obsolete when it lets one through where no gradient flows.
+    """
+    active = current_interpreter()
+    if active is not None and active[0] in {"grad", "jvp"}:
+        level = active[1].level()
+        if level_of(tensor) < level:
+            with lowered(active[1]):
+                write_back(tensor, unwrap_at(new, level))
+            return
+    with torch.no_grad():
+        tensor.copy_(new)
+
+
 def dual_level_is_active() -> bool:
     """Whether a `torch.autograd.forward_ad.dual_level` is open."""
     return _forward_ad._current_level >= 0
@@ -389,18 +406,31 @@ def with_grad_mode(op: Any) -> Callable[..., Any]:
     return run
 
 
-_SHAPED: dict[Callable[..., Any], Callable[..., Any]] = {
+def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """index_fill by a mask. Torch's rule writes one example's value over the others."""
+    if not tensor.dim():
+        return value.clone()
+    mask = torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+    mask = mask.index_fill(0, index, True)
+    rest = tensor.dim() - dim % tensor.dim() - 1
+    return torch.where(mask.view(-1, *(1,) * rest), value, tensor)
+
+
+# Obsolete when views do not mind how examples lie in memory, and when torch's rule for
+# index_fill is right where the values are mapped and the tensor is not.
+_BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.index_fill.int_Tensor: _index_fill,
 }
 
 
 def batchable(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, or under vmap the one that does not mind how examples lie in memory."""
+    """The operator, or under vmap one that does the same for any layout of examples."""
     active = current_interpreter()
     if active is None or active[0] != "vmap":
         return op
-    return _SHAPED.get(op, op)
+    return _BATCHABLE.get(op, op)
 
 
 def draws_alike(interpreter: Any) -> bool:
