@@ -113,9 +113,8 @@ class Entry:
             # The backward must find what the forward found.
             given[index] = given[index].clone()
         returned, mutations = bind_all(call, given)
-        with torch.no_grad():
-            for index, new in zip(self.written, mutations, strict=True):
-                tensors[index].copy_(new)
+        for index, new in zip(self.written, mutations, strict=True):
+            _compat.write_back(tensors[index], new)
         return self.output.tree(self._with_buffers(roots, returned, tensors))
 
     def _with_buffers(

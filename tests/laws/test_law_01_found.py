@@ -181,3 +181,50 @@ def test_parts_of_an_unsafe_split_share_memory() -> None:
         return torch.unsafe_chunk(x, 2)
 
     assert_bitwise(grads(remat(parts), [seeded(4, 3)]), grads(parts, [seeded(4, 3)]))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("cotangent", [-2.0, float("inf")])
+def test_the_derivative_of_the_largest(name: str, cotangent: float) -> None:
+    """Zeros are zeros whatever their sign, or an infinite cotangent, would make of them."""
+    fun = getattr(torch, name)
+    args, cotangents = [seeded(3, 4).round()], [torch.tensor(cotangent).double()]
+
+    assert_bitwise(grads(remat(fun), args, cotangents), grads(fun, args, cotangents))
+
+
+@pytest.mark.contract
+def test_forward_mode_beside_a_gradient_that_is_zero() -> None:
+    """A formula's zeros without memory are given memory when they leave."""
+    x = seeded(3, 4)
+
+    assert_close(slope(remat(torch.sgn))(x), slope(torch.sgn)(x))
+
+
+@pytest.mark.contract
+def test_the_trace_of_each_example() -> None:
+    """A value for each example is filled in beside the values of the others."""
+    x = seeded(3, 4, 4)
+
+    def per_example(fun: Callable[..., Tensor]) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: fun(x).sin()))(x)
+
+    assert_close(per_example(remat(torch.trace)), per_example(torch.trace))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("derive", [second, slope])
+def test_statistics_from_outside_of_a_transform(derive: Callable[..., Any]) -> None:
+    """Running statistics that no transform has wrapped are written, and once."""
+    x = seeded(5, 3)
+
+    def after(wrap: Callable[..., Any]) -> tuple[Any, ...]:
+        mean, var = torch.zeros(3).double(), torch.ones(3).double()
+        norm = wrap(lambda x, m, v: F.batch_norm(x, m, v, training=True))
+        return derive(lambda x: norm(x, mean, var))(x), mean, var
+
+    def itself(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return fun
+
+    assert_close(after(remat), after(itself))
