@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from remat import _captures, _compat, _operators as operators
