@@ -14,7 +14,8 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
     x * bernoulli(key, x.shape, p=1 - rate) / (1 - rate), so that the mean is `x`.
 
     Laws: those of `remat.random`; the same numbers are dropped in every dtype. Where a
-    number is dropped, so are its derivatives, of any order; they draw the factor again. A rate of 0 returns `x` itself, and consumes no key.
+    number is dropped, so are its derivatives, of any order: they draw the factor again. A
+    rate of 0 returns `x` itself, and consumes no key.
 
     Args:
         key: a key, uint64 of shape (2,), on the device of `x`.

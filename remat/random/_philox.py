@@ -61,6 +61,25 @@ def _mix(product: Tensor, word: Tensor, key: Tensor, out: Tensor) -> None:
     out.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_LOW)
 
 
+def block(seed: int, offset: int) -> tuple[int, int, int, int]:
+    """One block of the stream of a seed, in Python's integers.
+
+    For a key or two this is a hundred times faster than tensors of one number.
+    """
+    c0, c1, c2, c3 = offset & _LOW, offset >> 32 & _LOW, 0, 0
+    k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (p1 >> 32) ^ c1 ^ k0,
+            p1 & _LOW,
+            (p0 >> 32) ^ c3 ^ k1,
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
 def blocks(keys: Tensor, first: int, count: int) -> Words:
     """Some consecutive blocks of four words from each stream.
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from remat.random._philox import Words, blocks
+from remat.random._philox import Words, block, blocks
 from remat.random._tiles import tiles
 
 _DIGITS = {
@@ -30,13 +31,25 @@ _DIGITS = {
     torch.bfloat16: 8,
 }
 _STEP = 2.0**-32
+_FEW_KEYS = 32  # a heuristic: from here on tensors are faster than Python
 
 
 def split(keys: Tensor, num: int) -> Tensor:
     """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
+    if keys.device.type == "cpu" and keys.shape[0] * num <= _FEW_KEYS:
+        return _split_few(keys, num)
     w0, w1, w2, w3 = blocks(keys.view(torch.int64), 0, num)
     pairs = (w0 | (w1 << 32), w2 | (w3 << 32))
     return torch.stack(pairs, dim=-1).view(torch.uint64)
+
+
+def _split_few(keys: Tensor, num: int) -> Tensor:
+    pairs: list[list[int]] = cast("Any", keys).tolist()
+    words = [
+        block(seed, offset + place) for seed, offset in pairs for place in range(num)
+    ]
+    derived = [(w0 | w1 << 32, w2 | w3 << 32) for w0, w1, w2, w3 in words]
+    return torch.tensor(derived, dtype=torch.uint64).view(-1, num, 2)
 
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:

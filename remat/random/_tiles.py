@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Blocks a piece. On a CPU eight int64 buffers of this length are 512 KiB: they stay in a
-# core's second-level cache, and the cost of calling an operator is small beside its work.
-# Other devices want long kernels. Both are heuristics.
+# Blocks a piece. On a CPU an int64 buffer of this length is 128 KiB: the six of the rounds
+# stay in a core's second-level cache, and calling an operator costs little beside its
+# work. Other devices want longer kernels. Both numbers are heuristics.
 _CPU_BLOCKS = 1 << 14
-_DEVICE_BLOCKS = 1 << 22
+_DEVICE_BLOCKS = 1 << 18
 
 Tile = tuple[slice, int, int]
 

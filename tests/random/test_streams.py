@@ -55,6 +55,17 @@ def test_the_rounds_give_the_published_vectors(
     assert tuple(int(word) for word in found) == known
 
 
+@pytest.mark.parametrize("offset", [0, 2**32 - 3, 2**64 - 2])
+@pytest.mark.parametrize("seed", [0, 2**63 + 12345])
+def test_few_keys_are_those_of_many(seed: int, offset: int) -> None:
+    """A key is the same, whether it is computed by Python or by tensors."""
+    keys = torch.tensor([[seed, offset]], dtype=torch.uint64)
+
+    few, many = _portable.split(keys, 5), _portable.split(keys, 100)
+
+    assert torch.equal(few, many[:, :5])
+
+
 def ours(implementation: Any) -> Any:
     """The draws of `remat.random` by one implementation, under torch's names."""
 
