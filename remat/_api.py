@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from remat import _captures, _compat, _rerun
 from remat._advice import advise
 from remat._entry import Entry, Options, make_entry
 from remat._errors import RematWarning, explain
+from remat._guards import Guard, is_simple
 from remat._numerics import Numerics
 from remat._options import (
     PolicyLike,
@@ -34,6 +35,7 @@ from remat._options import (
     statics_of,
 )
 from remat._program import Program
+from remat._region import Asked
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
 from remat._trace import is_running, lift
@@ -73,6 +75,7 @@ class _Cache:
     def clear(self) -> None:
         """Forgets all of them."""
         self.entries: dict[Hashable, list[Entry]] = {}
+        self.guards: list[_Known] = []
         self.hits = 0
         self.misses = 0
         self.statics_seen: dict[int, set[Hashable]] = {}
@@ -80,21 +83,77 @@ class _Cache:
     def find(self, key: Hashable, roots: tuple[object, ...]) -> _Found | None:
         """The first trace that holds for these roots, and its captured tensors."""
         entries = self.entries.get(key)
-        if entries is None:
+        return None if entries is None else _holding(entries, roots)
+
+    def recognize(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[_Known, tuple[Tensor, ...]] | None:
+        """Calls like this one, and its tensors, where nothing but grad mode is active."""
+        if not _compat.is_quiet():
             return None
-        for place, entry in enumerate(entries):
-            captured = entry.gather(roots)
-            if captured is not None:
+        for place, known in enumerate(self.guards):
+            tensors = known.guard.tensors(args, kwargs)
+            if tensors is not None:
                 if place:
-                    entries.insert(0, entries.pop(place))
-                return entry, captured
+                    # The next layer is called like this one.
+                    self.guards = [known, *_without(known, self.guards)]
+                return known, tensors
         return None
+
+    def learn(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        signature: Signature,
+        numerics: Numerics,
+    ) -> None:
+        """Recognizes calls like this one from now on, if it is one of the first kinds."""
+        entries = self.entries.get((signature.key, numerics))
+        if (
+            entries is not None
+            and len(self.guards) < _MOST_GUARDS
+            and all(known.entries is not entries for known in self.guards)
+            and signature.wants_gradient
+            and _compat.is_quiet()
+            and is_simple((args, kwargs))
+        ):
+            self.guards.append(_Known(Guard(args, kwargs), numerics, entries))
+
+
+class _Known(NamedTuple):
+    """Calls that are recognized: some tensor wants a gradient, no object is looked into.
+
+    Attributes:
+        guard: recognizes them.
+        numerics: the switches that were in force.
+        entries: their traces.
+    """
+
+    guard: Guard
+    numerics: Numerics
+    entries: list[Entry]
 
 
 _Found = tuple[Entry, tuple[Tensor, ...]]
+_MOST_GUARDS = 8  # a heuristic: each one that fails costs half a microsecond
 _caches: dict[Hashable, _Cache] = {}
 # One trace at a time: a trace patches the classes that it watches.
 _tracing = threading.RLock()
+
+
+def _holding(entries: list[Entry], roots: tuple[object, ...]) -> _Found | None:
+    """The first trace that holds, which is then the first of all."""
+    for place, entry in enumerate(entries):
+        captured = entry.gather(roots)
+        if captured is not None:
+            if place:
+                entries[:] = [entry, *_without(entry, entries)]
+            return entry, captured
+    return None
+
+
+def _without(one: object, things: Sequence[Any]) -> list[Any]:
+    return [each for each in things if each is not one]
 
 
 class _Switch(threading.local):
@@ -147,19 +206,38 @@ class Region(Generic[_P, _R]):
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs)
+        numerics = Numerics.current()
+        recognized = self._cache.recognize(args, kwargs)
+        if recognized is not None:
+            known, tensors = recognized
+            roots = (self._fun,)
+            found = _holding(known.entries, roots)
+            if found is not None and numerics == known.numerics:
+                self._cache.hits += 1
+                entry, captured = found
+                return entry.call_quietly(roots, (*tensors, *captured), numerics)
+        return self._call(args, kwargs, numerics)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numerics: Numerics
+    ) -> Any:
+        """A call that is not recognized: its signature is looked up, or traced."""
         signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
-        if not any(signature.requires_grad) and not _reaches_gradient(
-            self._cache, signature, roots
+        wants = signature.wants_gradient
+        if not wants and not _reaches_gradient(
+            self._cache, (signature.key, numerics), roots
         ):
             return self._fun(*args, **kwargs)
-        entry, captured = self._entry(signature, roots, args, kwargs)
-        tensors = (*signature.tensors, *captured)
+        entry, captured = self._entry(signature, roots, numerics, args, kwargs)
+        self._cache.learn(args, kwargs, signature, numerics)
+        tensors = [*signature.tensors, *captured]
         if is_running():
-            tensors = tuple(map(lift, tensors))
-        if not any(map(_compat.requires_grad_anywhere, tensors)):
+            tensors = list(map(lift, tensors))
+            wants = False
+        if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
             return self._fun(*args, **kwargs)
-        return entry.call(roots, tensors)
+        return entry.call(roots, tensors, numerics)
 
     @functools.cached_property
     def _cache(self) -> _Cache:
@@ -182,10 +260,10 @@ class Region(Generic[_P, _R]):
         self,
         signature: Signature,
         roots: tuple[object, ...],
+        numerics: Numerics,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _Found:
-        numerics = Numerics.current()
         cache = self._cache
         key = (signature.key, numerics)
         found = cache.find(key, roots)
@@ -300,7 +378,10 @@ class Region(Generic[_P, _R]):
         region = entry.region
         joint = region.joint(roots)
         wanted = tuple(meta.requires_grad for meta in region.operands)
-        derived = region.vjp(roots, joint.layout, wanted, len(joint.states))
+        num_states = len(joint.states)
+        layouts = tuple(meta and meta.layout for meta in joint.layout)
+        asked = Asked(layouts, wanted, num_states, Numerics.current())
+        derived = region.vjp(roots, asked)
         return (
             region.forward(roots, save=True).program,
             derived.forward(roots, save=False).program,
@@ -312,11 +393,12 @@ class Region(Generic[_P, _R]):
         """The trace of a call, without running it; for `saved_residuals`."""
         signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
-        if not any(signature.requires_grad) and not _reaches_gradient(
-            self._cache, signature, roots
+        numerics = Numerics.current()
+        if not signature.wants_gradient and not _reaches_gradient(
+            self._cache, (signature.key, numerics), roots
         ):
             signature = _all_wanted(signature)
-        return self._entry(signature, roots, args, kwargs)[0], roots
+        return self._entry(signature, roots, numerics, args, kwargs)[0], roots
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward; see there."""
@@ -444,11 +526,9 @@ def _gradients_are_on() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _reaches_gradient(
-    cache: _Cache, signature: Signature, roots: tuple[object, ...]
-) -> bool:
+def _reaches_gradient(cache: _Cache, key: Hashable, roots: tuple[object, ...]) -> bool:
     """Whether a captured tensor is to be differentiated."""
-    found = cache.find((signature.key, Numerics.current()), roots)
+    found = cache.find(key, roots)
     if found is not None:
         return any(map(_compat.requires_grad_anywhere, found[1]))
     reached = _captures.survey(roots).reached

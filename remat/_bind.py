@@ -12,6 +12,7 @@ when a backward runs applies to it too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -22,14 +23,18 @@ from torch.autograd import forward_ad
 from remat import _compat
 from remat._derived import Batch
 from remat._errors import SavedTensorModifiedError, explain
-from remat._graph import TensorMeta
+from remat._graph import TensorMeta, layout_of
+from remat._numerics import Numerics
 from remat._program import Program
-from remat._region import AnyRegion, Results, Roots
+from remat._region import AnyRegion, Asked, Forward, Results, Roots
 from remat._trace import View
 
 # Public, but torch has not annotated them.
 _unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 class Call(NamedTuple):
@@ -38,16 +43,18 @@ class Call(NamedTuple):
     Attributes:
         region: what is called: a `Region`, or one that runs again.
         roots: the function and the objects among its arguments.
+        numerics: the switches in force on this thread.
         labels: what messages call the operands.
     """
 
     region: AnyRegion
     roots: Roots
+    numerics: Numerics
     labels: tuple[str, ...] = ()
 
     def of(self, region: AnyRegion) -> Call:
         """The call of a region derived from this one's."""
-        return Call(region, self.roots, self.labels)
+        return self._replace(region=region)
 
 
 def bind(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -59,15 +66,16 @@ def bind_all(
     call: Call, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
-    if _compat.nothing_is_active() and not torch.is_grad_enabled():
-        # Most backwards: no rule applies, and nothing is recorded.
-        tensors = _compat.unwrap_dead(tensors)
-        results = call.region.forward(call.roots, False)(tensors)
+    if _compat.is_quiet():
+        forward = call.region.straight(call.roots, call.numerics)
+        if forward is not None and _is_differentiated(call, tensors):
+            return [*apply_straight(call, forward, tensors)], ()
+        results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
     views = call.region.views(call.roots)
     if views is None:
-        return list(results.outputs), results.mutations
+        return [*results.outputs], results.mutations
     operands = tensors[call.region.num_leading :]
     returned = [_make_view(view, results.outputs, operands) for view in views]
     return returned, results.mutations
@@ -117,18 +125,23 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         if is_dual and not _is_differentiated(call, tensors):
             primals = [pair.primal for pair in pairs]
             return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
-    skip = call.region.num_leading
-    operands = tensors[skip:]
+    return _run_quietly(call, tensors, save)
+
+
+def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    """Where nothing is to be done but to record a backward, if one is wanted."""
     if _is_differentiated(call, tensors):
+        skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
-        outputs = _compat.apply_plainly(_PlainFunction, ticket, *operands)
-        return ticket.redeem(outputs)
-    return call.region.forward(call.roots, save)(tensors)
+        return ticket.redeem(_apply_plainly(ticket, *tensors[skip:]))
+    return call.region.forward(call.roots, save)(tensors, call.numerics)
 
 
 def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
     operands = tensors[call.region.num_leading :]
-    return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+    return any(map(_requires_grad, operands))
 
 
 def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
@@ -255,6 +268,8 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 class _Ticket:
     """Carries a call into an `autograd.Function`, and out of it what is no output."""
 
+    __slots__ = ("call", "interpreter", "leading", "results")
+
     def __init__(self, call: Call, leading: Sequence[Tensor], interpreter: Any) -> None:
         self.call = call
         self.leading = leading
@@ -265,8 +280,9 @@ class _Ticket:
         """Runs the forward below the function's level."""
         interpreter = self.interpreter
         if interpreter is None:
-            region, roots = self.call.region, self.call.roots
-            self.results = region.forward(roots, True)([*self.leading, *operands])
+            region, roots, numerics, _ = self.call
+            forward = region.forward(roots, True)
+            self.results = forward([*self.leading, *operands], numerics)
         else:
             level = interpreter.level()
             below = [_compat.unwrap_at(tensor, level) for tensor in operands]
@@ -289,10 +305,8 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
         outputs = [_compat.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
     ctx.call = call
-    ctx.num_operands = len(operands)
-    ctx.num_saved = len(own)
     ctx.num_states = len(results.states)
-    ctx.save_for_backward(*operands, *own, *results.states)
+    ctx.save_for_backward(*own, *operands, *results.states)
     ctx.set_materialize_grads(False)
     if ticket.interpreter is None and _compat.dual_level_is_active():
         ctx.for_jvp = (call, operands, results.states, len(outputs))
@@ -304,31 +318,34 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = _saved(ctx)
     call: Call = ctx.call
-    operands, saved, states = _unpack(ctx)
-    wanted = tuple(ctx.needs_input_grad[1:])
-    layout = tuple(
-        None if each is None else TensorMeta.of(each, requires_grad=False)
-        for each in cotangents
+    wanted = ctx.needs_input_grad[1:]
+    numerics = Numerics.current()
+    layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
+    derived = call.region.vjp(
+        call.roots, Asked(layouts, wanted, ctx.num_states, numerics)
     )
-    derived = call.region.vjp(call.roots, layout, wanted, len(states))
     present = [each for each in cotangents if each is not None]
-    found = iter(bind(call.of(derived), [*saved, *operands, *states, *present]))
-    return (None, *(next(found) if each else None for each in wanted))
+    if derived.program is None or torch.is_grad_enabled() or not _compat.is_quiet():
+        below = Call(derived, call.roots, numerics, call.labels)
+        found = bind(below, [*saved, *present])
+    else:
+        found = derived.program([*saved, *present])
+    if False not in wanted:
+        return (None, *found)
+    rest = iter(found)
+    return (None, *[next(rest) if each else None for each in wanted])
 
 
-def _unpack(
-    ctx: Any,
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """What the forward kept, in the order in which the backward reads it."""
     try:
-        tensors = ctx.saved_tensors
+        return ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise _modified(ctx) from error
-    first = ctx.num_operands
-    last = first + ctx.num_saved
-    return tensors[:first], tensors[first:last], tensors[last:]
 
 
 def _modified(ctx: Any) -> SavedTensorModifiedError:
@@ -368,6 +385,38 @@ class _PlainFunction(torch.autograd.Function):
     forward = staticmethod(_forward)
     backward = staticmethod(_backward)
     jvp = staticmethod(_jvp)
+
+
+def _forward_straight(
+    ctx: Any, job: tuple[Call, Forward], *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """What `_forward` comes to where a program is all that runs."""
+    ctx.call, forward = job
+    num_outputs, _, num_saved, num_states = forward.shape
+    found = forward.program(operands)
+    last = num_outputs + num_saved
+    ctx.num_states = num_states
+    ctx.save_for_backward(*found[num_outputs:last], *operands, *found[last:])
+    ctx.set_materialize_grads(False)
+    return tuple(found[:num_outputs])
+
+
+class _StraightFunction(torch.autograd.Function):
+    """Plain autograd over one program."""
+
+    forward = staticmethod(_forward_straight)
+    backward = staticmethod(_backward)
+
+
+def apply_straight(
+    call: Call, forward: Forward, tensors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The outputs of a region that is `straight`, recorded by plain autograd."""
+    return _apply_straight((call, forward), *_compat.unwrap_dead(tensors))
+
+
+_apply_plainly = _compat.plain_apply(_PlainFunction)
+_apply_straight = _compat.plain_apply(_StraightFunction)
 
 
 class _LevelFunction(_compat.SingleLevelFunction):

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._C._functorch as functorch_c
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import (
     enable_single_level_autograd_function,
@@ -54,6 +54,7 @@ enable_single_level = enable_single_level_autograd_function
 disable_modes = _disable_current_modes
 
 # Parts of torch that it has not annotated.
+_guards: Any = importlib.import_module("torch._C._dynamo.guards")
 _functorch_c: Any = functorch_c
 _forward_ad: Any = forward_ad
 _transforms: Any = eager_transforms
@@ -254,36 +255,68 @@ def needs_all_tangents(names: Iterable[str]) -> bool:
     return any("_norm" in name for name in names)
 
 
-def numerics_switches() -> tuple[Any, ...]:
-    """Whether autocast caches, the default dtype, determinism, precision, attention kernels.
+def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
+    """The precision of float32 products, and which attention kernels may run.
 
-    The fields of `Numerics` after its first. Read in C, because each call of a region does,
-    three times faster than the public functions, which would do too.
+    Read in C, because each call of a region does, three times faster than the public
+    functions, which would do too.
     """
     return (
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-        ),
         torch._C._get_float32_matmul_precision(),
-        (
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
-        ),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
     )
 
 
-def apply_plainly(function: Any, *args: Any) -> Any:
-    """`function.apply(*args)` for a Function that no transform and no dead wrapper meets.
+def is_quiet() -> bool:
+    """Whether this thread has no transform, no forward mode and no dispatch mode."""
+    return (
+        _functorch_c.peek_interpreter_stack() is None
+        and _forward_ad._current_level < 0
+        and not is_watched()
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is neither wrapped by a transform nor of a foreign subclass."""
+    kinds = (Tensor, nn.Parameter, nn.Buffer)
+    return type(tensor) in kinds and not _functorch_c.is_functorch_wrapped_tensor(
+        tensor
+    )
+
+
+def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check that tensors have the metadata of these: type, layout, dtype, device, grad.
+
+    torch.compile's own guards, a tenth of the price of reading it in Python; they fail
+    where autocast or inference mode is another. Obsolete when torch has a public name.
+    """
+    guards = _guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+    return guards.check
+
+
+def state_guard() -> Callable[[], bool]:
+    """A check that this thread's autocast, default dtype and determinism are as now.
+
+    torch.compile's own guard, which looks at grad mode and the number of threads as well;
+    it is a fifth of the price of reading them. Obsolete when torch has a public name.
+    """
+    return _guards.GlobalStateGuard().check
+
+
+def plain_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply`, for where neither a transform nor a dead wrapper meets it.
 
     Leaves out the Python that looks for them. Obsolete when `Function.apply` is in C.
     """
     above: Any = super(torch.autograd.Function, function)
-    return above.apply(*args)
+    return above.apply
 
 
 def load_tracer() -> None:
@@ -367,10 +400,20 @@ def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphMod
     )(*args)
 
 
+def is_watched() -> bool:
+    """Whether a dispatch mode hears each operator on this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operator is other operators, on every device."""
+    composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.has_kernel_for_dispatch_key(composite)
+
+
 def proxy_is_active() -> bool:
     """Whether operators are being recorded on this thread by `make_fx`."""
-    is_any = torch._C._len_torch_dispatch_stack() > 0
-    return is_any and proxy_tensor.get_proxy_mode() is not None
+    return is_watched() and proxy_tensor.get_proxy_mode() is not None
 
 
 def active_graph() -> fx.Graph:

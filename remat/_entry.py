@@ -19,7 +19,7 @@ from typing import Any, final
 from torch import Tensor
 
 from remat import _captures, _compat, _operators as operators
-from remat._bind import Call, bind_all
+from remat._bind import Call, apply_straight, bind_all
 from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
@@ -89,8 +89,8 @@ class Entry:
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of these roots, None if the trace does not hold there."""
         tensors = self.covered.gather(roots)
-        if tensors is None:
-            return None
+        if not tensors:
+            return tensors
         for tensor, meta in zip(tensors, self.captured, strict=True):
             if (
                 tensor.shape != meta.shape
@@ -102,9 +102,19 @@ class Entry:
                 return None
         return tensors
 
-    def call(self, roots: Roots, tensors: Sequence[Tensor]) -> Any:
+    def call_quietly(
+        self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
+    ) -> Any:
+        """`call` where no transform and no mode is active, and a gradient is wanted."""
+        forward = None if self.written else self.region.straight(roots, numerics)
+        if forward is None:
+            return self.call(roots, tensors, numerics)
+        call = Call(self.region, roots, numerics, self.labels)
+        return self.output.tree(apply_straight(call, forward, tensors))
+
+    def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
-        call = Call(self.region, roots, self.labels)
+        call = Call(self.region, roots, numerics, self.labels)
         if not self.written:
             return self.output.tree(bind_all(call, tensors)[0])
         given = list(tensors)
@@ -119,7 +129,7 @@ class Entry:
     def _with_buffers(
         self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        views = self.region.views(roots)
+        views = self.region.every_view(roots)
         return [
             tensors[view.operand]
             if view.operand in self.written and view.path is None

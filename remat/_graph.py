@@ -56,6 +56,11 @@ class TensorMeta:
         )
 
     @property
+    def layout(self) -> Layout:
+        """All fields but the last; see `layout_of`."""
+        return (self.shape, self.stride, self.dtype, self.device)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the elements, were each stored once."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
@@ -68,6 +73,14 @@ class TensorMeta:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """The fields of a tensor's `TensorMeta` but the last, cheap to read and to hash."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 Meta = TensorMeta | tuple["TensorMeta | None", ...] | None

@@ -25,6 +25,7 @@ _META = torch.device("meta")
 # Operators that take a slice, and where among their arguments its end is.
 _SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
 
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:

@@ -8,8 +8,8 @@ attention kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,14 +39,29 @@ class Numerics(NamedTuple):
 
     @classmethod
     def current(cls) -> Numerics:
-        """What is in force on this thread."""
-        return cls._make((_autocast(), *_compat.numerics_switches()))
+        """What is in force on this thread; the same object as long as nothing changes."""
+        kernels = _compat.kernel_choices()
+        known = _known.get(torch.is_grad_enabled())
+        if known is not None and known[1] == kernels and known[0]():
+            return known[2]
+        precision, *switches = kernels
+        found = cls(
+            _autocast(),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            precision,
+            tuple(switches),
+        )
+        _known[torch.is_grad_enabled()] = (_compat.state_guard(), kernels, found)
+        return found
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether these switches are in force already, and autocast is off."""
-        found = Numerics.current()
-        return found == self and not found.autocast
+    def are_met_by(self, found: Numerics) -> bool:
+        """Whether a program of these switches computes the same where `found` is in force."""
+        return not found.autocast and (found is self or found[1:] == self[1:])
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
@@ -82,7 +97,7 @@ class Numerics(NamedTuple):
     def settled(self) -> Generator[None]:
         """Runs the body under these switches, autocast off: a program holds its casts."""
         found = Numerics.current()
-        if found == self and not found.autocast:
+        if self.are_met_by(found):
             yield
             return
         try:
@@ -106,6 +121,9 @@ class Numerics(NamedTuple):
             write(value)
 
 
+# By grad mode, which the guard looks at too: when it holds, the kernels that it goes with,
+# and what was found then.
+_known: dict[bool, tuple[Callable[[], bool], tuple[Any, ...], Numerics]] = {}
 _DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from remat import _compat, _import_fx, _names, _operators as operators, _rng
 from remat._bindings import bindings_of
+from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
 
 _SIMPLE = (bool, int, str, type(None))
@@ -43,7 +44,9 @@ class Program:
             with torch.no_grad():
                 return self.with_gradient(inputs)
         with _compat.below_autograd():
-            return self.with_gradient(inputs)
+            if _compat.is_watched():
+                return self.with_gradient(inputs)
+            return self._short(*inputs)
 
     def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs, differentiable operator by operator if the caller wants that."""
@@ -72,7 +75,15 @@ class Program:
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[Any]]:
-        writer = _Writer(self.graph, self.title, bindings_of(self.graph))
+        return self._compiled(self.graph)
+
+    @functools.cached_property
+    def _short(self) -> Callable[..., list[Any]]:
+        """The same in fewer calls, for where nobody listens for single operators."""
+        return self._compiled(fold(self.graph))
+
+    def _compiled(self, graph: Graph) -> Callable[..., list[Any]]:
+        writer = _Writer(graph, self.title, bindings_of(graph))
         namespace = dict(writer.bound)
         exec(compile(writer.text, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]

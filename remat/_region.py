@@ -25,7 +25,7 @@ from torch import Tensor
 from remat import _compat
 from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
 from remat._errors import RecomputationError, explain
-from remat._graph import Ref, TensorMeta
+from remat._graph import Layout, Ref, TensorMeta
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -44,8 +44,8 @@ from remat._trace import Flat, Joint, Request, View, record, trace, with_states
 from remat._verification import Verification, verification
 from remat.policies import AbstractPolicy, nothing_saveable
 
+_FORWARDS = ("forward", "forward that saves")
 Roots = tuple[object, ...]
-Layout = tuple[TensorMeta | None, ...]
 
 
 @final
@@ -71,6 +71,27 @@ class Function:
             return transform(build(roots))
 
         return dataclasses.replace(self, build=derived)
+
+
+class Asked(NamedTuple):
+    """Which backward of a region is meant; a tuple, because each backward hashes one.
+
+    Attributes:
+        layouts: of the cotangents, None for one that is missing.
+        wanted: which operands' gradients are wanted.
+        num_states: how many generator states the forward recorded.
+        numerics: the switches in force when the backward runs.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    wanted: tuple[bool, ...]
+    num_states: int
+    numerics: Numerics
+
+    @property
+    def cotangents(self) -> tuple[TensorMeta | None, ...]:
+        """The metadata of the cotangents."""
+        return tuple([each and TensorMeta(*each) for each in self.layouts])
 
 
 class Results(NamedTuple):
@@ -110,14 +131,18 @@ class Results(NamedTuple):
         flows: tuple[bool, ...] | None,
     ) -> Results:
         """The inverse of `flat` and `shape`."""
-        if shape[0] == len(tensors):
-            return cls(tensors, flows=flows)
-        parts: list[Sequence[Tensor]] = []
-        start = 0
-        for count in shape:
-            parts.append(tensors[start : start + count])
-            start += count
-        return cls(*parts, flows=flows)
+        first = shape[0]
+        if first == len(tensors):
+            return cls(tensors, (), (), (), flows)
+        second = first + shape[1]
+        third = second + shape[2]
+        return cls(
+            tensors[:first],
+            tensors[first:second],
+            tensors[second:third],
+            tensors[third:],
+            flows,
+        )
 
 
 @final
@@ -143,9 +168,21 @@ class Forward:
     untracked: tuple[int, ...] = ()
     verification: Verification | None = None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Results:
-        """Runs it on tensors that no transform has wrapped."""
-        if self.numerics.is_settled:
+    @property
+    def is_straight(self) -> bool:
+        """Whether a run under its own switches is a run of its program."""
+        return (
+            self.num_leading == 0
+            and self.shape[1] == 0
+            and self.flows is None
+            and not self.untracked
+            and self.verification is None
+            and not self.numerics.autocast
+        )
+
+    def __call__(self, tensors: Sequence[Tensor], numerics: Numerics) -> Results:
+        """Runs it on tensors that no transform has wrapped, where `numerics` is in force."""
+        if self.numerics.are_met_by(numerics):
             found = self._run(tensors)
         else:
             with self.numerics.settled():
@@ -197,14 +234,15 @@ class AnyRegion(Protocol):
     def num_leading(self) -> int: ...
     @property
     def keeps(self) -> bool: ...
+    @property
+    def program(self) -> Program | None: ...
+    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
     def views(self, roots: Roots) -> tuple[View, ...] | None: ...
     def num_draws(self, roots: Roots) -> int: ...
     def forward(
         self, roots: Roots, save: bool
-    ) -> Callable[[Sequence[Tensor]], Results]: ...
-    def vjp(
-        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...], num_states: int
-    ) -> AnyRegion: ...
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion: ...
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
@@ -243,6 +281,7 @@ class Region:
         self.policy = policy
         self.given = given
         self.states = states
+        self.program: Program | None = None
         self._made: dict[Any, Any] = {}
         if joints:
             self._made["joints"] = joints
@@ -272,7 +311,7 @@ class Region:
     def _trace(
         self,
         roots: Roots,
-        layout: Layout | None,
+        layout: tuple[TensorMeta | None, ...] | None,
         numerics: Numerics | None,
         *,
         gradients: bool = True,
@@ -313,7 +352,10 @@ class Region:
         """The forward, with or without handing out what the backward will read."""
         if self.given is not None:
             return self.given.forward
-        return self._once(("forward", save), lambda: self._forward(roots, save))
+        key = _FORWARDS[save]
+        return self._made.get(key) or self._once(
+            key, lambda: self._forward(roots, save)
+        )
 
     def _forward(self, roots: Roots, save: bool) -> Forward:
         saved = self.cut(roots).saved if save else ()
@@ -331,7 +373,7 @@ class Region:
             Program(graph, "forward"),
             shape,
             self.function.numerics,
-            flows=joint.differentiable,
+            flows=None if all(joint.differentiable) else joint.differentiable,
             untracked=untracked,
         )
 
@@ -345,9 +387,29 @@ class Region:
         """Whether the backward reads what the forward saved, not only its operands."""
         return self.given is None
 
-    def views(self, roots: Roots) -> tuple[View, ...]:
+    def views(self, roots: Roots) -> tuple[View, ...] | None:
+        """How what is returned is made; None where the outputs are it."""
+        found = self._made.get("views", ...)
+        if found is ...:
+            every = self.every_view(roots)
+            found = None if _are_outputs(every) else every
+            self._made["views"] = found
+        return found
+
+    def every_view(self, roots: Roots) -> tuple[View, ...]:
         """How what the function returns is made from the outputs and operands."""
         return self._light(roots).views if self.given is None else self.given.views
+
+    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None:
+        """The forward that saves, if to run its program is all that a call comes to."""
+        found = self._made.get("straight", ...)
+        if found is ...:
+            forward = self.forward(roots, save=True)
+            is_straight = forward.is_straight and self.views(roots) is None
+            found = self._made["straight"] = forward if is_straight else None
+        if found is None or not found.numerics.are_met_by(numerics):
+            return None
+        return found
 
     def num_draws(self, roots: Roots) -> int:
         """How many generator states the forward records."""
@@ -359,47 +421,37 @@ class Region:
         """Which of the tensors that the function returns are the outputs."""
         whole = {
             view.output: index
-            for index, view in reversed(list(enumerate(self.views(roots))))
+            for index, view in reversed(list(enumerate(self.every_view(roots))))
             if view.output is not None and view.path is None
         }
         if self.given is None:
             return self._light(roots).chosen
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
-    def vjp(
-        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...], num_states: int
-    ) -> Region:
-        """The region of the gradients of `wanted` operands, given these cotangents.
+    def vjp(self, roots: Roots, asked: Asked) -> Region:
+        """The region of the gradients of what is wanted.
 
-        Its operands: this region's, `num_states` generator states, the cotangents. What
-        this region saved comes before them.
+        Its operands: this region's, the generator states, the cotangents. What this
+        region saved comes before them.
         """
-        numerics = Numerics.current()
-        return self._once(
-            ("vjp", layout, wanted, num_states, numerics),
-            lambda: self._vjp(roots, layout, wanted, num_states, numerics),
+        return self._made.get(asked) or self._once(
+            asked, lambda: self._vjp(roots, asked)
         )
 
-    def _vjp(
-        self,
-        roots: Roots,
-        layout: Layout,
-        wanted: tuple[bool, ...],
-        num_states: int,
-        numerics: Numerics,
-    ) -> Region:
-        analysis, saved = self._backward_analysis(roots, layout, numerics)
+    def _vjp(self, roots: Roots, asked: Asked) -> Region:
+        cotangents, wanted = asked.cotangents, asked.wanted
+        analysis, saved = self._backward_analysis(roots, cotangents, asked.numerics)
         gradients = tuple(
             ref if each else None
             for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
         )
         found = cut(analysis, frozenset(saved), gradients)
-        asked = tuple(
+        handed_out = tuple(
             ref
             for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
             if each
         )
-        graph = backward_graph(analysis.joint, found, saved, asked)
+        graph = backward_graph(analysis.joint, found, saved, handed_out)
         unique, views = unique_outputs(graph, len(saved))
         forward = Forward(
             Program(unique, "backward"),
@@ -408,35 +460,48 @@ class Region:
             len(saved),
             verification=verification(analysis, saved) if self.verify else None,
         )
-        return Region(
-            self.function.derive(self._pullback(roots, layout, wanted)),
+        derived = Region(
+            self.function.derive(self._pullback(roots, cotangents, wanted)),
             (
                 *self.operands,
                 *_metas(analysis.joint.states, analysis),
-                *(_wanting(meta) for meta in layout if meta is not None),
+                *(_wanting(meta) for meta in cotangents if meta is not None),
             ),
             nothing_saveable,
             given=Given(forward, views),
-            states=self._states_after(num_states),
+            states=self._states_after(asked.num_states),
         )
+        if (
+            forward.verification is None
+            and forward.numerics.are_met_by(asked.numerics)
+            and _are_outputs(views)
+        ):
+            derived.program = forward.program
+        return derived
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
     def _pullback(
-        self, roots: Roots, layout: Layout, wanted: tuple[bool, ...]
+        self,
+        roots: Roots,
+        cotangents: Sequence[TensorMeta | None],
+        wanted: tuple[bool, ...],
     ) -> Callable[[Flat], Flat]:
         chosen = self.chosen(roots)
         pull = Pull(
-            tuple(chosen[k] for k, meta in enumerate(layout) if meta is not None),
+            tuple(chosen[k] for k, meta in enumerate(cotangents) if meta is not None),
             tuple(index for index, each in enumerate(wanted) if each),
             len(self.operands),
         )
         return lambda function: pullback(function, pull)
 
     def _backward_analysis(
-        self, roots: Roots, layout: Layout, numerics: Numerics
+        self,
+        roots: Roots,
+        cotangents: tuple[TensorMeta | None, ...],
+        numerics: Numerics,
     ) -> tuple[Analysis, tuple[int, ...]]:
         """The joint graph for these cotangents, and where in it the saved values are.
 
@@ -445,9 +510,9 @@ class Region:
         analysis, saved = self.analysis(roots), self.cut(roots).saved
         if numerics.autocast == ():
             for joint in self._joints(roots):
-                if joint.layout == layout:
+                if joint.layout == cotangents:
                     return dataclasses.replace(analysis, joint=joint), saved
-        again = analyze(self._trace(roots, layout, numerics)[0])
+        again = analyze(self._trace(roots, cotangents, numerics)[0])
         _require_same_forward(analysis, again)
         place = {index: rank for rank, index in enumerate(analysis.forward)}
         return again, tuple(again.forward[place[index]] for index in saved)
@@ -533,6 +598,11 @@ class Region:
             states=self.states,
         )
         return Batched(region, dims)
+
+
+def _are_outputs(views: Sequence[View]) -> bool:
+    outputs = [View(index, None, None, False) for index in range(len(views))]
+    return list(views) == outputs
 
 
 def _map_program(

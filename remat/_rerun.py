@@ -26,7 +26,7 @@ from remat._derived import Batch, Pull, mapped, pullback, pushforward
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
-from remat._region import Batched, Results, Roots
+from remat._region import Asked, Batched, Results, Roots
 from remat._trace import Flat, View
 
 
@@ -58,7 +58,7 @@ def call(
     state = _State(_buffers(survey, given), operands)
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))
     region = _Rerun(flat, flat, wanted, state)
-    return result.tree(bind(Call(region, (fun,)), operands))
+    return result.tree(bind(Call(region, (fun,), numerics), operands))
 
 
 def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
@@ -201,6 +201,15 @@ class _Rerun:
         """How what it returns is made from the outputs."""
         return self.returned
 
+    @property
+    def program(self) -> None:
+        """It has none."""
+        return
+
+    def straight(self, roots: Roots, numerics: Numerics) -> None:
+        """It has no program."""
+        return
+
     def num_draws(self, roots: Roots) -> int:
         """Generator states are kept aside."""
         return 0
@@ -212,10 +221,10 @@ class _Rerun:
 
     def forward(
         self, roots: Roots, save: bool
-    ) -> Callable[[Sequence[Tensor]], Results]:
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]:
         """Runs the function on tensors that no transform has wrapped."""
 
-        def run(tensors: Sequence[Tensor]) -> Results:
+        def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
             leaves = [
                 tensor.detach().requires_grad_(wanted)
                 for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
@@ -238,19 +247,15 @@ class _Rerun:
 
         return run
 
-    def vjp(
-        self,
-        roots: Roots,
-        layout: tuple[TensorMeta | None, ...],
-        wanted: tuple[bool, ...],
-        num_states: int,
-    ) -> _Rerun:
+    def vjp(self, roots: Roots, asked: Asked) -> _Rerun:
         """The region of the gradients; an operand that no output rests on has none."""
         reached = self.state.reached if self.function is self.run else None
-        asked = [index for index, each in enumerate(wanted) if each]
-        given = [index for index in asked if reached is None or reached[index]]
+        wanted = [index for index, each in enumerate(asked.wanted) if each]
+        given = [index for index in wanted if reached is None or reached[index]]
         pull = Pull(
-            tuple(index for index, meta in enumerate(layout) if meta is not None),
+            tuple(
+                index for index, meta in enumerate(asked.layouts) if meta is not None
+            ),
             tuple(given),
             len(self.requires_grad),
         )
@@ -261,7 +266,7 @@ class _Rerun:
             View(given.index(index), None, None, False)
             if index in given
             else View(None, None, None, True)
-            for index in asked
+            for index in wanted
         )
         return _Rerun(
             _zeros_for_none(first, pull),

@@ -13,7 +13,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -62,9 +62,7 @@ class Layout:
         return _compat.unflatten(leaves, self.spec)
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """One call, taken apart.
 
     Attributes:
@@ -72,14 +70,14 @@ class Signature:
         arguments: the call's (args, kwargs), static ones kept from being walked.
         tensors: the dynamic leaves.
         objects: the leaves that must be looked into.
-        requires_grad: for each tensor whether some level of reverse mode wants it.
+        wants_gradient: whether some level of reverse mode wants one of the tensors.
     """
 
     key: Hashable
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     tensors: tuple[Tensor, ...]
     objects: tuple[object, ...]
-    requires_grad: tuple[bool, ...]
+    wants_gradient: bool
 
     @property
     def layout(self) -> Layout:
@@ -97,8 +95,8 @@ class Signature:
     def metas(self) -> tuple[TensorMeta, ...]:
         """The metadata of the tensors."""
         return tuple(
-            TensorMeta.of(tensor, requires_grad=wanted)
-            for tensor, wanted in zip(self.tensors, self.requires_grad, strict=True)
+            TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+            for tensor in self.tensors
         )
 
 
@@ -127,52 +125,56 @@ def sign(
         args, kwargs = _wrapped(function, args, kwargs, statics)
     arguments = (args, dict(kwargs))
     leaves = _Leaves()
-    structure = leaves.read(arguments)
+    key = leaves.read(arguments)
     for leaf in leaves.objects:
         if type(leaf).__module__ == "numpy":
             flat = _compat.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
             raise _numpy(leaf, labels(function, args, kwargs)[index])
-    tensors = leaves.tensors
-    wanted = tuple(map(_compat.requires_grad_anywhere, tensors))
-    metas = tuple(
-        [(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    return Signature(
+        key,
+        arguments,
+        tuple(leaves.tensors),
+        tuple(leaves.objects),
+        leaves.wants_gradient,
     )
-    key = (structure, metas, wanted)
-    return Signature(key, arguments, tuple(tensors), tuple(leaves.objects), wanted)
 
 
 def _kind(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return TENSOR
-    return ROOT if _static_key(leaf) is None else STATIC
+    return ROOT if static_key(leaf) is None else STATIC
 
 
 @final
 class _Leaves:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
-    __slots__ = ("objects", "tensors")
+    __slots__ = ("objects", "tensors", "wants_gradient")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
+        self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
-        """What is equal for two pytrees whose tensors alone differ.
+        """What is equal for two pytrees that differ in nothing but tensors' numbers.
 
         The containers that calls are mostly made of are walked here, in a third of the
         time that torch's pytree takes; it walks the others.
         """
         if isinstance(tree, Tensor):
             self.tensors.append(tree)
-            return Tensor
+            wanted = tree.requires_grad or _compat.requires_grad_anywhere(tree)
+            if wanted:
+                self.wants_gradient = True
+            return (tree.shape, tree.stride(), tree.dtype, tree.device, wanted)
         kind = cast("type[Any]", type(tree))
         if kind is tuple or kind is list:
-            return (kind, *[self.read(item) for item in tree])
+            return (kind, *map(self.read, tree))
         if kind is dict:
-            return (dict, tuple(tree), *[self.read(item) for item in tree.values()])
-        key = _static_key(tree)
+            return (dict, tuple(tree), *map(self.read, tree.values()))
+        key = static_key(tree)
         return self._read_other(tree) if key is None else key
 
     def _read_other(self, tree: Any) -> Hashable:
@@ -180,7 +182,7 @@ class _Leaves:
         if len(leaves) == 1 and leaves[0] is tree:
             self.objects.append(tree)
             return cast("type[object]", type(tree))
-        return (spec, *[self.read(leaf) for leaf in leaves])
+        return (spec, *map(self.read, leaves))
 
 
 def _wrapped(
@@ -244,7 +246,7 @@ _BY_VALUE = frozenset(
 )
 
 
-def _static_key(leaf: object) -> Hashable | None:
+def static_key(leaf: object) -> Hashable | None:
     """What stands for a static leaf in the key; None if it must be looked into."""
     kind = type(leaf)
     if kind in (float, complex):
@@ -259,7 +261,7 @@ def _static_key(leaf: object) -> Hashable | None:
     if isinstance(leaf, slice):
         whole = cast("slice[Any, Any, Any]", leaf)
         parts = (whole.start, whole.stop, whole.step)
-        keys = [_static_key(part) for part in parts]
+        keys = [static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import _compat, remat
+from remat import _bind, remat
 from remat._graph import Ref, TensorMeta, prune
 from remat._program import Program
 from tests.benchmarks.blocks import Stack, block, peers, regions
@@ -50,12 +50,12 @@ def tiny() -> None:
     stack = Stack.make(blocks=8, batch=2, sequence=16, width=32)
     contenders = {"no remat": block, **regions(), **peers()}
     steps = {name: _bound(stack.backward, each) for name, each in contenders.items()}
-    times = interleaved(steps, 60)
+    times = interleaved(steps, 60, burst=4)
     title = "Tiny blocks (8 of width 32, sequence 16, batch 2), `.backward()`"
     print(table(title, "no remat", paired(times, times["no remat"])))
     contenders = {"no remat": block, **regions()}
     steps = {name: _bound(stack.grad, each) for name, each in contenders.items()}
-    times = interleaved(steps, 40)
+    times = interleaved(steps, 40, burst=4)
     title = "The same under `torch.func.grad`; no peer runs there"
     print(table(title, "no remat", paired(times, times["no remat"])))
 
@@ -120,13 +120,13 @@ class _AppliedError(Exception):
 
 def _time_to_apply(region: Any, arguments: tuple[Any, ...]) -> float:
     """The median over 1,000 calls, which end where `Function.apply` would begin."""
-    plain = _compat.apply_plainly
+    plain = _bind._apply_plainly
 
     def ends(*_: Any) -> Any:
         raise _AppliedError
 
     times: list[float] = []
-    _compat.apply_plainly = ends
+    _bind._apply_plainly = ends
     try:
         for _ in range(1000):
             started = time.perf_counter()
@@ -135,7 +135,7 @@ def _time_to_apply(region: Any, arguments: tuple[Any, ...]) -> float:
             except _AppliedError:
                 times.append(time.perf_counter() - started)
     finally:
-        _compat.apply_plainly = plain
+        _bind._apply_plainly = plain
     return sorted(times)[len(times) // 2]
 
 

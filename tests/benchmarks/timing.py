@@ -1,4 +1,8 @@
-"""Interleaved timings: every contender once a round, and what is compared is the round."""
+"""Interleaved timings: every contender once a round, and what is compared is the round.
+
+A contender runs some steps in a row, of which the first is not counted: a training loop
+does not change its functions from step to step either, and finds its code in the cache.
+"""
 
 import gc
 import statistics
@@ -25,9 +29,15 @@ class Ratio:
 
 
 def interleaved(
-    steps: Mapping[str, Callable[[], object]], rounds: int
+    steps: Mapping[str, Callable[[], object]], rounds: int, burst: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round, after a warm-up, the collector off."""
+    """Seconds of each step in each round, after a warm-up, the collector off.
+
+    Args:
+        steps: the contenders.
+        rounds: how often each has its turn.
+        burst: how many steps a turn counts, after one that it does not.
+    """
     for step in steps.values():
         for _ in range(3):
             step()
@@ -37,9 +47,11 @@ def interleaved(
     try:
         for _ in range(rounds):
             for name, step in steps.items():
-                started = time.perf_counter()
                 step()
-                times[name].append(time.perf_counter() - started)
+                started = time.perf_counter()
+                for _ in range(burst):
+                    step()
+                times[name].append((time.perf_counter() - started) / burst)
     finally:
         gc.enable()
     return times

@@ -1,0 +1,154 @@
+"""Composites: fewer calls, the same product of the same matrices, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from remat import remat
+from remat._bindings import bindings_of
+from remat._compat import same_bits
+from remat._composites import fold
+from remat._operators import short_name
+from tests.support import is_differentiable
+from tests.zoo import FUNCTIONS
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+]
+
+
+def rand(*shape):
+    """Numbers of a fixed seed."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 0.5
+
+
+def calls(graph):
+    """The names of what a graph calls, in order."""
+    return [short_name(value.op) for value in graph.values if value.op is not None]
+
+
+def programs(fun, *args):
+    """The forward and the backward of a region at these arguments."""
+    wanted = tree_map_only(
+        torch.Tensor, lambda t: t.clone().requires_grad_(is_differentiable(t)), args
+    )
+    region: Any = remat(fun, rng="preserve")
+    return region.programs(*wanted)
+
+
+def numbers(program):
+    """Inputs of the layouts that a program knows."""
+    metas = [value.meta for value in program.graph.values[: program.graph.num_inputs]]
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).uniform_(
+            0.1, 0.9, generator=generator
+        )
+        for meta in metas
+    ]
+
+
+STACKS = {
+    "three dimensions": (lambda x, w: x @ w, (2, 3, 4), (4, 5)),
+    "four dimensions": (lambda x, w: x @ w, (2, 2, 3, 4), (4, 5)),
+    "a transposed weight": (F.linear, (2, 3, 4), (5, 4)),
+    "a stack of one": (lambda x, w: x @ w, (1, 3, 4), (4, 5)),
+    "nothing in it": (lambda x, w: x @ w, (0, 3, 4), (4, 5)),
+}
+
+
+@pytest.mark.parametrize(("fun", *"xw"), STACKS.values(), ids=STACKS)
+def test_a_stack_times_a_matrix_is_one_call(fun, x, w):
+    """View, mm and view become `matmul` or `linear` in both programs; the bits stay."""
+    for program in programs(fun, rand(*x), rand(*w)):
+        inputs = numbers(program)
+        folded = calls(fold(program.graph))
+
+        assert {"matmul", "linear"} & set(folded)
+        assert len(folded) < len(program.operators)
+        found, plain = program._short(*inputs), program._run(*inputs)
+        assert all(map(torch.equal, found, plain))
+
+
+class Heard(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(short_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def results(function, region):
+    """The outputs of a region and the gradients of their sum, from fixed numbers."""
+    args = tree_map_only(
+        torch.Tensor,
+        lambda t: t.detach().clone().requires_grad_(is_differentiable(t)),
+        function.make_args(),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = [
+            each for each in tree_leaves(region(*args)) if is_differentiable(each)
+        ]
+        torch.stack([each.abs().sum() for each in outputs]).sum().backward()
+    leaves = [each for each in tree_leaves(args) if is_differentiable(each)]
+    return outputs, [each.grad for each in leaves if each.grad is not None]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_the_short_program_gives_the_same_bits(function):
+    """Outputs and gradients are those of the single operators that a listener hears."""
+    region = remat(function.fun, rng="preserve")
+    short = results(function, region)
+    with Heard():
+        single = results(function, region)
+
+    for found, expected in zip(short, single, strict=True):
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+        assert all(map(same_bits, found, expected))
+
+
+def test_a_view_of_a_view_is_one_view():
+    """What stands between two views and is read by nobody else is left out."""
+    graph = programs(lambda x: x.view(6).view(3, 2).sin(), rand(2, 3))[0].graph
+
+    assert calls(fold(graph)) == ["view", "aten.sin"]
+
+
+def test_what_somebody_else_reads_stays():
+    """A product that is itself an output is multiplied once, as it stands."""
+
+    def both(x, w):
+        flat = x.view(6, 4) @ w
+        return flat, flat.view(2, 3, 5).sin()
+
+    graph = programs(both, rand(2, 3, 4), rand(4, 5))[0].graph
+
+    assert calls(fold(graph)).count("aten.mm") == 1
+    assert not {"matmul", "linear"} & set(calls(fold(graph)))
+
+
+def test_who_listens_hears_single_operators():
+    """A dispatch mode, such as a counter of FLOPs, hears what the program prints."""
+    program = programs(lambda x, w: x @ w, rand(2, 3, 4), rand(4, 5))[0]
+    with Heard() as heard:
+        program([rand(2, 3, 4), rand(4, 5)])
+
+    assert "aten.mm" in heard.names
+    assert "aten.matmul" not in heard.names
+
+
+def test_a_composite_is_not_taken_for_an_overload():
+    """Bindings are for the steps that are still operators."""
+    graph = fold(programs(lambda x, w: x @ w, rand(2, 3, 4), rand(4, 5))[0].graph)
+
+    assert bindings_of(graph) == {}
