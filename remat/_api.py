@@ -85,20 +85,11 @@ class _Cache:
         entries = self.entries.get(key)
         return None if entries is None else _holding(entries, roots)
 
-    def recognize(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[_Known, tuple[Tensor, ...]] | None:
-        """Calls like this one, and its tensors, where nothing but grad mode is active."""
-        if not _compat.is_quiet():
-            return None
-        for place, known in enumerate(self.guards):
-            tensors = known.guard.tensors(args, kwargs)
-            if tensors is not None:
-                if place:
-                    # The next layer is called like this one.
-                    self.guards = [known, *_without(known, self.guards)]
-                return known, tensors
-        return None
+    def recognized(self, known: _Known) -> None:
+        """Counts a hit; the next layer is likely to be called like this one."""
+        self.hits += 1
+        if known is not self.guards[0]:
+            self.guards = [known, *_without(known, self.guards)]
 
     def learn(
         self,
@@ -143,10 +134,10 @@ _tracing = threading.RLock()
 
 def _holding(entries: list[Entry], roots: tuple[object, ...]) -> _Found | None:
     """The first trace that holds, which is then the first of all."""
-    for place, entry in enumerate(entries):
+    for entry in entries:
         captured = entry.gather(roots)
         if captured is not None:
-            if place:
+            if entry is not entries[0]:
                 entries[:] = [entry, *_without(entry, entries)]
             return entry, captured
     return None
@@ -207,15 +198,17 @@ class Region(Generic[_P, _R]):
         if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs)
         numerics = Numerics.current()
-        recognized = self._cache.recognize(args, kwargs)
-        if recognized is not None:
-            known, tensors = recognized
-            roots = (self._fun,)
-            found = _holding(known.entries, roots)
-            if found is not None and numerics == known.numerics:
-                self._cache.hits += 1
-                entry, captured = found
-                return entry.call_quietly(roots, (*tensors, *captured), numerics)
+        if _compat.is_quiet():
+            cache, roots = self._cache, (self._fun,)
+            for known in cache.guards:
+                tensors = known.guard.tensors(args, kwargs)
+                if tensors is not None and known.numerics == numerics:
+                    found = _holding(known.entries, roots)
+                    if found is None:
+                        break
+                    cache.recognized(known)
+                    entry, captured = found
+                    return entry.call_quietly(roots, (*tensors, *captured), numerics)
         return self._call(args, kwargs, numerics)
 
     def _call(

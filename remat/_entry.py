@@ -110,7 +110,8 @@ class Entry:
         if forward is None:
             return self.call(roots, tensors, numerics)
         call = Call(self.region, roots, numerics, self.labels)
-        return self.output.tree(apply_straight(call, forward, tensors))
+        outputs = apply_straight(call, forward, tensors)
+        return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""

@@ -24,22 +24,17 @@ class Guard:
     """Recognizes calls that have one signature, all of its leaves tensors or static.
 
     Holds metadata and static values; nothing of the user's is kept alive.
+
+    Attributes:
+        tensors: from a call's (args, kwargs) to its tensors in the order of its leaves;
+            None if it is another call.
     """
 
-    __slots__ = ("_check", "_take")
+    __slots__ = ("tensors",)
 
     def __init__(self, args: _Args, kwargs: Mapping[str, Any]) -> None:
         """Learns a call, whose leaves `is_simple` has accepted."""
-        writer = _Writer()
-        self._take: _Take = writer.function(args, kwargs)
-        self._check = _compat.tensor_guard(writer.tensors)
-
-    def tensors(
-        self, args: _Args, kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, ...] | None:
-        """The call's tensors in the order of its leaves; None if it is another call."""
-        found = self._take(args, kwargs)
-        return found if found is not None and self._check(*found) else None
+        self.tensors: _Take = _Writer().function(args, kwargs)
 
 
 def is_simple(tree: Any) -> bool:
@@ -67,9 +62,11 @@ class _Writer:
         """The function that recognizes the containers and static leaves of this call."""
         self._tree("args", args)
         self._tree("kwargs", dict(kwargs))
+        self._space["check"] = _compat.tensor_guard(self.tensors)
+        places = ", ".join(self._places)
+        self._require(f"check({places})")
         body = "".join(f"    {line}\n" for line in self._lines)
-        result = "".join(f"{place}, " for place in self._places)
-        text = f"def take(args, kwargs):\n{body}    return ({result})\n"
+        text = f"def take(args, kwargs):\n{body}    return ({places},)\n"
         exec(compile(text, "<remat guard>", "exec"), self._space)
         return self._space["take"]
 
