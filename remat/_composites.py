@@ -50,10 +50,12 @@ def fold(graph: Graph) -> Graph:
                         values[index], op=found.call, args=found.args
                     )
                     break
-    checks = [
-        index for index, value in enumerate(values) if operators.is_check(value.op)
+    effects = [
+        index
+        for index, value in enumerate(values)
+        if operators.is_check(value.op) or operators.draws(value)
     ]
-    return prune(dataclasses.replace(graph, values=tuple(values)), checks)
+    return prune(dataclasses.replace(graph, values=tuple(values)), effects)
 
 
 def _candidates(graph: Graph, index: int) -> Iterator[_Composite]:
