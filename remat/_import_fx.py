@@ -161,20 +161,25 @@ class _Importer:
         elif target is _rng.SWAP:
             self._swap(node, args)
         else:
-            args, kwargs = self._resolve(args), self._resolve(dict(kwargs))
-            if target is _aten.native_batch_norm.default and _writes_statistics(args):
-                self._batch_norm(node, args)
-                return
-            if target is _aten.native_batch_norm_backward.default:
-                args = _without_running_statistics(args)
-            if kwargs.get("device") == _META:
-                # See _compat.fake_mode: the fake knows better.
-                kwargs["device"] = node.meta["val"].device
-            if target in _SLICES:
-                args = self._bounded(target, args)
-            if self._shares_evenly(target, args):
-                target, args = _aten.where.ScalarOther, (*args, 0.0)
-            self._add(node, target, args, kwargs)
+            self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
+
+    def _operator(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        target: Any = node.target
+        if target is _aten.native_batch_norm.default and _writes_statistics(args):
+            self._batch_norm(node, args)
+            return
+        if target is _aten.native_batch_norm_backward.default:
+            args = _without_running_statistics(args)
+        if kwargs.get("device") == _META:
+            # See _compat.fake_mode: the fake knows better.
+            kwargs["device"] = node.meta["val"].device
+        if target in _SLICES:
+            args = self._bounded(target, args)
+        if target is _aten.mul.Tensor and self._shares_evenly(*args):
+            target, args = _aten.where.ScalarOther, (*args, 0.0)
+        self._add(node, target, args, kwargs)
 
     def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # x[1:] ends at the largest integer, which vmap adds to.
@@ -188,23 +193,24 @@ class _Importer:
         end = min(args[place], meta.shape[dim])
         return (*args[:place], end, *args[place + 1 :])
 
-    def _shares_evenly(self, target: Any, args: tuple[Any, ...]) -> bool:
+    def _shares_evenly(self, mask: Any, share: Any) -> bool:
         """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.
 
         Torch's formula for any tensor but a plain one on a CPU, and so in a trace. For that
         one it fills zeros where the mask is set: other zeros, where the gradient is
         negative, and no NaN, where it is infinite.
         """
-        if target is not _aten.mul.Tensor or not all(isinstance(a, Ref) for a in args):
+        meta = self.values[mask.index].meta if isinstance(mask, Ref) else None
+        if not isinstance(meta, TensorMeta) or meta.dtype != torch.bool:
             return False
-        mask, share = (self.values[ref.index] for ref in args)
-        if share.op is not _aten.div.Tensor or not isinstance(share.args[1], Ref):
-            return False
-        count = self.values[share.args[1].index]
-        is_own = count.op is _aten.sum.default and count.args == (args[0],)
-        meta = mask.meta
-        is_mask = isinstance(meta, TensorMeta) and meta.dtype == torch.bool
-        return is_own and is_mask and meta.device.type == "cpu"
+        divided = self._arguments_of(share, _aten.div.Tensor)
+        counted = self._arguments_of(divided[-1], _aten.sum.default) if divided else ()
+        return counted == (mask,) and meta.device.type == "cpu"
+
+    def _arguments_of(self, ref: Any, op: Any) -> tuple[Any, ...]:
+        """What an operator was given, where a value is made by it."""
+        value = self.values[ref.index] if isinstance(ref, Ref) else None
+        return value.args if value is not None and value.op is op else ()
 
     def _name(self, ref: Ref, name: str) -> None:
         value = self.values[ref.index]

@@ -115,13 +115,13 @@ def test_a_last_view_may_be_changed_in_place() -> None:
     )
 
 
-def second(fun: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+def second(fun: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     """The derivative of the sine of the first derivative."""
     first = torch.func.grad(lambda x: fun(x).sin().sum())
     return torch.func.grad(lambda x: first(x).sin().sum())
 
 
-def slope(fun: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
+def slope(fun: Callable[..., Any]) -> Callable[[Tensor], Any]:
     """The first derivative and its tangent."""
     first = torch.func.grad(lambda x: fun(x).sin().sum())
     return lambda x: torch.func.jvp(first, (x,), (x.cos(),))
@@ -162,7 +162,7 @@ def test_a_derivative_that_needs_no_cotangent(name: str) -> None:
     fun = getattr(torch, name)
     x = seeded(3, 4)
 
-    def around(inner: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    def around(inner: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
         return lambda x: inner(x) * x
 
     region: Any = remat(lambda x: fun(x) + 0 * x)
