@@ -115,19 +115,29 @@ def seed_all() -> None:
 
 
 def cases(op: OpInfo, count: int) -> Sequence[Case]:
-    """The first and the last of the small samples that can be differentiated."""
+    """The first and the last of the small samples that can be differentiated.
+
+    Where none is small, the smallest.
+    """
     seed_all()
-    found = list(_small_cases(op))
-    return [found[0], found[-1]][:count] if len(found) > 1 else found
+    found = list(_differentiable_cases(op))
+    small = [case for case in found if num_elements(case) <= MAX_ELEMENTS]
+    if not small:
+        return sorted(found, key=num_elements)[:count]
+    return [small[0], small[-1]][:count] if len(small) > 1 else small
 
 
-def _small_cases(op: OpInfo) -> Iterator[Case]:
+def num_elements(case: Case) -> int:
+    """How many elements the tensors of a case have together."""
+    return sum(tensor.numel() for tensor in case.tensors)
+
+
+def _differentiable_cases(op: OpInfo) -> Iterator[Case]:
     samples = op.sample_inputs("cpu", dtype_of(op), requires_grad=True)
     for _, sample in zip(range(MAX_LOOKED_AT), samples, strict=False):
         call = Call(op, sample)
         leaves = tree_leaves(((sample.input, *sample.args), sample.kwargs))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        elements = sum(tensor.numel() for tensor in tensors)
-        is_small = 0 < elements <= MAX_ELEMENTS
-        if is_small and any(tensor.requires_grad for tensor in tensors):
-            yield Case(call, tensors)
+        case = Case(call, tensors)
+        if num_elements(case) and any(tensor.requires_grad for tensor in tensors):
+            yield case

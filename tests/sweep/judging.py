@@ -1,8 +1,9 @@
 """How one cell is judged: a region beside the plain function, under one transform.
 
 A cell is "equal" where both give the same: the same bits under `.backward()` and
-`torch.func.grad`, the same to rounding under other transforms. It is "excused" where the
-plain function itself raises, and "FAILED" otherwise.
+`torch.func.grad`, the same to rounding under other transforms. It is "close" where bits
+were asked for and agree to rounding, "excused" where the plain function itself raises, and
+"FAILED" otherwise.
 """
 
 import contextlib
@@ -21,6 +22,9 @@ from tests.sweep.catalog import Case, seed_all
 
 #: Seconds for one function under one transform.
 TIME_LIMIT_S = 60
+
+#: Transforms whose results are the plain function's to the bit.
+BITWISE = {"backward", "grad"}
 
 Fun = Callable[..., Any]
 
@@ -141,12 +145,20 @@ def judge(region: Fun, case: Case, transform: str, plain: Any) -> Cell:
     found = attempt(TRANSFORMS[transform], region, case.tensors)
     if isinstance(found, Exception):
         return Cell("FAILED", describe(found))
+    if transform not in BITWISE:
+        return compare(assert_close, found, plain, "equal")
+    cell = compare(assert_bitwise, found, plain, "equal")
+    close = compare(assert_close, found, plain, "close")
+    return close._replace(reason=cell.reason) if cell.outcome == "FAILED" else cell
+
+
+def compare(same: Fun, found: Any, plain: Any, outcome: str) -> Cell:
+    """The outcome where two results are the same in the sense of an assertion."""
     try:
-        same = assert_bitwise if transform in {"backward", "grad"} else assert_close
         same(found, plain)
     except AssertionError as error:
         return Cell("FAILED", f"differs: {describe(error)}")
-    return Cell("equal")
+    return Cell(outcome)
 
 
 def attempt(transformed: Fun, fun: Fun, tensors: tuple[Tensor, ...]) -> Any:
