@@ -124,6 +124,8 @@ def pushforward(
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         operands = list(tensors[: len(has_tangent)])
+        wanted = [k for k, each in enumerate(operands) if each.requires_grad]
+        run = tracked(lambda given: _chosen(function(given), outputs), wanted)
         moved = [index for index, has in enumerate(has_tangent) if has]
         given = tuple(tensors[len(tensors) - len(moved) :])
         if fills:
@@ -138,12 +140,33 @@ def pushforward(
         def of(*primals: Tensor) -> tuple[Tensor, ...]:
             for index, tensor in zip(moved, primals, strict=True):
                 operands[index] = tensor
-            return _chosen(function(operands), outputs)
+            return _chosen(run(operands), None)
 
         primals = tuple(operands[index] for index in moved)
         return torch.func.jvp(of, primals, given)[1]
 
     return tangents
+
+
+def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
+    """The function as it runs where these operands require grad.
+
+    The wrappers of forward mode and of vmap hide that they do, and by it attention
+    chooses its kernel, and torch whether to take an operator apart.
+    """
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        operands = list(tensors)
+
+        def of(*given: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(wanted, given, strict=True):
+                operands[index] = tensor
+            return _chosen(function(operands), None)
+
+        given = [tensors[index] for index in wanted]
+        return torch.func.vjp(of, *given)[0] if given else of()
+
+    return run
 
 
 def mapped(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _captures, _compat, _rng
 from remat._bind import Call, bind
-from remat._derived import Batch, Pull, mapped, pullback, pushforward
+from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
@@ -287,7 +287,10 @@ class _Rerun:
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
-        over = mapped(self.function, None, batch, 0)
+        # Where reverse mode is taken per example, torch runs a function so.
+        wanted = [index for index, each in enumerate(self.requires_grad) if each]
+        function = tracked(self.function, wanted) if save else self.function
+        over = mapped(function, None, batch, 0)
         return Batched(_Rerun(over, over, self.requires_grad, self.state), None)
 
 

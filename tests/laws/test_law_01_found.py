@@ -5,6 +5,7 @@ gradients given its cotangents, are bitwise those of `fun` under `.backward()` o
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,47 @@ def test_statistics_from_outside_of_a_transform(derive: Callable[..., Any]) -> N
         return fun
 
     assert_close(after(remat), after(itself))
+
+
+@pytest.mark.contract
+def test_forward_mode_over_attention_with_a_mask_to_learn() -> None:
+    """Which kernel runs depends on what requires grad, also inside forward mode."""
+    mask = seeded(6, 6)
+
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    def moved(fun: Callable[..., Any]) -> Any:
+        first = torch.func.grad(lambda x, m: fun(x, m).sin().sum(), (0, 1))
+        return torch.func.jvp(first, (x, mask), (x.cos(), mask.cos()))
+
+    x = seeded(2, 1, 6, 8)
+
+    assert_close(moved(remat(attend)), moved(attend))
+
+
+@pytest.mark.contract
+def test_a_strided_copy_of_each_example() -> None:
+    """Its derivative writes to a strided view, for which torch's vmap has no rule."""
+    x = seeded(3, 4)
+
+    def per_example(fun: Callable[..., Any]) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: fun(x).sin().sum()))(x)
+
+    for size, stride in (((), ()), ((2, 2), (2, 1))):
+        fun = functools.partial(torch.as_strided_copy, size=size, stride=stride)
+        assert_close(per_example(remat(fun)), per_example(fun))
+
+
+@pytest.mark.contract
+def test_a_function_that_runs_again_for_each_example() -> None:
+    """It is run as torch runs it there, and takes apart what vmap has no rule for."""
+    x, start = seeded(3, 4), torch.tensor(1)
+
+    def per_example(fun: Callable[..., Any]) -> Tensor:
+        one = torch.func.grad(lambda x: fun(x, 0, start, 2).sin().sum())
+        return torch.func.vmap(one)(x)
+
+    again = remat(torch.narrow, engine="rerun")
+
+    assert_close(per_example(again), per_example(torch.narrow))
