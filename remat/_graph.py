@@ -20,7 +20,7 @@ from typing import Any, final
 
 import torch
 
-from remat import _operators as operators
+from remat import _compat, _operators as operators
 
 
 @final
@@ -57,8 +57,8 @@ class TensorMeta:
 
     @property
     def layout(self) -> Layout:
-        """All fields but the last; see `layout_of`."""
-        return (self.shape, self.stride, self.dtype, self.device)
+        """Its fields; see `layout_of`."""
+        return (self.shape, self.stride, self.dtype, self.device, self.requires_grad)
 
     @property
     def size_bytes(self) -> int:
@@ -75,12 +75,13 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The fields of a tensor's `TensorMeta` but the last, cheap to read and to hash."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    """The fields of a tensor's `TensorMeta`, cheap to read and to hash."""
+    wanted = _compat.requires_grad_anywhere(tensor)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, wanted)
 
 
 Meta = TensorMeta | tuple["TensorMeta | None", ...] | None

@@ -88,6 +88,12 @@ class Asked(NamedTuple):
     num_states: int
     numerics: Numerics
 
+    def without_gradients(self) -> Asked:
+        """The same for cotangents that no gradient is wanted of."""
+        return self._replace(
+            layouts=tuple([each and (*each[:4], False) for each in self.layouts])
+        )
+
     @property
     def cotangents(self) -> tuple[TensorMeta | None, ...]:
         """The metadata of the cotangents."""
@@ -432,6 +438,9 @@ class Region:
     def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region of the gradients of what is wanted.
 
+        It is differentiable by the cotangents that require grad: there are operators
+        whose backward is not differentiable by its own, and seldom has to be.
+
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
@@ -443,18 +452,37 @@ class Region:
         return found
 
     def _vjp(self, roots: Roots, asked: Asked) -> Region:
-        cotangents, wanted = asked.cotangents, asked.wanted
-        analysis, saved = self._backward_analysis(roots, cotangents, asked.numerics)
-        gradients = tuple(
-            ref if each else None
-            for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
+        still = asked.without_gradients()
+        given, states = self._once(
+            ("backward", still), lambda: self._backward(roots, still)
         )
+        cotangents = [meta for meta in asked.cotangents if meta is not None]
+        derived = Region(
+            self.function.derive(self._pullback(roots, asked)),
+            (*self.operands, *states, *cotangents),
+            nothing_saveable,
+            given=given,
+            states=self._states_after(asked.num_states),
+        )
+        forward = given.forward
+        if (
+            forward.verification is None
+            and forward.numerics.are_met_by(asked.numerics)
+            and _are_outputs(given.views)
+        ):
+            derived.program = forward.program
+        return derived
+
+    def _backward(self, roots: Roots, asked: Asked) -> tuple[Given, list[TensorMeta]]:
+        """The backward program, and the metadata of the generator states it takes."""
+        analysis, saved = self._backward_analysis(
+            roots, asked.cotangents, asked.numerics
+        )
+        wanted = zip(analysis.joint.gradients, asked.wanted, strict=True)
+        gradients = tuple(ref if each else None for ref, each in wanted)
         found = cut(analysis, frozenset(saved), gradients)
-        handed_out = tuple(
-            ref
-            for ref, each in zip(analysis.joint.gradients, wanted, strict=True)
-            if each
-        )
+        wanted = zip(analysis.joint.gradients, asked.wanted, strict=True)
+        handed_out = tuple(ref for ref, each in wanted if each)
         graph = backward_graph(analysis.joint, found, saved, handed_out)
         unique, views = unique_outputs(graph, len(saved))
         forward = Forward(
@@ -464,39 +492,17 @@ class Region:
             len(saved),
             verification=verification(analysis, saved) if self.verify else None,
         )
-        derived = Region(
-            self.function.derive(self._pullback(roots, cotangents, wanted)),
-            (
-                *self.operands,
-                *_metas(analysis.joint.states, analysis),
-                *(_wanting(meta) for meta in cotangents if meta is not None),
-            ),
-            nothing_saveable,
-            given=Given(forward, views),
-            states=self._states_after(asked.num_states),
-        )
-        if (
-            forward.verification is None
-            and forward.numerics.are_met_by(asked.numerics)
-            and _are_outputs(views)
-        ):
-            derived.program = forward.program
-        return derived
+        return Given(forward, views), _metas(analysis.joint.states, analysis)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
-    def _pullback(
-        self,
-        roots: Roots,
-        cotangents: Sequence[TensorMeta | None],
-        wanted: tuple[bool, ...],
-    ) -> Callable[[Flat], Flat]:
+    def _pullback(self, roots: Roots, asked: Asked) -> Callable[[Flat], Flat]:
         chosen = self.chosen(roots)
         pull = Pull(
-            tuple(chosen[k] for k, meta in enumerate(cotangents) if meta is not None),
-            tuple(index for index, each in enumerate(wanted) if each),
+            tuple(chosen[k] for k, each in enumerate(asked.layouts) if each is not None),
+            tuple(index for index, each in enumerate(asked.wanted) if each),
             len(self.operands),
         )
         return lambda function: pullback(function, pull)
