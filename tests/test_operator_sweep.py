@@ -6,8 +6,8 @@ The whole of it is `python -m tests.sweep`, and its table `docs/operators.md`.
 import pytest
 
 from tests.sweep.catalog import Call, cases, full_name, operators
-from tests.sweep.judging import TRANSFORMS, expected, judge
-from tests.sweep.rows import judge_operator
+from tests.sweep.judging import TRANSFORMS, Cell, expected, judge
+from tests.sweep.rows import Judged, Row, judge_operator
 from tests.sweep.table import page
 
 #: Kinds: elementwise, constant derivative, reduction, view, copy, indexing, scatter, sort,
@@ -100,3 +100,14 @@ def test_the_page_counts_every_row() -> None:
     assert "| traced | 1 |\n| preserve | 1 |" in text
     assert "| `bernoulli` | preserve | ImplicitRandomnessError: " in text
     assert "in about 2 minutes" in text
+
+
+def test_the_page_explains_a_difference() -> None:
+    """A cell that is close stands on the page with the reason, in words."""
+    cell = Judged("backward", "traced", Cell("close", "differs by a bit"))
+    row = Row("prod", "traced", "", (cell,))
+
+    text = page([row], samples=1, minutes=1)
+
+    assert "| `prod` | close | `backward` | differs by a bit |" in text
+    assert "\n`prod`: For a plain tensor" in text

@@ -20,7 +20,7 @@ from torch.func import grad, jvp, vmap
 from tests.support import assert_bitwise, assert_close, fresh, run, scalar_loss
 from tests.sweep.catalog import Case, seed_all
 
-#: Seconds for one function under one transform.
+#: Seconds of processor time for one function under one transform.
 TIME_LIMIT_S = 60
 
 #: Transforms whose results are the plain function's to the bit.
@@ -183,10 +183,10 @@ def _time_limit(seconds: int) -> Generator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"took longer than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

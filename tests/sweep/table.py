@@ -10,6 +10,15 @@ from tests.sweep.rows import WAYS, Row
 
 OUTCOMES = ("equal", "close", "excused", "FAILED")
 
+_PROD = """\
+For a plain tensor on a CPU torch looks whether a factor is zero, and if none is, divides the
+product by each; for any other tensor, also under `torch.func.grad`, it multiplies the factors
+before with those after. A trace cannot look, and a region has the bits of plain
+`torch.func.grad`, not those of plain `.backward()`."""
+
+#: Why cells are neither equal nor excused, by operator.
+EXPLANATIONS = {"prod": _PROD, "masked.prod": _PROD}
+
 INTRODUCTION = """\
 # Operators
 
@@ -88,7 +97,7 @@ def others(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def differences(rows: Sequence[Row]) -> Iterator[str]:
-    """What is to be explained."""
+    """What is to be explained, and the explanations."""
     found = list(_with_outcome(rows, {"close", "FAILED"}))
     if not found:
         yield "None."
@@ -96,6 +105,12 @@ def differences(rows: Sequence[Row]) -> Iterator[str]:
     yield "| operator | outcome | transforms | reason |\n|---|---|---|---|"
     for name, outcome, reason, names in found:
         yield f"| `{name}` | {outcome} | {names} | {cell_text(reason)} |"
+    named: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for name, *_ in found):
+        if name in EXPLANATIONS:
+            named.setdefault(EXPLANATIONS[name], []).append(f"`{name}`")
+    for text, names in named.items():
+        yield f"\n{', '.join(names)}: {text}"
 
 
 def excuses(rows: Sequence[Row]) -> Iterator[str]:
