@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat, _import_fx, _names, _operators as operators, _rng
+from remat import _batching, _compat, _import_fx, _names, _operators as operators, _rng
 from remat._bindings import bindings_of
 from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
@@ -229,7 +229,7 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
     else:
-        out = _compat.batchable(value.op)(*args, **dict(kwargs))
+        out = _batching.batchable(value.op)(*args, **dict(kwargs))
     note = _import_fx.Note(value.source, value.function)
     _import_fx.annotate(traced, before, note)
     return out
