@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._errors import StaticArgumentError, explain
+from remat._errors import StaticArgumentError, TraceError, explain
 from remat._graph import TensorMeta
 
 TENSOR, STATIC, ROOT = "tensor", "static", "root"
+_STRIDED = torch.strided
 
 
 @final
@@ -120,6 +121,7 @@ def sign(
 
     Raises:
         StaticArgumentError: if a leaf can be neither traced nor compared.
+        TraceError: if a tensor is sparse.
     """
     if statics.positions or statics.names:
         args, kwargs = _wrapped(function, args, kwargs, statics)
@@ -131,12 +133,32 @@ def sign(
             flat = _compat.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
             raise _numpy(leaf, labels(function, args, kwargs)[index])
+    if leaves.has_sparse:
+        flat = _compat.flatten(arguments)[0]
+        raise _sparse(flat, labels(function, args, kwargs))
     return Signature(
         key,
         arguments,
         tuple(leaves.tensors),
         tuple(leaves.objects),
         leaves.wants_gradient,
+    )
+
+
+def _sparse(leaves: Sequence[Any], names: Sequence[str]) -> TraceError:
+    label, layout = next(
+        (name, leaf.layout)
+        for name, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.layout is not _STRIDED
+    )
+    return TraceError(
+        explain(
+            where=f"the argument `{label}`",
+            what=f"is a tensor of layout {layout}, which cannot be traced.",
+            why="A trace lays its inputs out by their strides, and it has none.",
+            do='Make it sparse inside of the function, or use engine="rerun", which runs '
+            "the function again in the backward.",
+        )
     )
 
 
@@ -150,11 +172,12 @@ def _kind(leaf: object) -> str:
 class _Leaves:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
-    __slots__ = ("objects", "tensors", "wants_gradient")
+    __slots__ = ("has_sparse", "objects", "tensors", "wants_gradient")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
+        self.has_sparse = False
         self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
@@ -165,6 +188,9 @@ class _Leaves:
         """
         if isinstance(tree, Tensor):
             self.tensors.append(tree)
+            if tree.layout is not _STRIDED:
+                self.has_sparse = True
+                return Tensor
             wanted = tree.requires_grad or _compat.requires_grad_anywhere(tree)
             if wanted:
                 self.wants_gradient = True

@@ -115,6 +115,8 @@ def is_differentiable(leaf: object) -> bool:
 
 def clone_exactly(tensor: Tensor) -> Tensor:
     """A detached copy with the same strides, offset and conjugate bit, even expanded."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()
     storage = tensor.untyped_storage().clone()
     with torch.no_grad():
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(

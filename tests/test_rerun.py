@@ -243,3 +243,20 @@ def test_a_traced_region_inside() -> None:
 
     plain = grads(lambda x: traceable(branches(x)), [seeded(4)])
     assert_bitwise(grads(remat(outer, engine="rerun"), [seeded(4)]), plain)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
+    """A trace refuses it and says how to go on; a function that runs again takes it."""
+    matrix = make(seeded(3, 4).relu()).requires_grad_()
+    args = (matrix, seeded(4, 2).requires_grad_())
+
+    with pytest.raises(TraceError, match=r"`args.0`: is a .* of layout torch.sp"):
+        remat(torch.mm)(*args)
+    again = remat(torch.mm, engine="rerun")
+    for found, expected in zip(grads(again, args), grads(torch.mm, args), strict=True):
+        assert found is not None
+        assert expected is not None
+        assert_bitwise(found.to_dense(), expected.to_dense())
