@@ -110,4 +110,4 @@ def test_the_page_explains_a_difference() -> None:
     text = page([row], samples=1, minutes=1)
 
     assert "| `prod` | close | `backward` | differs by a bit |" in text
-    assert "\n`prod`: For a plain tensor" in text
+    assert "\n`prod`: for a plain tensor" in text

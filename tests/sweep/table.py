@@ -11,10 +11,10 @@ from tests.sweep.rows import WAYS, Row
 OUTCOMES = ("equal", "close", "excused", "FAILED")
 
 _PROD = """\
-For a plain tensor on a CPU torch looks whether a factor is zero, and if none is, divides the
-product by each; for any other tensor, also under `torch.func.grad`, it multiplies the factors
-before with those after. A trace cannot look, and a region has the bits of plain
-`torch.func.grad`, not those of plain `.backward()`."""
+for a plain tensor torch looks whether a factor is zero and, if none is, divides the product by
+each; for any other tensor, also under `torch.func.grad`, it multiplies the factors before with
+those after. A trace cannot look: a region has the bits of plain `torch.func.grad`, not those of
+plain `.backward()`."""
 
 #: Why cells are neither equal nor excused, by operator.
 EXPLANATIONS = {"prod": _PROD, "masked.prod": _PROD}
@@ -33,8 +33,8 @@ python -m tests.sweep --out docs/operators.md
 in a clone with the `dev` extra, in about {minutes} minutes on one core.
 
 - **traced**: `@remat` as it is. **preserve**: the operator draws random numbers, and needs
-  `rng="preserve"`; it is traced as well. **rerun**: it looks at the values of a tensor, and needs
-  `engine="rerun"`. An operator counts where its most demanding sample does.
+  `rng="preserve"`; it is traced as well. **rerun**: it looks at the values of a tensor, or takes a
+  sparse one, and needs `engine="rerun"`. An operator counts where its most demanding sample does.
 - **equal**: the same bits under `.backward()` and `torch.func.grad`, the same to rounding under
   the other transforms. **close**: the same to rounding where bits were asked for. **excused**:
   the plain function raises too. **FAILED**: anything else.
