@@ -501,7 +501,9 @@ class Region:
     def _pullback(self, roots: Roots, asked: Asked) -> Callable[[Flat], Flat]:
         chosen = self.chosen(roots)
         pull = Pull(
-            tuple(chosen[k] for k, each in enumerate(asked.layouts) if each is not None),
+            tuple(
+                chosen[k] for k, each in enumerate(asked.layouts) if each is not None
+            ),
             tuple(index for index, each in enumerate(asked.wanted) if each),
             len(self.operands),
         )
