@@ -1,0 +1,211 @@
+"""Ten bugs for the engine, each planted by patching it, and a hunt for each.
+
+`python -m tests.planted` prints every bug with the smallest function that hypothesis found
+against it, by the property, strategies and budget of `tests/test_properties.py`.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from unittest import mock
+
+import torch
+from hypothesis import Phase, given, settings
+
+from remat import (
+    _api,
+    _compat,
+    _entry,
+    _graph,
+    _import_fx,
+    _region,
+    _trace,
+)
+from remat._captures import Covered
+from tests.properties import BUDGET, cases, check
+
+
+def residual_treated_as_constant():
+    """A derivative of the backward sees its operands as constants."""
+    honest = _region.pullback
+
+    def pullback(function, pull, **options):
+        gradients = honest(function, pull, **options)
+
+        def constant(tensors):
+            count = pull.num_operands
+            operands = [each.detach() for each in tensors[:count]]
+            wanted = set(pull.wanted)
+            operands = [
+                each.requires_grad_() if place in wanted else each
+                for place, each in enumerate(operands)
+            ]
+            return gradients([*operands, *tensors[count:]])
+
+        return constant
+
+    return mock.patch.object(_region, "pullback", pullback)
+
+
+def lost_detach():
+    """A user's detach is overlooked in the trace."""
+    honest = _trace._UserCalls.__torch_function__
+
+    def overlook(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.detach and _compat.proxy_is_active():
+            return args[0]
+        return honest(self, func, types, args, kwargs)
+
+    return mock.patch.object(_trace._UserCalls, "__torch_function__", overlook)
+
+
+def contiguous_cotangents():
+    """The backward is traced as if every cotangent were contiguous."""
+    honest = _region.Region.vjp
+
+    def vjp(self, roots, layout, wanted, num_states):
+        layout = tuple(meta and contiguous(meta) for meta in layout)
+        return honest(self, roots, layout, wanted, num_states)
+
+    return mock.patch.object(_region.Region, "vjp", vjp)
+
+
+def contiguous(meta):
+    """The same metadata with contiguous strides."""
+    stride = torch.empty(meta.shape, device="meta").stride()
+    return dataclasses.replace(meta, stride=stride)
+
+
+def in_place_left_in():
+    """In-place operators stay in the graph, and the check lets them pass."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        mock.patch.object(_import_fx, "has_mutations", return_value=False)
+    )
+    stack.enter_context(
+        mock.patch.object(_graph.operators, "is_mutable", return_value=False)
+    )
+    return stack
+
+
+def opaque_name():
+    """A name is part of a value's number in the forward, and its copies have none."""
+    honest = _graph._key
+
+    def key(index, value, numbers):
+        names = () if value.is_backward else value.names
+        return (*honest(index, value, numbers), names)
+
+    return mock.patch.object(_graph, "_key", key)
+
+
+def dropped_capture():
+    """A captured tensor enters the trace without its gradient."""
+    honest = _trace._capture
+
+    def capture(running, tensor):
+        return honest(running, tensor).detach()
+
+    return mock.patch.object(_trace, "_capture", capture)
+
+
+def buffers_twice():
+    """What a function did to its buffers is done again after the call."""
+    honest = _entry.Entry.call
+
+    def call(self, roots, tensors):
+        found = honest(self, roots, tensors)
+        if self.written:
+            honest(self, roots, tensors)
+        return found
+
+    return mock.patch.object(_entry.Entry, "call", call)
+
+
+def merged_draws():
+    """Two draws of the same arguments count as one value."""
+    honest = _graph._key
+
+    def key(index, value, numbers):
+        found = honest(index, value, numbers)
+        return found[:-1] if found[0] == "draw" else found
+
+    return mock.patch.object(_graph, "_key", key)
+
+
+def wrong_index_of_output():
+    """A value that is saved and handed out is looked for at the first output."""
+    honest = _region.forward_graph
+
+    def forward_graph(joint, saved):
+        outputs = [ref.index for ref in joint.outputs]
+        moved = [outputs[0] if index in outputs else index for index in saved]
+        return honest(joint, moved)
+
+    return mock.patch.object(_region, "forward_graph", forward_graph)
+
+
+def stale_global():
+    """What a trace rested on is not looked at again."""
+    return mock.patch.object(Covered, "check", return_value=True)
+
+
+BUGS = {
+    bug.__name__: bug
+    for bug in (
+        residual_treated_as_constant,
+        lost_detach,
+        contiguous_cotangents,
+        in_place_left_in,
+        opaque_name,
+        dropped_capture,
+        buffers_twice,
+        merged_draws,
+        wrong_index_of_output,
+        stale_global,
+    )
+}
+
+
+def hunt(bug, *, shrink):
+    """What the property finds against a planted bug: an exception, or None."""
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+
+    @settings(BUDGET, phases=phases, report_multiple_bugs=False)
+    @given(cases())
+    def hunted(case):
+        try:
+            check(case)
+        except Exception as error:
+            error.add_note(repr(case))
+            raise
+
+    _api._caches.clear()
+    try:
+        with bug():
+            hunted()
+    except Exception as error:
+        return error
+    finally:
+        _api._caches.clear()
+    return None
+
+
+def main():
+    """Prints what was found against each bug."""
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or BUGS:
+        bug = BUGS[name]
+        error = hunt(bug, shrink=True)
+        print(f"\n=== {name}: {bug.__doc__}")
+        if error is None:
+            print("NOT FOUND")
+        else:
+            print(f"{error.__notes__[0]}{type(error).__name__}: {str(error)[:300]}")
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore")
+    main()
