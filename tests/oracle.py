@@ -122,4 +122,3 @@ class Oracle:
                 again[value] = self.makers[value].statement.name
                 wanted += self.makers[value].operands
         return saved, Counter(again.values())
-
