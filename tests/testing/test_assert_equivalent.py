@@ -1,0 +1,288 @@
+"""`assert_equivalent`: what it compares, what it excuses, and what its errors say."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from remat import policies, remat
+from remat.testing import NotEquivalentError, assert_equivalent
+from remat.testing.strategies import Cotangents
+from tests.support import seeded
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::remat.RematWarning",
+    "ignore:`torch.jit.script",
+    "ignore:Attempted to insert a get_attr",
+    "ignore:There is a performance drop",
+)
+WEIGHT = seeded(3).requires_grad_()
+
+
+def block(params, x):
+    """A function of pytrees with a captured weight."""
+    return {"y": (x @ params["w"] * WEIGHT).tanh(), "n": 3}
+
+
+def arguments():
+    return {"w": seeded(3, 3)}, seeded(2, 3, seed=1)
+
+
+def test_a_region_is_equivalent_under_the_usual_transforms():
+    """All of them are compared, and none is excused."""
+    found = assert_equivalent(block, remat(block))(*arguments())
+
+    assert found.excused == ()
+    assert "backward" in found.compared
+    assert "grad(vmap)" in found.compared
+    assert str(found).startswith("equivalent under backward, grad, vjp, ")
+
+
+def scaled(factor):
+    def fun(params, x):
+        return {"y": block(params, x)["y"] * factor, "n": 3}
+
+    return fun
+
+
+class TwiceTheGradient(torch.autograd.Function):
+    """The identity, with a gradient that is wrong."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        return grad_outputs[0] * 2
+
+
+def wrong_gradient(params, x):
+    return block({"w": TwiceTheGradient.apply(params["w"])}, x)
+
+
+def without_capture(params, x):
+    return {"y": (x @ params["w"] * WEIGHT.detach()).tanh(), "n": 3}
+
+
+def other_structure(params, x):
+    return {"y": block(params, x)["y"], "n": 4}
+
+
+def in_single(params, x):
+    return {"y": block(params, x)["y"].float(), "n": 3}
+
+
+def changes_its_argument(params, x):
+    found = block(params, x.clone())
+    with torch.no_grad():
+        x.add_(1.0)
+    return found
+
+
+def fails(params, x):
+    raise RuntimeError("out of luck")
+
+
+def draws(params, x):
+    torch.rand(1)
+    return block(params, x)
+
+
+DIFFERENCES = {
+    "output": (
+        scaled(1.5),
+        "under backward, output `y` (float64[2, 3]): element (0, 0)",
+    ),
+    "gradient": (wrong_gradient, "the gradient of argument `params.w` (float64[3, 3])"),
+    "capture": (
+        without_capture,
+        "the gradient of global `WEIGHT`: is missing in the sec",
+    ),
+    "structure": (other_structure, "under backward, the structure of the outputs: is "),
+    "dtype": (
+        in_single,
+        "is float64[2, 3] in the first and float32[2, 3] in the second.",
+    ),
+    "mutation": (changes_its_argument, "argument `x` after the call (float64[2, 3])"),
+    "error": (fails, "only the second function raises RuntimeError: out of luck"),
+    "generator": (draws, "the default generator after the call"),
+}
+
+
+@pytest.mark.parametrize(("g", "text"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_difference_is_named(g, text):
+    """The error says under which transform what differs, where and by how much."""
+    with pytest.raises(NotEquivalentError) as caught:
+        assert_equivalent(block, g, transforms=["backward"])(*arguments())
+
+    assert text in str(caught.value)
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_the_whole_text():
+    """Where, what, why and what to do."""
+    with pytest.raises(NotEquivalentError) as caught:
+        assert_equivalent(torch.sin, lambda x: x.sin() * torch.tensor([1.0, 2.0]))(
+            torch.tensor([0.5, 0.5])
+        )
+
+    assert str(caught.value) == (
+        "under backward, the output (float32[2]): element (1,) is 0.4794255495071411 in "
+        "the first and 0.9588510990142822 in the second; 1 of 2 elements differ, by at "
+        "most 0.479 (relative 1). They should agree to rounding, by the defaults of "
+        "torch.testing.assert_close. testing.first_difference(f, g)(*args) names the "
+        "first operator whose result differs."
+    )
+
+
+def test_a_second_derivative_is_compared():
+    """What is right once and wrong twice is found by a composition."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.cosine = x.cos().detach()
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return grad_outputs[0] * ctx.cosine
+
+    check = assert_equivalent(
+        torch.sin, Constant.apply, transforms=["backward", "backward(backward)"]
+    )
+
+    with pytest.raises(NotEquivalentError, match=r"under backward\(backward\)"):
+        check(seeded(3))
+
+
+def nudged(x):
+    """The sine, one bit off."""
+    y = x.sin()
+    return y + (torch.nextafter(y.detach(), y.detach() + 1) - y.detach())
+
+
+@pytest.mark.parametrize(("exact", "raises"), [(None, False), (True, True)])
+def test_bits_are_compared_where_they_are_promised(exact, raises):
+    """Rounding is forgiven unless bits are asked for."""
+    check = assert_equivalent(torch.sin, nudged, transforms=["backward"], exact=exact)
+
+    if raises:
+        with pytest.raises(NotEquivalentError, match="agree to the last bit"):
+            check(seeded(3))
+    else:
+        check(seeded(3))
+
+
+def attention(x):
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_what_the_first_function_does_not_support_is_excused():
+    """Plain attention has no forward mode on a CPU: the report says so."""
+    transforms = ["backward", "jvp"]
+
+    found = assert_equivalent(attention, remat(attention), transforms=transforms)(
+        seeded(1, 1, 4, 4)
+    )
+
+    assert found.compared == ("backward",)
+    (excuse,) = found.excused
+    assert excuse.transform == "jvp"
+    assert "RuntimeError" in excuse.reason
+    assert "jvp excused: " in str(found)
+
+
+def test_nothing_compared_is_an_error():
+    """Excuses alone prove nothing."""
+    with pytest.raises(
+        NotEquivalentError, match="nothing was compared: the first func"
+    ):
+        assert_equivalent(fails, fails)(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gard", "'gard' is none that assert_equivalent knows. They are backward, "),
+        ("vmap(grad", "is none that assert_equivalent knows"),
+        ("grad(backward)", "Write 'backward' outermost: 'backward(vmap)'."),
+        ("functional_call(grad)", "Write it innermost: 'grad(functional_call)'."),
+    ],
+)
+def test_wrong_names_are_refused(name, text):
+    """A name that is no transform raises before anything runs."""
+    with pytest.raises(ValueError, match="the transform") as caught:
+        assert_equivalent(torch.sin, torch.sin, transforms=[name])
+
+    assert text in str(caught.value)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Tanh())
+
+
+def test_modules_with_buffers_and_draws():
+    """Buffers, generators and arguments are what they were; parameters are compared."""
+    plain, x = model(), torch.randn(4, 3)
+    before = copy.deepcopy([plain.state_dict(), torch.get_rng_state(), x])
+
+    found = assert_equivalent(plain, remat(plain), transforms=["backward"])(x)
+
+    assert found.compared == ("backward",)
+    after = [plain.state_dict(), torch.get_rng_state(), x]
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+
+
+def test_functional_calls():
+    """The parameters of a module are replaced, and differentiated."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    transforms = [
+        "functional_call",
+        "grad(functional_call)",
+        "vmap(grad(functional_call))",
+    ]
+
+    found = assert_equivalent(plain, remat(plain), transforms=transforms)(
+        torch.randn(4, 3)
+    )
+
+    assert found.compared == tuple(transforms)
+
+
+def test_a_buffer_changed_twice_is_found():
+    """State is compared after the call."""
+    plain = nn.BatchNorm1d(3)
+
+    def twice(x):
+        plain(x)
+        return plain(x)
+
+    with pytest.raises(NotEquivalentError, match="after the call"):
+        assert_equivalent(plain, twice, transforms=["backward"])(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "sliced", "none"])
+def test_cotangents_of_any_layout(kind):
+    """A rule for cotangents is followed under backward."""
+    check = assert_equivalent(
+        block,
+        remat(block, policy=policies.save_matmul_outputs),
+        transforms=["backward"],
+        cotangents=Cotangents((kind,)),
+    )
+
+    assert check(*arguments()).compared == ("backward",)
+
+
+def test_arguments_that_share_memory():
+    """Copies share memory as the arguments do; one tensor given twice is one."""
+    base = seeded(4, 3)
+    check = assert_equivalent(
+        lambda x, y, z: x * y[0] + z, remat(lambda x, y, z: x * y[0] + z)
+    )
+
+    assert check(base, base[1:], base).excused == ()

@@ -1,0 +1,103 @@
+"""`first_difference` names the first operator at which two computations part."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from remat import checkpoint_name, policies, remat
+from remat.testing import first_difference
+from tests.support import seeded
+from tests.zoo import FUNCTIONS
+
+ZOO = {function.name: function for function in FUNCTIONS}
+pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
+
+
+def hidden(x, approximate):
+    h = checkpoint_name(F.gelu(x @ x.T, approximate=approximate), "hidden")
+    return h.softmax(-1) * 2.0
+
+
+def exact(x):
+    return hidden(x, "none")
+
+
+def by_tanh(x):
+    return hidden(x, "tanh")
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention_math", "in_place", "many_outputs"])
+def test_a_region_does_not_differ(name):
+    """Recomputation, dropped views and pure operators are no differences."""
+    fun, make_args = ZOO[name].fun, ZOO[name].make_args
+
+    found = first_difference(fun, remat(fun, policy=policies.save_matmul_outputs))
+
+    assert found(*make_args()) is None
+
+
+def test_the_operator_the_name_and_the_line():
+    """The first operator, not the output where it shows."""
+    found = first_difference(exact, by_tanh)(seeded(3, 3))
+
+    assert found is not None
+    assert (found.phase, found.op, found.name) == ("forward", "aten.gelu", "hidden")
+    assert found.source.startswith("test_first_difference.py:")
+    assert str(found).startswith(
+        'the first difference is in the forward: aten.gelu "hidden" at test_first_diff'
+    )
+    assert found.gap is not None
+    assert found.gap.num_elements == 9
+
+
+class Slope(torch.autograd.Function):
+    """The sine; its gradient reads another cosine than it should."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (x,) = ctx.saved_tensors
+        return grad_outputs[0] * (x + 0.5).cos()
+
+
+def test_a_difference_in_the_backward():
+    """Where forwards agree, the backward's operators are matched."""
+    found = first_difference(torch.sin, Slope.apply)(seeded(3))
+
+    assert found is not None
+    assert (found.phase, found.op, found.source) == ("backward", "aten.cos", "")
+
+
+def lost(x):
+    return x.detach().sin()
+
+
+@pytest.mark.parametrize(
+    ("g", "text"),
+    [
+        (lost, "the gradient of argument `x`: one of them is missing."),
+        (lambda x: x.sin().float(), "the output: "),
+    ],
+    ids=["gradient", "dtype"],
+)
+def test_a_result_alone_may_differ(g, text):
+    """Where no operator differs, the result is named."""
+    found = first_difference(lambda x: x.sin(), g)(seeded(3))
+
+    assert found is not None
+    assert found.op == ""
+    assert text in str(found)
+
+
+def test_state_and_arguments_stay():
+    """Generators end where they were, and arguments are copies."""
+    x, state = seeded(3), torch.get_rng_state()
+
+    first_difference(torch.rand_like, torch.rand_like)(x)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, seeded(3))
