@@ -166,11 +166,13 @@ class _Flattened:
                 )
             }
             with substituting(mapping), _left_alone(roots, fetch is not None):
-                return self._apart(function(*args, **kwargs))
+                returned = self._apart(function(*args, **kwargs))
+            # A captured tensor that no operator of the user has met is still the real one.
+            return [mapping.get(id(each), each) for each in returned]
 
         return flat
 
-    def _apart(self, result: Any) -> Sequence[Tensor | None]:
+    def _apart(self, result: Any) -> list[Tensor]:
         leaves, spec = _compat.flatten(result)
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))

@@ -289,3 +289,20 @@ def test_a_cotangent_that_is_a_constant() -> None:
         return torch.func.grad(lambda x: first(x).sin().sum())(table)
 
     assert_close(curved(remat(bag)), curved(bag))
+
+
+@pytest.mark.contract
+def test_a_captured_output_under_an_unusual_cotangent() -> None:
+    """A captured tensor that is returned as it is is known when a backward is traced."""
+    weight = seeded(3, seed=1).requires_grad_()
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + x, weight
+
+    def gradient(fun: Callable[..., Any]) -> Any:
+        x = seeded(2, 3).requires_grad_()
+        outputs = fun(x)
+        cotangents = [seeded(3, 2).mT, seeded(6)[::2]]
+        return torch.autograd.grad(outputs, [x, weight], cotangents)
+
+    assert_bitwise(gradient(remat(fun)), gradient(fun))
