@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, find, given, settings, strategies as st
 
 from remat import policies as remat_policies, remat
 from remat.testing import COMPOSITIONS, TRANSFORMS, strategies
 from remat.testing.strategies import Cotangents, Program, TensorSpec
+from remat.testing.strategies._programs import _Writer
 
 FEW = settings(max_examples=60)
 EVERYTHING = ("plain", "in place", "capture", "draw", "state")
@@ -29,6 +30,37 @@ def test_a_program_runs_and_is_a_value(program):
     assert again == program
     assert hash(again) == hash(program)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def drawn(seed):
+    """Twenty programs, each with a number drawn after it, from one sequence of choices."""
+    found = []
+
+    @settings(max_examples=20, derandomize=True, phases=[Phase.generate])
+    @given(strategies.programs(kinds=EVERYTHING), st.integers(0, 10**9))
+    def collect(program, number):
+        torch.manual_seed(seed + len(found))
+        found.append((program, number))
+
+    torch.manual_seed(seed)
+    collect()
+    return found
+
+
+def test_the_same_choices_make_the_same_program():
+    """Whatever state the default generator is in."""
+    assert drawn(1) == drawn(2)
+
+
+def test_what_is_drawn_does_not_depend_on_what_runs(monkeypatch):
+    """Where torch takes no statement any more, the choices after it are the same."""
+    expected = [number for _, number in drawn(1)]
+    monkeypatch.setattr(_Writer, "_runs", lambda self, step: False)
+
+    found = drawn(1)
+
+    assert [number for _, number in found] == expected
+    assert not any(program.steps for program, _ in found)
 
 
 @FEW

@@ -89,7 +89,7 @@ _MANY_OUTPUTS = {
 }
 _VIEWS = {
     "flatten": ("{out} = {0}.reshape(-1).sin().view({0}.shape)",),
-    "transposed_rows": ("{out} = {0}.T.reshape({0}.shape)",),
+    "transposed_rows": ("{out} = {0}.mT.reshape({0}.shape)",),
     "expand": ("{out} = {0}.sum(0, keepdim=True).expand({0}.shape)",),
     "slice": ("{out} = {0}[:, ::2]",),
     "select": ("{out} = {0}[0][None].cos()",),

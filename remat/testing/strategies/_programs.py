@@ -1,8 +1,15 @@
-"""Random functions, drawn statement by statement; each one runs when it is drawn."""
+"""Random functions: first everything is drawn, then each drawn statement is run.
+
+Nothing is drawn after a statement has run. What hypothesis draws would else depend on what
+torch answers, which may differ from one time to the next, and hypothesis demands that a
+strategy repeats itself. So a drawn number, not an expression, stands for an operand, and it
+is taken modulo the number of values that there are by then.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, final
 
 import torch
@@ -10,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat._names import checkpoint_name
+from remat.policies import AbstractPolicy
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
 from remat.testing.strategies._policies import NAMES, policies
@@ -52,22 +60,55 @@ def programs(
     statements = [*SIMPLE, *(each for kind in kinds for each in GROUPS[kind])]
     shape = draw(shapes())
     arguments = tuple(
-        draw(tensors(shape=shape, seed=seed)) for seed in range(draw(_counts(1, 2)))
+        draw(tensors(shape=shape, seed=seed)) for seed in range(draw(st.integers(1, 2)))
+    )
+    choices = draw(st.lists(_choices(statements), min_size=1, max_size=max_steps))
+    outputs = draw(st.lists(_NUMBERS, max_size=2))
+    spans = draw(
+        st.lists(st.builds(_Span, _NUMBERS, _NUMBERS, policies()), max_size=max_inner)
     )
     writer = _Writer(arguments, captures)
-    for _ in range(draw(_counts(1, max_steps))):
-        writer.add(draw, draw(st.sampled_from(statements)))
-    program = writer.program(draw)
-    return _with_inner(draw, program, draw(_counts(0, max_inner)))
+    for choice in choices:
+        writer.add(choice)
+    return _with_inner(writer.program(outputs), spans)
 
 
-def _counts(low: int, high: int) -> st.SearchStrategy[int]:
-    return st.integers(low, high)
+# Large enough for each operand of a long function to be as likely as the next.
+_NUMBERS = st.integers(0, 255)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """A statement as it is drawn: numbers stand for its operands."""
+
+    statement: Statement
+    operands: tuple[int, int]
+    name: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """A region inside as it is drawn: numbers stand for where it starts and ends."""
+
+    start: int
+    stop: int
+    policy: AbstractPolicy
+
+
+def _choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
+    return st.builds(
+        _Choice,
+        st.sampled_from(statements),
+        st.tuples(_NUMBERS, _NUMBERS),
+        st.sampled_from(NAMES),
+    )
 
 
 @final
 class _Writer:
-    """Draws steps and runs each, to know the shapes of what it makes."""
+    """Makes steps of choices and runs each, to know the shapes of what it makes."""
 
     def __init__(self, arguments: tuple[TensorSpec, ...], captures: bool) -> None:
         self.arguments = arguments
@@ -87,13 +128,15 @@ class _Writer:
         self.captured = list(CAPTURED_OPERANDS) if captures else []
         self.makes: list[str] = []
 
-    def add(self, draw: st.DrawFn, statement: Statement) -> None:
-        """Adds a statement with drawn operands, unless there are none that it takes."""
+    def add(self, choice: _Choice) -> None:
+        """Adds a statement with its operands, unless there are none that it takes."""
+        statement = choice.statement
+        there = [*self.operands, *self.captured]
         operands = tuple(
-            draw(st.sampled_from([*self.operands, *self.captured]))
-            for _ in range(statement.num_operands)
+            there[number % len(there)]
+            for number in choice.operands[: statement.num_operands]
         )
-        name = draw(st.sampled_from(NAMES)) if statement.name == "name" else ""
+        name = choice.name if statement.name == "name" else ""
         number = len(self.makes)
         other = f"v{number + 1}" if statement.has_other else ""
         step = Step(statement, operands, f"v{number}", other, name)
@@ -106,9 +149,15 @@ class _Writer:
                 return
 
     def _runs(self, step: Step) -> bool:
+        """Whether torch takes a step, whatever state generators and warnings are in."""
         values = dict(self.values)
+        generators = torch.random.fork_rng(devices=[])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            with generators, torch.no_grad(), warnings.catch_warnings():
+                # torch gives some warnings once a process: as errors they would refuse
+                # the first step of a kind, and no later one.
+                warnings.simplefilter("ignore")
+                torch.default_generator.manual_seed(0)
                 exec("\n".join(step.lines), values)
         except _REFUSED:
             return False
@@ -122,11 +171,11 @@ class _Writer:
         tensor: Tensor = self.values[name]
         return tensor.is_floating_point() and tensor.dim() == 2
 
-    def program(self, draw: st.DrawFn) -> Program:
-        """The program of the steps that its drawn outputs need, and of all effects."""
+    def program(self, numbers: list[int]) -> Program:
+        """The program of the steps that its chosen outputs need, and of all effects."""
         if not self.makes:
             return Program(self.arguments, (), ("x0",))
-        others = draw(st.lists(st.sampled_from(self.makes), max_size=2))
+        others = [self.makes[number % len(self.makes)] for number in numbers]
         outputs = tuple(dict.fromkeys([self.operands[-1], *others]))
         needed, kept = {*outputs}, list[Step]()
         for step in reversed(self.steps):
@@ -137,15 +186,15 @@ class _Writer:
         return Program(self.arguments, tuple(reversed(kept)), outputs)
 
 
-def _with_inner(draw: st.DrawFn, program: Program, count: int) -> Program:
+def _with_inner(program: Program, spans: list[_Span]) -> Program:
     found: list[Inner] = []
     first = 0
-    for _ in range(count):
+    for span in spans:
         if first >= len(program.steps):
             break
-        start = draw(st.integers(first, len(program.steps) - 1))
-        stop = draw(st.integers(start + 1, len(program.steps)))
-        inner = Inner(start, stop, draw(policies()))
+        start = first + span.start % (len(program.steps) - first)
+        stop = start + 1 + span.stop % (len(program.steps) - start)
+        inner = Inner(start, stop, span.policy)
         if program.gives(inner):
             found.append(inner)
             first = stop
