@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -203,11 +203,16 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors of one home device.
+    """Fake tensors of one home device, which leave torch's own on "meta" alone.
 
     Under vmap of jvp, torch asks for zeros on "meta", which is what a fake tensor is made
     of, instead of on the device that it stands for. Obsolete when functorch's wrappers
     tell the fake device.
+
+    Where an operand has no tangent, forward mode's kernels for zeros without memory
+    (`mul_zerotensor`, `add_zerotensor`) find out the shape of their result with tensors
+    on "meta", in the sight of every mode. Obsolete when a trace of torch.func.jvp over
+    layer_norm with a constant weight works on plain torch.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -218,11 +223,21 @@ class _FakeMode(FakeTensorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._home != _META and _are_shapes_alone(args):
+            return func(*args, **kwargs)
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
         with no_dual_level():
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _are_shapes_alone(args: Any) -> bool:
+    """Whether these are torch's own tensors without data, and not fake ones."""
+    tensors = tensor_leaves(args)
+    return bool(tensors) and all(
+        type(each) is Tensor and each.device == _META for each in tensors
+    )
 
 
 @contextlib.contextmanager
@@ -243,16 +258,6 @@ def no_dual_level() -> Generator[None]:
 
 
 _META = torch.device("meta")
-
-
-def needs_all_tangents(names: Iterable[str]) -> bool:
-    """Whether forward mode over these operators fails on fake tensors if one lacks a tangent.
-
-    The norms do, where weight or bias has none ("Please convert all Tensors to FakeTensors
-    first"). Obsolete when a trace of torch.func.jvp over layer_norm with a constant weight
-    works on plain torch.
-    """
-    return any("_norm" in name for name in names)
 
 
 def kernel_choices() -> tuple[str, bool, bool, bool, bool]:

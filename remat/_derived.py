@@ -110,8 +110,6 @@ def pushforward(
     function: Flat,
     outputs: tuple[int, ...] | None,
     has_tangent: tuple[bool, ...],
-    *,
-    fills: bool = False,
 ) -> Flat:
     """(operands, ..., tangents) -> the tangents of these outputs, of all for None.
 
@@ -119,7 +117,6 @@ def pushforward(
         function: what to push forward.
         outputs: which of its results to hand out the tangents of.
         has_tangent: which operands have one.
-        fills: whether the other differentiable operands get a tangent of zeros.
     """
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -128,14 +125,6 @@ def pushforward(
         run = tracked(lambda given: _chosen(function(given), outputs), wanted)
         moved = [index for index, has in enumerate(has_tangent) if has]
         given = tuple(tensors[len(tensors) - len(moved) :])
-        if fills:
-            still = [
-                index
-                for index, has in enumerate(has_tangent)
-                if not has and operands[index].is_floating_point()
-            ]
-            given += tuple(torch.zeros_like(operands[index]) for index in still)
-            moved += still
 
         def of(*primals: Tensor) -> tuple[Tensor, ...]:
             for index, tensor in zip(moved, primals, strict=True):

@@ -558,13 +558,8 @@ class Region:
                 if has
             ),
         )
-        fills = _compat.needs_all_tangents(
-            self.forward(roots, save=False).program.operators
-        )
         region = Region(
-            self.function.derive(
-                lambda f: pushforward(f, outputs, has_tangent, fills=fills)
-            ),
+            self.function.derive(lambda f: pushforward(f, outputs, has_tangent)),
             operands,
             self.policy,
             states=self._states_after(num_states),

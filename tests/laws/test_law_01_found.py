@@ -306,3 +306,18 @@ def test_a_captured_output_under_an_unusual_cotangent() -> None:
         return torch.autograd.grad(outputs, [x, weight], cotangents)
 
     assert_bitwise(gradient(remat(fun)), gradient(fun))
+
+
+@pytest.mark.contract
+def test_forward_mode_per_example_beside_a_parameter() -> None:
+    """Tangents that are zeros without memory are added to others under two vmaps."""
+    weight = seeded(3, seed=1).requires_grad_()
+
+    def fun(x: Tensor) -> Tensor:
+        return (x * weight).sin()
+
+    def gradient(fun: Callable[..., Any]) -> Any:
+        found = torch.func.vmap(torch.func.jacfwd(fun))(seeded(4, 2, 3))
+        return found, torch.autograd.grad(found.cos().sum(), weight)
+
+    assert_close(gradient(remat(fun)), gradient(fun))
