@@ -90,7 +90,7 @@ def _make_view(
         tensor = operands[view.operand]
     else:
         return None
-    if view.is_detached and tensor.requires_grad:
+    if view.is_cut or (view.is_detached and tensor.requires_grad):
         tensor = tensor.detach()
     if view.path is not None:
         (tensor,) = Program(view.path, "view").with_gradient((tensor,))
@@ -183,7 +183,7 @@ def _run_under_jvp(
     outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
     for index, tangent in moved.items():
         wrapped = _compat.wrap_at(tangent, level)
-        outputs[index] = _make_dual(outputs[index], wrapped)
+        outputs[index] = _dual(outputs[index], wrapped)
     return results._replace(outputs=outputs)
 
 
@@ -197,8 +197,15 @@ def _push_forward(
     results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = list(results.outputs)
     for index, tangent in moved.items():
-        outputs[index] = _make_dual(outputs[index], tangent)
+        outputs[index] = _dual(outputs[index], tangent)
     return results._replace(outputs=outputs)
+
+
+def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """An output with its tangent, which torch lays out in memory like the output."""
+    if _compat.repeats_itself(primal):
+        primal = primal.clone()
+    return _make_dual(primal, tangent)
 
 
 def _primal_and_tangents(

@@ -151,6 +151,13 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def repeats_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor, below all torch.func wrappers, share their memory."""
+    below = unwrapped(tensor)
+    sizes = zip(below.shape, below.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
 def requires_grad_anywhere(tensor: Tensor) -> bool:
     """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
     while not tensor.requires_grad:

@@ -90,12 +90,14 @@ class View:
         path: the view operators in between, as a graph with one input; None if it is the
             output or operand itself.
         is_detached: whether no gradient flows although one flows to the base.
+        is_cut: whether the function detached it from the base: no tangent flows either.
     """
 
     output: int | None
     operand: int | None
     path: Graph | None
     is_detached: bool
+    is_cut: bool = False
 
 
 @dataclasses.dataclass
@@ -492,8 +494,8 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
         outputs=outputs,
         differentiable=tuple(run.differentiable),
         views=tuple(
-            _view(graph, outputs, bases, ref, is_detached)
-            for ref, is_detached in zip(returned, run.detached, strict=True)
+            _view(graph, outputs, bases, ref, cuts)
+            for ref, *cuts in zip(returned, run.detached, imported.cut, strict=False)
         ),
         gradients=(),
         mutations=imported.mutations,
@@ -549,7 +551,7 @@ def _view(
     outputs: tuple[Ref, ...],
     written: Mapping[Ref, int],
     ref: Ref | None,
-    is_detached: bool,
+    cuts: list[bool],
 ) -> View:
     if ref is None:
         return View(None, None, None, True)
@@ -559,8 +561,8 @@ def _view(
     )
     base, steps = path
     if base in outputs:
-        return View(outputs.index(base), None, steps, is_detached)
-    return View(None, written.get(base, base.index), steps, is_detached)
+        return View(outputs.index(base), None, steps, *cuts)
+    return View(None, written.get(base, base.index), steps, *cuts)
 
 
 def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:

@@ -321,3 +321,50 @@ def test_forward_mode_per_example_beside_a_parameter() -> None:
         return found, torch.autograd.grad(found.cos().sum(), weight)
 
     assert_close(gradient(remat(fun)), gradient(fun))
+
+
+def cut_in_two(x: Tensor) -> tuple[Tensor, ...]:
+    """Its argument and a value, and what is detached of both."""
+    y = x.sin()
+    return x.mT, x.detach(), x.detach().mT, y, y.mT.detach()
+
+
+def in_halves(x: Tensor) -> tuple[Tensor, ...]:
+    """The same after a change in place, of parts."""
+    y = x.sin().mul_(2)
+    return y, y.detach().chunk(2)[0], y.chunk(2)[1]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", [cut_in_two, in_halves])
+def test_what_is_detached_has_no_tangent(fun: Callable[..., Any]) -> None:
+    """In a region that a parameter keeps from running plainly, too."""
+    weight = seeded(3, seed=1).requires_grad_()
+
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        return *fun(x), weight.sin()
+
+    x = seeded(2, 3)
+
+    assert_close(
+        torch.func.jvp(remat(both), (x,), (x.cos(),)),
+        torch.func.jvp(both, (x,), (x.cos(),)),
+    )
+
+
+@pytest.mark.contract
+def test_forward_mode_over_an_output_that_no_example_moves() -> None:
+    """It is repeated over the batch, without room for a tangent of each example."""
+    weight = seeded(3, seed=1).requires_grad_()
+
+    def fun(x: Tensor) -> Tensor:
+        return weight.cumsum(0)
+
+    def within(fun: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x: fun(x) * x
+
+    def pushed(fun: Callable[..., Tensor]) -> Any:
+        x = seeded(2, 3)
+        return torch.func.jvp(torch.func.vmap(within(fun)), (x,), (x.cos(),))
+
+    assert_close(pushed(remat(lambda x: remat(fun)(x))), pushed(fun))
