@@ -11,7 +11,7 @@ from hypothesis import settings, strategies as st
 
 from remat import remat, saved_residuals
 from remat.policies import AbstractPolicy
-from remat.testing import NotEquivalentError, assert_equivalent, strategies
+from remat.testing import assert_equivalent, strategies
 from remat.testing.strategies import Cotangents, Program
 from tests import oracle
 from tests.support import backward_operators
@@ -51,11 +51,6 @@ def cases():
     )
 
 
-# Transforms that run forward mode under vmap over something with a captured tensor: torch
-# fails on fakes there (aten._fw_primal) and leaves the thread's dispatch state broken.
-BREAKS = ("vmap(jacfwd)",)
-
-
 def check(case):
     """A region is its function, saves what it must, and sees what changes around it."""
     program = case.program
@@ -64,18 +59,12 @@ def check(case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            compare(case, region, ("backward", *transforms_of(case)))
+            compare(case, region, ("backward", case.transform))
             check_permission(case, region)
             program.change_globals()
             compare(case, region, ("backward",))
         finally:
             region.cache_clear()
-
-
-def transforms_of(case):
-    """The case's transform, unless it would break torch."""
-    names = case.program.captures
-    return () if names and case.transform in BREAKS else (case.transform,)
 
 
 def compare(case, region, transforms):
@@ -90,29 +79,7 @@ def compare(case, region, transforms):
         cotangents=case.cotangents,
         exact=not case.program.inner,
     )
-    try:
-        judge(*case.program.make_arguments())
-    except NotEquivalentError as error:
-        if not is_known(case, error):
-            raise
-
-
-FORWARD = ("jvp", "jacfwd", "hessian", "linearize")
-
-
-def is_known(case, error):
-    """Whether a failure is one of the engine's known ones, each as narrow as can be."""
-    cause, forward = str(error.__cause__), any(k in case.transform for k in FORWARD)
-    names = {step.statement.name for step in case.program.steps}
-    # An output that no example moves is expanded over the batch, and has no room for the
-    # tangent that the region gives it.
-    if forward and "more than one element of the written-to tensor" in cause:
-        return True
-    # Under forward mode an output that is a detached operand keeps the tangent.
-    if forward and "detach" in names and error.__cause__ is None:
-        return True
-    # Plain linearize folds a buffer's update; the region's raises.
-    return "linearize" in case.transform and "state" in case.program.kinds
+    judge(*case.program.make_arguments())
 
 
 def check_permission(case, region):
