@@ -5,7 +5,6 @@ against it, by the property, strategies and budget of `tests/test_properties.py`
 """
 
 import contextlib
-import dataclasses
 import sys
 from unittest import mock
 
@@ -14,14 +13,16 @@ from hypothesis import Phase, given, settings
 
 from remat import (
     _api,
+    _bind,
     _compat,
     _entry,
     _graph,
     _import_fx,
+    _names,
     _region,
     _trace,
 )
-from remat._captures import Covered
+from remat._captures import _covered
 from tests.properties import BUDGET, cases, check
 
 
@@ -60,20 +61,28 @@ def lost_detach():
 
 
 def contiguous_cotangents():
-    """The backward is traced as if every cotangent were contiguous."""
-    honest = _region.Region.vjp
+    """The backward reads the memory of every cotangent as if it were contiguous."""
+    honest = _bind._PlainFunction.backward
 
-    def vjp(self, roots, layout, wanted, num_states):
-        layout = tuple(meta and contiguous(meta) for meta in layout)
-        return honest(self, roots, layout, wanted, num_states)
+    def backward(ctx, *cotangents):
+        return honest(
+            ctx, *(each if each is None else flat(each) for each in cotangents)
+        )
 
-    return mock.patch.object(_region.Region, "vjp", vjp)
+    return mock.patch.object(_bind._PlainFunction, "backward", staticmethod(backward))
 
 
-def contiguous(meta):
-    """The same metadata with contiguous strides."""
-    stride = torch.empty(meta.shape, device="meta").stride()
-    return dataclasses.replace(meta, stride=stride)
+def flat(cotangent):
+    """What is found where a contiguous tensor of this shape would lie."""
+    memory = cotangent.new_zeros(cotangent.numel())
+    there = cotangent.as_strided((min(memory.numel(), held(cotangent)),), (1,))
+    memory[: there.numel()] = there
+    return memory.view(cotangent.shape)
+
+
+def held(tensor):
+    """How many elements lie in memory from a tensor's first one on."""
+    return tensor.untyped_storage().size() // tensor.itemsize - tensor.storage_offset()
 
 
 def in_place_left_in():
@@ -89,14 +98,11 @@ def in_place_left_in():
 
 
 def opaque_name():
-    """A name is part of a value's number in the forward, and its copies have none."""
-    honest = _graph._key
-
-    def key(index, value, numbers):
-        names = () if value.is_backward else value.names
-        return (*honest(index, value, numbers), names)
-
-    return mock.patch.object(_graph, "_key", key)
+    """A named value is a copy of what it names."""
+    honest = _names.checkpoint_name
+    return mock.patch.object(
+        _names, "checkpoint_name", lambda value, name: honest(value.clone(), name)
+    )
 
 
 def dropped_capture():
@@ -147,7 +153,7 @@ def wrong_index_of_output():
 
 def stale_global():
     """What a trace rested on is not looked at again."""
-    return mock.patch.object(Covered, "check", return_value=True)
+    return mock.patch.object(_covered, "generate_check", _covered.generate_fetch)
 
 
 BUGS = {
