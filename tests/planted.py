@@ -190,7 +190,7 @@ def hunt(bug, *, shrink):
     try:
         with bug():
             hunted()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever was found is the answer
         return error
     finally:
         _api._caches.clear()
