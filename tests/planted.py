@@ -23,7 +23,7 @@ from remat import (
     _trace,
 )
 from remat._captures import _covered
-from tests.properties import BUDGET, cases, check
+from tests.properties import BUDGET, PROGRAMS, cases, check
 
 
 def residual_treated_as_constant():
@@ -175,10 +175,15 @@ BUGS = {
 
 def hunt(bug, *, shrink):
     """What the property finds against a planted bug: an exception, or None."""
+    found = (_hunt(bug, kind, shrink=shrink) for kind in PROGRAMS)
+    return next((error for error in found if error is not None), None)
+
+
+def _hunt(bug, kind, *, shrink):
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
 
     @settings(BUDGET, phases=phases, report_multiple_bugs=False)
-    @given(cases())
+    @given(cases(kind))
     def hunted(case):
         try:
             check(case)

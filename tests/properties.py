@@ -16,7 +16,7 @@ from remat.testing.strategies import Cotangents, Program
 from tests import oracle
 from tests.support import backward_operators
 
-BUDGET = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+BUDGET = settings(max_examples=140, deadline=None, derandomize=True, database=None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,17 +35,21 @@ class Case:
         )
 
 
-def cases():
-    """Functions that the oracle knows, of everything pure, and with effects."""
-    programs = st.one_of(
-        strategies.programs(kinds=(), captures=False, max_inner=0),
-        strategies.programs(kinds=()),
-        strategies.programs(),
-        strategies.programs(kinds=("draw", "state"), max_steps=4),
-    )
+#: Functions that the oracle knows, of everything pure, and with effects.
+PROGRAMS = {
+    "known": strategies.programs(kinds=(), captures=False, max_inner=0),
+    "pure": st.one_of(strategies.programs(kinds=()), strategies.programs()),
+    "effects": strategies.programs(
+        kinds=("draw", "state"), captures=False, max_inner=1, max_steps=4
+    ),
+}
+
+
+def cases(kind):
+    """Random functions of one of the kinds above, and what to do with them."""
     return st.builds(
         Case,
-        programs,
+        PROGRAMS[kind],
         strategies.policies(),
         strategies.transforms(),
         strategies.cotangents(),

@@ -1,12 +1,12 @@
 """The laws on random functions, under every transform and compositions of two."""
 
+import pytest
 from hypothesis import given
 
-from tests.properties import BUDGET, cases, check
+from tests.properties import BUDGET, PROGRAMS, cases, check
 
 
-@BUDGET
-@given(cases())
-def test_a_region_is_its_function(case):
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_region_is_its_function(kind):
     """Numbers, gradients, state, residuals and recomputed operators of random functions."""
-    check(case)
+    BUDGET(given(cases(kind))(check))()
