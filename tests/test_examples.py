@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Forward mode's first use compiles torch's own formulas with it.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
 ROOT = Path(__file__).parent.parent
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
