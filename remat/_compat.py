@@ -210,16 +210,11 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors of one home device, which leave torch's own on "meta" alone.
+    """Fake tensors of one home device.
 
     Under vmap of jvp, torch asks for zeros on "meta", which is what a fake tensor is made
     of, instead of on the device that it stands for. Obsolete when functorch's wrappers
     tell the fake device.
-
-    Where an operand has no tangent, forward mode's kernels for zeros without memory
-    (`mul_zerotensor`, `add_zerotensor`) find out the shape of their result with tensors
-    on "meta", in the sight of every mode. Obsolete when a trace of torch.func.jvp over
-    layer_norm with a constant weight works on plain torch.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -230,8 +225,6 @@ class _FakeMode(FakeTensorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._home != _META and _are_shapes_alone(args):
-            return func(*args, **kwargs)
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
@@ -407,9 +400,32 @@ def _shared_dual_level() -> Generator[None]:
 
 def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphModule:
     """The operators below autograd that `function` runs on the fake tensors `args`."""
+
+    def run(*inputs: Tensor) -> Any:
+        with _ShapesAside():
+            return function(*inputs)
+
     return proxy_tensor.make_fx(
-        function, tracing_mode="real", _error_on_data_dependent_ops=True
+        run, tracing_mode="real", _error_on_data_dependent_ops=True
     )(*args)
+
+
+class _ShapesAside(TorchDispatchMode):
+    """Keeps from a trace what torch runs on "meta" to find out shapes.
+
+    Where an operand has no tangent, forward mode's kernels for zeros without memory
+    (`mul_zerotensor`, `add_zerotensor`) do so in the sight of every mode, and fake modes
+    take such tensors for strangers. Obsolete when a trace of torch.func.jvp over layer_norm
+    with a constant weight works on plain torch.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if _are_shapes_alone(args):
+            with _disable_current_modes():
+                return func(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
 
 def is_watched() -> bool:

@@ -146,7 +146,12 @@ def first_difference(
         other, found = _record(g, arguments, state, wanted)
         if all(_agree(results.get(k), found.get(k)) for k in results | found):
             return None
-        return _first_unmatched(one, other) or _first_result(results, found)
+        step, result = _first_unmatched(one, other), _first_result(results, found)
+        # An output that differs where no operator does is what the backward parts by.
+        is_output = result.phase == "forward" and (
+            step is None or step.phase == "backward"
+        )
+        return result if is_output or step is None else step
 
     return compare
 

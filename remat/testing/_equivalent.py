@@ -217,7 +217,7 @@ class _Pair:
                 result = self._backward(flattened, parts[1:], given)
             else:
                 result = self._transformed(flattened, parts)
-            after = self.state.seen(function)
+            after = self.state.seen()
             named = zip(self.arguments.labels, leaves, strict=True)
             after |= {
                 f"argument `{label}`": leaf.detach().clone()

@@ -13,9 +13,9 @@ from torch import Tensor
 from remat import _captures, _compat
 
 
-def captured(function: Callable[..., Any]) -> dict[str, Tensor]:
-    """The tensors that a function reaches, by their path in words."""
-    survey = _captures.survey((inspect.unwrap(function),))
+def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that functions reach, by their path in words."""
+    survey = _captures.survey(tuple(map(inspect.unwrap, functions)))
     found: dict[str, Any] = {
         paths[0].label: paths[0].owner.content[paths[0].step]
         for paths in survey.tensors.values()
@@ -61,7 +61,8 @@ class State:
                 if not _compat.same_bits(tensor.detach(), numbers):
                     tensor.copy_(numbers)
 
-    def seen(self, function: Callable[..., Any]) -> dict[str, Tensor]:
-        """What the captured tensors and the generator are now."""
-        found = {k: tensor.detach().clone() for k, tensor in captured(function).items()}
+    def seen(self) -> dict[str, Tensor]:
+        """What the tensors that either function reaches and the generator are now."""
+        reached = captured(*self._functions)
+        found = {label: tensor.detach().clone() for label, tensor in reached.items()}
         return found | {"the default generator": torch.get_rng_state()}
