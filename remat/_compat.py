@@ -167,20 +167,31 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
     return True
 
 
-def write_back(tensor: Tensor, new: Tensor) -> None:
+def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     """Gives a tensor a new value, below the transforms that have not wrapped it.
 
     As a kernel writes its statistics: torch.func would refuse an in-place operator on a
     tensor from outside. Obsolete when it lets one through where no gradient flows.
+
+    Args:
+        tensor: what is written.
+        new: its new value.
+        unseen: whether its version stays, as with statistics: who saved it before does not
+            mind. Obsolete when torch's kernels tell that they write them.
     """
     active = current_interpreter()
     if active is not None and active[0] in {"grad", "jvp"}:
         level = active[1].level()
         if level_of(tensor) < level:
             with lowered(active[1]):
-                write_back(tensor, unwrap_at(new, level))
+                write_back(tensor, unwrap_at(new, level), unseen=unseen)
             return
-    with torch.no_grad():
+    version = (
+        torch.autograd._unsafe_preserve_version_counter(unwrapped(tensor))
+        if unseen
+        else contextlib.nullcontext()
+    )
+    with torch.no_grad(), version:
         tensor.copy_(new)
 
 

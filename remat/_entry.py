@@ -75,6 +75,7 @@ class Entry:
         output: how the result is put together.
         labels: what messages call the operands.
         written: operands that the function changes: its buffers.
+        unseen: those of them that a kernel writes without telling.
         trace_s: how long the trace took, in seconds.
     """
 
@@ -84,6 +85,7 @@ class Entry:
     output: Output
     labels: tuple[str, ...]
     written: tuple[int, ...]
+    unseen: frozenset[int]
     trace_s: float
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
@@ -124,7 +126,7 @@ class Entry:
             given[index] = given[index].clone()
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
-            _compat.write_back(tensors[index], new)
+            _compat.write_back(tensors[index], new, unseen=index in self.unseen)
         return self.output.tree(self._with_buffers(roots, returned, tensors))
 
     def _with_buffers(
@@ -242,7 +244,18 @@ def make_entry(
         output=flattened.output,
         labels=names,
         written=tuple(operand for operand, _ in traced.joints[0].mutations),
+        unseen=_unseen(traced.joints[0]),
         trace_s=time.perf_counter() - started,
+    )
+
+
+def _unseen(joint: Joint) -> frozenset[int]:
+    """The operands whose new values are statistics of a batch_norm."""
+    values = joint.graph.values
+    return frozenset(
+        operand
+        for operand, new in joint.mutations
+        if operators.makes_statistics(operators.made_by(values[new.index], values))
     )
 
 

@@ -268,8 +268,11 @@ class _Importer:
             self._overwrite(old, new)
 
     def _overwrite(self, old: Ref, new: Ref) -> None:
+        # What is overwritten again was the operand's new value until now.
+        operands = [k for k, latest in self.mutations.items() if latest == old]
         if old.index < self.num_inputs:
-            self.mutations[old.index] = new
+            operands.append(old.index)
+        self.mutations |= dict.fromkeys(operands, new)
         for node, ref in self.env.items():
             if ref == old:
                 self.env[node] = new

@@ -142,6 +142,11 @@ def is_rng_state(op: Any) -> bool:
     return isinstance(op, _compat.OpOverload) and short_name(op) == "remat.rng_state"
 
 
+def makes_statistics(name: str) -> bool:
+    """Whether an operator hands out what torch's kernel writes in place, unseen."""
+    return name == "aten._native_batch_norm_legit_functional"
+
+
 def is_keyed(op: Any) -> bool:
     """Whether an operator draws from a key, or derives keys: see `remat.random`."""
     return isinstance(op, _compat.OpOverload) and op.name().startswith("remat::random_")

@@ -368,3 +368,34 @@ def test_forward_mode_over_an_output_that_no_example_moves() -> None:
         return torch.func.jvp(torch.func.vmap(within(fun)), (x,), (x.cos(),))
 
     assert_close(pushed(remat(lambda x: remat(fun)(x))), pushed(fun))
+
+
+@pytest.mark.contract
+def test_one_batch_norm_twice() -> None:
+    """Its running statistics are written by both calls, the second upon the first."""
+    norms = [nn.BatchNorm1d(2, dtype=torch.float64) for _ in range(2)]
+    x = seeded(3, 2).requires_grad_()
+    remat(lambda x: norms[0](norms[0](x)), rng="preserve")(x).sum().backward()
+    norms[1](norms[1](x.detach()))
+
+    assert_bitwise(dict(norms[0].named_buffers()), dict(norms[1].named_buffers()))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("is_outer_region", [False, True])
+def test_a_batch_norm_in_and_outside_of_a_region(is_outer_region: bool) -> None:
+    """Statistics are written as torch's kernel writes them: who saved them does not mind."""
+
+    def gradient(inner: Callable[..., Any], outer: Callable[..., Any]) -> Tensor:
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        again = inner(lambda x: norm(x), rng="preserve")
+        x = seeded(2, 3).requires_grad_()
+        whole = outer(lambda x: again(norm(x)).sin(), rng="preserve")
+        return torch.autograd.grad(whole(x).sum(), x)[0]
+
+    def plain(fun: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        return fun
+
+    outer = remat if is_outer_region else plain
+
+    assert_bitwise(gradient(remat, outer), gradient(plain, plain))
