@@ -3,7 +3,8 @@
 For branches on values, opaque kernels, shapes that depend on data. The same rules as for
 traced regions hold (`_bind`): derivatives are regions again, made from the pullback, the
 pushforward or the map of the function, and each runs the function anew from its operands.
-Generators and module buffers are put back to where the forward found them meanwhile.
+Generators, registered trackers and module buffers are put back to where the forward found
+them meanwhile.
 
 A run records a graph for autograd and throws it away, as the backward does, so that
 kernels that look at `requires_grad` choose alike in both.
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat, _rng
+from remat import _captures, _compat, _rng, _trackers
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
@@ -43,6 +44,7 @@ def call(
     if not any(map(_compat.requires_grad_anywhere, operands)):
         return fun(*args, **kwargs)
     result = _Result()
+    state = _State(_buffers(survey, given), operands)
     numerics = Numerics.current()
 
     def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -52,10 +54,9 @@ def call(
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, operands), tensors, strict=True))
         new_args, new_kwargs = _compat.unflatten(filled, spec)
-        with _Substituted(stand_ins), numerics.applied():
+        with _Substituted(stand_ins, state), numerics.applied():
             return result.apart(fun(*new_args, **new_kwargs))
 
-    state = _State(_buffers(survey, given), operands)
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))
     region = _Rerun(flat, flat, wanted, state)
     return result.tree(bind(Call(region, (fun,), numerics), operands))
@@ -102,10 +103,11 @@ _TENSOR = object()
 
 
 class _Substituted(TorchFunctionMode):
-    """Puts operands in the place of captured tensors."""
+    """Puts operands in the place of captured tensors, and sees generators pass by."""
 
-    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+    def __init__(self, stand_ins: Mapping[int, Tensor], state: _State) -> None:
         self._stand_ins = stand_ins
+        self._state = state
 
     def __torch_function__(
         self,
@@ -117,37 +119,92 @@ class _Substituted(TorchFunctionMode):
         args, kwargs = _compat.map_tensors(
             lambda tensor: self._stand_ins.get(id(tensor), tensor), (args, kwargs or {})
         )
+        for each in kwargs.values():
+            if isinstance(each, torch.Generator):
+                self._state.meet(each)
         return func(*args, **kwargs)
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class _Randomness:
+    """The states of generators and trackers at one moment, by value.
+
+    Attributes:
+        devices: the states of the default generators.
+        trackers: those of the registered trackers.
+        explicit: those of generators of the user's.
+    """
+
+    devices: dict[torch.device, Tensor]
+    trackers: _trackers.Snapshot
+    explicit: dict[torch.Generator, Tensor]
+
+    @classmethod
+    def take(
+        cls,
+        devices: Iterable[torch.device],
+        explicit: Iterable[torch.Generator] = (),
+    ) -> _Randomness:
+        """As they are now."""
+        return cls(
+            {device: _rng.record(device) for device in devices},
+            _trackers.Snapshot.take(),
+            {each: each.get_state() for each in explicit},
+        )
+
+    def put_back(self) -> None:
+        """Sets all of them to these states."""
+        for device, state in self.devices.items():
+            _rng.swap(state, device)
+        self.trackers.put_back()
+        for generator, state in self.explicit.items():
+            generator.set_state(state)
+
+
+@final
 class _State:
-    """What a run changes outside itself: generators and buffers, as the forward found them."""
+    """What a run changes outside itself, as the forward found it, by value.
+
+    Attributes:
+        buffers: what the function may change.
+        devices: whose generators it may draw from.
+        before: the states of these, and of trackers, when the first run began.
+        explicit: generators that were handed to an operator, with their states then.
+        found: the buffers that the first run changed, with what they held.
+        reached: which leaves some output rests on.
+    """
 
     def __init__(self, buffers: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
         self.buffers = buffers
         kinds = {tensor.device for tensor in operands}
         self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
-        self.generators: dict[torch.device, Tensor] | None = None
+        self.before: _Randomness | None = None
+        self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.reached: tuple[bool, ...] | None = None
+
+    def meet(self, generator: torch.Generator) -> None:
+        """Notes the state of a generator of the user's before it is first drawn from."""
+        if generator not in self.explicit and not _rng.is_default(generator):
+            self.explicit[generator] = generator.get_state()
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
         """The first run changes the state; each later one starts from the same."""
-        if self.generators is None:
+        if self.before is None:
             with self._noted():
                 yield
         else:
-            with self._put_back(self.generators):
+            with self._put_back(self.before):
                 yield
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:
-        generators = {device: _rng.record(device) for device in self.devices}
+        randomness = _Randomness.take(self.devices)
         before = [(each, each.clone()) for each in self.buffers]
         yield
-        self.generators = generators
+        self.before = dataclasses.replace(randomness, explicit=self.explicit)
         # batch_norm changes its statistics without telling: values are compared.
         self.found = [
             (buffer, old)
@@ -156,19 +213,17 @@ class _State:
         ]
 
     @contextlib.contextmanager
-    def _put_back(self, generators: Mapping[torch.device, Tensor]) -> Generator[None]:
+    def _put_back(self, randomness: _Randomness) -> Generator[None]:
         with torch.no_grad():
             now = [(buffer, buffer.clone()) for buffer, _ in self.found]
             for buffer, old in self.found:
                 buffer.copy_(old)
-        ended = {
-            device: _rng.swap(state, device) for device, state in generators.items()
-        }
+        ended = _Randomness.take(self.devices, self.explicit)
+        randomness.put_back()
         try:
             yield
         finally:
-            for device, state in ended.items():
-                _rng.swap(state, device)
+            ended.put_back()
             with torch.no_grad():
                 for buffer, value in now:
                     buffer.copy_(value)

@@ -7,6 +7,8 @@ left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUD
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from remat import _compat
@@ -16,13 +18,31 @@ _library.define("rng_state(Device device) -> Tensor")
 _library.define("rng_swap(Tensor state, Device device) -> Tensor")
 
 
-def _get(device: torch.device) -> torch.Tensor:
+def has(device: torch.device) -> bool:
+    """Whether a device has a generator, and can be asked for its state here."""
+    if device.type == "cpu":
+        return True
+    module: Any = getattr(torch, device.type, None)
+    return hasattr(module, "get_rng_state") and module.is_available()
+
+
+def is_default(generator: torch.Generator) -> bool:
+    """Whether a generator is the one that a device draws from unless told otherwise."""
+    kind = generator.device.type
+    if kind == "cpu":
+        return generator is torch.default_generator
+    return generator in getattr(torch, kind).default_generators
+
+
+def get(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator, by value; no operator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device.type).get_rng_state(device)
 
 
-def _set(state: torch.Tensor, device: torch.device) -> None:
+def put(state: torch.Tensor, device: torch.device) -> None:
+    """Sets the state of a device's generator; no operator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -30,12 +50,12 @@ def _set(state: torch.Tensor, device: torch.device) -> None:
 
 
 def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    found = _get(device)
-    _set(state, device)
+    found = get(device)
+    put(state, device)
     return found
 
 
-_library.impl("rng_state", _get, "CompositeExplicitAutograd")
+_library.impl("rng_state", get, "CompositeExplicitAutograd")
 _library.impl("rng_swap", _swap, "CompositeExplicitAutograd")
 STATE = torch.ops.remat.rng_state.default
 SWAP = torch.ops.remat.rng_swap.default

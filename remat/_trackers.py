@@ -1,0 +1,186 @@
+"""Trackers: tables from a name to a generator's state, as Megatron and TransformerEngine use.
+
+Which are registered, and their states by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Generator, Mapping
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+
+
+class Tracker(Protocol):
+    """What can be registered; its states are tensors, or generators that hold them."""
+
+    def get_states(self) -> Mapping[str, Any]:
+        """The states by name."""
+        ...
+
+    def set_states(self, states: dict[str, Any], /) -> None:
+        """Replaces all states."""
+        ...
+
+
+@final
+class TrackerHandle:
+    """A registration, which ends with `remove()` or with the block of a `with`."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def remove(self) -> None:
+        """Ends it; a second time nothing happens."""
+        registered.pop(self._number, None)
+
+    def __enter__(self) -> TrackerHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+# By the number of the registration; a trace holds under those that it was made under.
+registered: dict[int, Tracker] = {}
+_numbers = itertools.count(1)
+
+
+def register_tracker(tracker: Tracker) -> TrackerHandle:
+    """Has regions with `rng="preserve"` keep the states of a tracker.
+
+    A tracker is any object with `get_states()`, which returns a dict from names to
+    generator states, and `set_states(states)`, which takes one: `CudaRNGStatesTracker` of
+    Megatron and of TransformerEngine, whose `fork(name)` draws from a named state. The
+    states are tensors, as `torch.get_rng_state()` returns them, or `torch.Generator`s.
+
+    Laws: a region takes the states by value when it is called; its recomputation draws the
+    same numbers from them, and leaves the tracker as it found it; the forward moves it as
+    without remat. With `engine="trace"` the states of a tracker are stand-ins while a
+    function is traced: a fork means the state of that name, whatever that is at the call,
+    and no other thread may fork meanwhile. What a function does to a tracker besides
+    forking it needs `engine="rerun"`.
+
+    Args:
+        tracker: what to register; it is held until its registration ends.
+
+    Returns:
+        The registration, to end by `.remove()`; or a context manager that does.
+
+    Raises:
+        TypeError: it lacks one of the two methods, or has a state that is neither.
+        ValueError: it is registered already.
+
+    Example:
+        >>> import torch
+        >>> from remat import random
+        >>> class Tracker:
+        ...     def __init__(self):
+        ...         self.states = {}
+        ...     def get_states(self):
+        ...         return dict(self.states)
+        ...     def set_states(self, states):
+        ...         self.states = states
+        >>> with random.register_tracker(Tracker()):
+        ...     pass  # train
+
+    References:
+        `megatron.core.tensor_parallel.random` and
+        `transformer_engine.pytorch.distributed`, which save all states before a checkpoint
+        and put them back around its recomputation.
+    """
+    missing = [
+        name
+        for name in ("get_states", "set_states")
+        if not callable(getattr(tracker, name, None))
+    ]
+    if missing:
+        raise TypeError(
+            "random.register_tracker takes an object with get_states() and "
+            f"set_states(states); this {type(tracker).__name__} has no {missing[0]}."
+        )
+    if is_tracker(tracker):
+        raise ValueError(
+            f"This {type(tracker).__name__} is registered already: end that registration "
+            "by its handle's remove() first."
+        )
+    for name, held in tracker.get_states().items():
+        if not isinstance(held, (Tensor, torch.Generator)):
+            raise TypeError(
+                f"The state {name!r} of this {type(tracker).__name__} is a "
+                f"{type(held).__name__}: it must be a tensor, as torch.get_rng_state() "
+                "returns it, or a torch.Generator."
+            )
+    number = next(_numbers)
+    registered[number] = tracker
+    return TrackerHandle(number)
+
+
+def is_tracker(value: object) -> bool:
+    """Whether an object is registered."""
+    return any(value is each for each in registered.values())
+
+
+@contextlib.contextmanager
+def plainly() -> Generator[None]:
+    """Runs the body outside of transforms, traces and modes: it handles states."""
+    with _compat.isolated(), _compat.without_torch_function():
+        yield
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The states of all registered trackers, by value.
+
+    Attributes:
+        found: each tracker, with what it held under each name and the state of that.
+    """
+
+    found: tuple[tuple[Tracker, dict[str, tuple[Any, Tensor]]], ...]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """As they are now."""
+        return cls(
+            tuple(
+                (
+                    each,
+                    {
+                        name: (held, state_of(held))
+                        for name, held in each.get_states().items()
+                    },
+                )
+                for each in registered.values()
+            )
+        )
+
+    def put_back(self) -> None:
+        """Sets the trackers to these states; may be called again."""
+        for tracker, states in self.found:
+            tracker.set_states(
+                {name: holding(held, value) for name, (held, value) in states.items()}
+            )
+
+
+def state_of(held: Any) -> Tensor:
+    """The state in what a tracker holds, as a tensor of our own."""
+    if isinstance(held, torch.Generator):
+        return held.get_state()
+    with plainly():
+        return held.clone()
+
+
+def holding(held: Any, value: Tensor) -> Any:
+    """What a tracker should hold in place of `held` to have a state."""
+    if isinstance(held, torch.Generator):
+        held.set_state(value)
+        return held
+    with plainly():
+        return value.clone()
