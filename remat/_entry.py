@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures, _compat, _operators as operators
+from remat import _captures, _compat, _operators as operators, _streams
 from remat._bind import Call, apply_straight, bind_all
 from remat._errors import (
     ImplicitRandomnessError,
@@ -76,6 +76,7 @@ class Entry:
         labels: what messages call the operands.
         written: operands that the function changes: its buffers.
         unseen: those of them that a kernel writes without telling.
+        streams: the streams of registered trackers that it draws from.
         trace_s: how long the trace took, in seconds.
     """
 
@@ -86,10 +87,13 @@ class Entry:
     labels: tuple[str, ...]
     written: tuple[int, ...]
     unseen: frozenset[int]
+    streams: frozenset[str]
     trace_s: float
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of these roots, None if the trace does not hold there."""
+        if not all(map(_streams.exists, self.streams)):
+            return None
         tensors = self.covered.gather(roots)
         if not tensors:
             return tensors
@@ -231,6 +235,7 @@ def make_entry(
         covered.restored,
         numerics,
     )
+    graph = traced.joints[0].graph
     return Entry(
         covered=covered,
         captured=_captured_metas(traced),
@@ -245,6 +250,7 @@ def make_entry(
         labels=names,
         written=tuple(operand for operand, _ in traced.joints[0].mutations),
         unseen=_unseen(traced.joints[0]),
+        streams=frozenset(value.stream for value in graph.values) - {""},
         trace_s=time.perf_counter() - started,
     )
 
@@ -360,9 +366,11 @@ def _require_random_by_keys(joint: Joint, rng: str) -> None:
                     what=f"the function draws from a generator of its own, {explicit!r}.",
                     why='rng="preserve" records the default generators; this one would '
                     "give other numbers when the value is recomputed.",
-                    do="Draw from the default generator, or outside of the region.",
+                    do='Draw from the default generator, or use engine="rerun".',
                 )
             )
+        if value.stream == _streams.UNKNOWN and rng == "preserve":
+            raise _streams.unregistered(label(joint.graph, index))
         if operators.draws(value) and rng == "keys":
             raise ImplicitRandomnessError(
                 explain(

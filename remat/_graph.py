@@ -103,6 +103,7 @@ class Value:
         function: the torch function that the user called to make it.
         state: the generator state, recorded just before, that a draw starts from.
         is_redraw: whether a draw sets that state first, instead of finding it.
+        stream: whose state in a tracker the draw takes and moves, "" for the generator's.
         in_place: whether the user's draw filled a tensor, whose strides then say which
             element gets which number.
     """
@@ -117,6 +118,7 @@ class Value:
     function: str = ""
     state: Ref | None = None
     is_redraw: bool = False
+    stream: str = ""
     in_place: bool = False
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat, _names, _operators as operators, _rng
+from remat import _compat, _names, _operators as operators, _rng, _streams
 from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 
 _aten = torch.ops.aten
@@ -29,12 +29,21 @@ _SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """Where a node came from; kept in its `meta["remat"]`."""
+    """Where a node came from; kept in its `meta["remat"]`.
+
+    Attributes:
+        source: the user's "file.py:line".
+        function: the torch function that was called.
+        is_backward: whether that was in the backward.
+        in_place: whether it wrote to an argument.
+        stream: whose numbers a draw takes; None is for the generator to say.
+    """
 
     source: str
     function: str
     is_backward: bool = True
     in_place: bool = False
+    stream: str | None = None
 
 
 @final
@@ -62,7 +71,12 @@ class Imported:
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
     """Notes where the nodes added since came from, unless they know already."""
     for node in _compat.new_nodes(graph, len(graph.nodes) - nodes_before):
-        node.meta.setdefault("remat", note)
+        if "remat" in node.meta:
+            continue
+        node.meta["remat"] = note
+        if note.stream is None and operators.may_draw(node.target):
+            stream = _streams.take(_device(_meta(node)))
+            node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
 def has_mutations(graph: fx.Graph) -> bool:
@@ -174,10 +188,8 @@ class _Importer:
         elif target is _aten.copy_.default and args[0] in self.inputs:
             self.mutations[self.inputs[args[0]]] = self.env[args[1]]
             self.env[node] = self.env[args[1]]
-        elif target is _rng.STATE:
-            self._record(node, args[0])
-        elif target is _rng.SWAP:
-            self._swap(node, args)
+        elif target is _rng.SWAP or operators.is_rng_state(target):
+            self._set_state(node, args)
         else:
             self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
 
@@ -237,11 +249,11 @@ class _Importer:
                 value, names=(*value.names, name)
             )
 
-    def _record(self, node: fx.Node, device: torch.device) -> None:
-        self._add(node, _rng.STATE, (device,), {})
-        self.recorded = self.env[node]
-
-    def _swap(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+    def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        if node.target is not _rng.SWAP:
+            self._add(node, node.target, args, {})
+            self.recorded = self.env[node]
+            return
         # A redraw comes as swap in, draw, swap back: the first sets the state that the
         # draw reads, the last ends it.
         self.env[node] = None
@@ -290,18 +302,19 @@ class _Importer:
             in_place=note.in_place and operators.in_place_variant(target) is not None,
         )
         if operators.draws(value):
-            value = self._draw(value)
+            value = self._draw(value, note.stream or "")
         self.env[node] = Ref(len(self.values))
         self.values.append(value)
 
-    def _draw(self, value: Value) -> Value:
+    def _draw(self, value: Value, stream: str) -> Value:
         if self.forced is not None:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
+            device = _device(value.meta)
             state = Value(
-                op=_rng.STATE,
-                args=(_device(value),),
-                meta=_state_meta(_device(value)),
+                op=_streams.STATE if stream else _rng.STATE,
+                args=(stream or device,),
+                meta=_state_meta(device),
                 is_backward=value.is_backward,
                 source=value.source,
             )
@@ -310,7 +323,7 @@ class _Importer:
         state, self.recorded = self.recorded, None
         if not value.is_backward:
             self.states.append(state)
-        return dataclasses.replace(value, state=state)
+        return dataclasses.replace(value, state=state, stream=stream)
 
     def _resolve(self, tree: Any) -> Any:
         if isinstance(tree, fx.Node):
@@ -354,8 +367,8 @@ def _tensor_meta(val: object) -> TensorMeta | None:
     return TensorMeta.of(val) if isinstance(val, Tensor) else None
 
 
-def _device(value: Value) -> torch.device:
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+def _device(meta: Meta) -> torch.device:
+    metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)
 
 

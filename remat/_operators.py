@@ -90,12 +90,16 @@ def returns_view(op: Any) -> bool:
     )
 
 
+def may_draw(op: Any) -> bool:
+    """Whether an operator takes numbers from a generator with some arguments."""
+    is_op = isinstance(op, _compat.OpOverload)
+    return is_op and torch.Tag.nondeterministic_seeded in op.tags
+
+
 def draws(value: Step) -> bool:
     """Whether an operator takes numbers from a generator when it is called so."""
-    op = value.op
-    if not isinstance(op, _compat.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+    op: Any = value.op
+    if not may_draw(op):
         return False
     given = arguments(op, value.args, dict(value.kwargs))
     return all(given.get(name, None) != silent for name, silent in _SILENT.items())
@@ -138,8 +142,9 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def is_rng_state(op: Any) -> bool:
-    """Whether an operator reads the state of a generator."""
-    return isinstance(op, _compat.OpOverload) and short_name(op) == "remat.rng_state"
+    """Whether an operator reads the state of a generator, or of a tracker."""
+    names = ("remat.rng_state", "remat.stream_state")
+    return isinstance(op, _compat.OpOverload) and short_name(op) in names
 
 
 def makes_statistics(name: str) -> bool:

@@ -16,7 +16,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _batching, _compat, _import_fx, _names, _operators as operators, _rng
+from remat import (
+    _batching,
+    _compat,
+    _import_fx,
+    _names,
+    _operators as operators,
+    _rng,
+    _streams,
+)
 from remat._bindings import bindings_of
 from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
@@ -102,7 +110,11 @@ class _Writer:
     ) -> None:
         self.graph = graph
         self._bindings = bindings
-        self.bound: dict[str, Any] = {"rng_swap": _rng.swap}
+        self.bound: dict[str, Any] = {
+            "rng_swap": _rng.swap,
+            "stream_enter": _streams.enter,
+            "stream_leave": _streams.leave,
+        }
         self._names: dict[int, str] = {}
         inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
         lines = [f"def {title}({inputs}):"]
@@ -122,15 +134,15 @@ class _Writer:
     def _lines(self, index: int, value: Value) -> list[str]:
         comment = _comment(value)
         call = f"v{index} = {self._call(index, value)}{comment}"
-        if not value.is_redraw:
+        if not value.is_redraw and not value.stream:
             return [call]
         assert value.state is not None
         state, device = f"v{value.state.index}", self._bind("device", _device(value))
-        return [
-            f"found = rng_swap({state}, {device})",
-            call,
-            f"rng_swap(found, {device})",
-        ]
+        begin, end = f"rng_swap({state}, {device})", f"rng_swap(found, {device})"
+        if not value.is_redraw:
+            begin = f"stream_enter({value.stream!r}, {device})"
+            end = f"stream_leave({value.stream!r}, found, {device})"
+        return [f"found = {begin}", "try:", f"    {call}", "finally:", f"    {end}"]
 
     def _call(self, index: int, value: Value) -> str:
         if value.op is operator.getitem:
@@ -228,11 +240,34 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
         _rng.swap(found, _device(value))
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
+    elif value.op is _rng.STATE:
+        out = _state_around(args[0])
     else:
-        out = _batching.batchable(value.op)(*args, **dict(kwargs))
-    note = _import_fx.Note(value.source, value.function)
+from remat import (
+    _batching,
+    _compat,
+    _import_fx,
+    _names,
+    _operators as operators,
+    _rng,
+    _streams,
+)
     _import_fx.annotate(traced, before, note)
     return out
+
+
+def _stream_around(value: Value) -> str | None:
+    """Whose numbers a draw takes in the other trace; None is for its generator to say."""
+    if value.is_redraw:
+        return ""
+    return _streams.take_inside(value.stream, _device(value)) if value.stream else None
+
+
+def _state_around(device: torch.device) -> torch.Tensor:
+    """The state of a generator into which the other trace may have put a tracker's."""
+    stream = _streams.current(device)
+    is_own = stream in ("", _streams.UNKNOWN)
+    return _rng.STATE(device) if is_own else _streams.STATE(stream)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

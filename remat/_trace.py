@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from remat import _compat, _import_fx
+from remat import _compat, _import_fx, _streams, _trackers
 from remat._errors import (
     CapturedTensorError,
     RematError,
@@ -112,6 +112,24 @@ class _Running:
     fakes: list[weakref.ref[Tensor]] = dataclasses.field(
         default_factory=list[weakref.ref[Tensor]]
     )
+    aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+
+    def is_aside(self, args: Any) -> bool:
+        """Whether a call works on nothing but states that a tracker handles."""
+        tensors = _compat.tensor_leaves(args)
+        return bool(tensors) and all(
+            not _compat.is_fake(each)
+            and (id(each) in self.aside or _streams.is_state(each))
+            for each in tensors
+        )
+
+    def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs such a call as it is: it is no part of the function's graph."""
+        with _compat.isolated():
+            out = func(*args, **kwargs)
+        # Held, so that no other tensor can have the id of one of them.
+        self.aside |= {id(each): each for each in _compat.tensor_leaves(out)}
+        return out
 
 
 class _Thread(threading.local):
@@ -142,6 +160,8 @@ def _capture(running: _Running, tensor: Tensor) -> Tensor:
         if known is tensor:
             return leaf
     if not running.find(tensor):
+        if _streams.looks_like_state(tensor):
+            raise _streams.unregistered(f"at {user_line()}")
         raise CapturedTensorError(
             explain(
                 where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
@@ -211,6 +231,8 @@ class _UserCalls(TorchFunctionMode):
         if _thread.running is not running or not _compat.proxy_is_active():
             # A region inside is traced on its own; torch itself works unrecorded.
             return func(*args, **(kwargs or {}))
+        if _trackers.registered and running.is_aside(args):
+            return running.run_aside(func, args, kwargs or {})
         args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
         if _compat.reads_arrays(args):
             raise _from_array(func, None)
@@ -298,7 +320,13 @@ def trace(request: Request) -> Traced:
     running = _Running(mode, request.find, [])
     outer, _thread.running = _thread.running, running
     try:
-        with _compat.isolated(), torch.enable_grad(), running.mode:
+        devices = [torch.device("cpu"), *(each.device for each in request.operands)]
+        with (
+            _streams.standing_in(devices),
+            _compat.isolated(),
+            torch.enable_grad(),
+            running.mode,
+        ):
             run = _Run(request, running)
             module = _record(run)
             return _finish(run, module)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
+from remat import _trackers
 from remat._captures._library import (
     OWN_FILES,
     cached_by_class,
@@ -249,6 +250,8 @@ def _sort_of_type(kind: type) -> Look:
 def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
     """How to look at an object that was met at the end of this step."""
     kind = type(value)
+    if _trackers.is_tracker(value):
+        return _of_nothing  # its states are no constants: see there
     if isinstance(value, types.FunctionType):
         return _look_for_function(value, step)
     if isinstance(value, types.ModuleType):

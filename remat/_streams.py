@@ -1,0 +1,285 @@
+"""Streams: whose numbers a draw takes while a function is traced.
+
+Code inside `tracker.fork(name)` draws from the state of that name: the tracker puts it
+into the default generator, and takes it out again afterwards. A trace cannot see the swap,
+which is no operator. It is told from the generator instead: while a function is traced,
+each state of each registered tracker is a stand-in with a seed that occurs nowhere else, so
+that the seed in the generator says at each draw whose numbers it takes. The seed changes
+with each draw: a state that was left behind is told from the one at which its stream has
+arrived. The programs put the stream's state in around the draw, and a recomputation the
+recorded one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Generator, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _rng, _trackers
+from remat._errors import ImplicitRandomnessError, SideEffectError, explain
+from remat._trackers import Tracker
+
+# What `current` answers where a generator holds neither what it held when the trace began
+# nor the state at which a stream has arrived.
+UNKNOWN = "?"
+
+_SEED_BYTES = 8  # the states of CPU and CUDA generators begin with their seed
+_seeds = itertools.count(int.from_bytes(b"remat\0\0\0", "big"))
+
+_States = list[tuple[int, Tracker, dict[str, Any]]]
+
+
+def read(stream: str) -> Tensor:
+    """The state of a stream, by value."""
+    return _trackers.state_of(_held(stream))
+
+
+def _held(stream: str) -> Any:
+    tracker, name = _of(stream)
+    return tracker.get_states()[name]
+
+
+def write(stream: str, state: Tensor) -> None:
+    """Moves a stream to a state."""
+    tracker, name = _of(stream)
+    states = dict(tracker.get_states())
+    states[name] = _trackers.holding(states[name], state)
+    tracker.set_states(states)
+
+
+def exists(stream: str) -> bool:
+    """Whether the registration under which a trace met a stream still holds."""
+    return int(stream.partition("/")[0]) in _trackers.registered
+
+
+def _of(stream: str) -> tuple[Tracker, str]:
+    number, _, name = stream.partition("/")
+    return _trackers.registered[int(number)], name
+
+
+@final
+class _StandIns:
+    """What stands in trackers while functions are traced, on however many threads.
+
+    Attributes:
+        streams: whose stand-in has a seed.
+        expected: the seed at which each stream has arrived. One that was left behind
+            turns up again where forks of one name are nested, or one is not written back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._own: _States = []
+        self.streams: dict[int, str] = {}
+        self.expected: dict[str, int] = {}
+
+    def enter(self) -> tuple[_States, dict[str, int]]:
+        """Puts stand-ins in; hands out what `leave` puts back."""
+        with self._lock:
+            self._depth += 1
+            found = [
+                (number, tracker, dict(tracker.get_states()))
+                for number, tracker in _trackers.registered.items()
+            ]
+            if self._depth == 1:
+                self._own = found
+            before, self.expected = self.expected, {}
+            for number, tracker, states in found:
+                tracker.set_states(
+                    {
+                        name: self._stand_in(f"{number}/{name}", held)
+                        for name, held in states.items()
+                    }
+                )
+            return found, before
+
+    def leave(self, found: _States, before: dict[str, int]) -> list[str]:
+        """Puts the states back; which trackers were changed, in words."""
+        with self._lock:
+            changed = [
+                f"a {type(tracker).__name__}"
+                for number, tracker, states in found
+                if self._arrived(number, tracker)
+                != {name: self.expected[f"{number}/{name}"] for name in states}
+            ]
+            self._depth -= 1
+            # The last to leave puts back the real ones, whoever was interleaved.
+            for _, tracker, states in found if self._depth else self._own:
+                tracker.set_states(states)
+            self.expected = before
+            if self._depth == 0:
+                self._own, self.streams = [], {}
+            return changed
+
+    def at(self, seed: int) -> str:
+        """The stream that has arrived at a seed."""
+        stream = self.streams.get(seed, UNKNOWN)
+        return stream if self.expected.get(stream) == seed else UNKNOWN
+
+    def advanced(self, stream: str, state: Tensor) -> Tensor:
+        """The next stand-in for the state of a stream."""
+        seed = next(_seeds)
+        self.streams[seed], self.expected[stream] = stream, seed
+        with _trackers.plainly():
+            state = state.clone()
+            state[:_SEED_BYTES].view(torch.int64).fill_(seed)
+        return state
+
+    def _stand_in(self, stream: str, held: Any) -> Any:
+        state = self.advanced(stream, _trackers.state_of(held))
+        if not isinstance(held, torch.Generator):
+            return state
+        return torch.Generator(held.device).set_state(state)
+
+    def _arrived(self, number: int, tracker: Tracker) -> dict[str, int]:
+        return {
+            name: _seed(_trackers.state_of(held))
+            for name, held in tracker.get_states().items()
+        }
+
+
+_stand_ins = _StandIns()
+
+
+def _seed(state: Tensor) -> int:
+    """The seed with which the state of a generator begins."""
+    with _trackers.plainly():
+        return int(state[:_SEED_BYTES].clone().view(torch.int64))
+
+
+class _Thread(threading.local):
+    # The seeds that generators had when the innermost trace began.
+    base: dict[torch.device, int] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
+    """Runs a trace of user's code, in which `current` tells whose numbers a draw takes.
+
+    Trackers and the generators of these devices are as before when it ends.
+
+    Raises:
+        SideEffectError: the body left a tracker or a generator changed.
+    """
+    found = {device: _rng.get(device) for device in {*devices} if _rng.has(device)}
+    outer, _thread.base = (
+        _thread.base,
+        {device: _seed(state) for device, state in found.items()},
+    )
+    replaced = _stand_ins.enter()
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        base, _thread.base = _thread.base, outer
+        changed += _stand_ins.leave(*replaced)
+        for device, state in found.items():
+            # Other threads may draw meanwhile, which leaves the seed.
+            if _seed(_rng.get(device)) != base[device]:
+                _rng.put(state, device)
+                changed.append(f"the default generator of {device}")
+    if changed:
+        raise SideEffectError(
+            explain(
+                where=changed[0],
+                what="was set to another state by a function while it was traced, or "
+                "forked while it was in a fork of that name.",
+                why="A trace runs Python once, and takes a fork to draw where the last one "
+                "of that name ended, and nothing else.",
+                do='Set states outside of the region, or use engine="rerun".',
+            )
+        )
+
+
+def current(device: torch.device) -> str:
+    """Whose numbers a draw would take in a trace: a stream's, "" for the generator's own.
+
+    UNKNOWN if the generator has been set to a state that is nobody's.
+    """
+    base = _thread.base
+    if base is None or not _rng.has(device):
+        return ""
+    seed = _seed(_rng.get(device))
+    if seed == base.get(device):
+        return ""
+    stream = _stand_ins.at(seed)
+    return "" if stream == UNKNOWN and device not in base else stream
+
+
+def take(device: torch.device) -> str:
+    """What `current` says, of a draw; the next one finds the stream moved."""
+    stream = current(device)
+    if stream not in ("", UNKNOWN):
+        _rng.put(_stand_ins.advanced(stream, _rng.get(device)), device)
+    return stream
+
+
+def take_inside(stream: str, device: torch.device) -> str:
+    """What `take` says in a fork of a stream, which a program of a region inside does."""
+    if _thread.base is None:
+        return stream
+    found = enter(stream, device)
+    taken = take(device)
+    leave(stream, found, device)
+    return taken
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether a tensor is a generator's state that a tracker handles in a trace."""
+    known = (*(_thread.base or {}).values(), *_stand_ins.streams)
+    return looks_like_state(tensor) and _seed(tensor) in known
+
+
+def unregistered(where: str) -> ImplicitRandomnessError:
+    """What is raised where a function puts states that are no stream's in a generator."""
+    return ImplicitRandomnessError(
+        explain(
+            where=where,
+            what="the function gives a generator another state.",
+            why="A trace cannot see where that comes from, nor where it goes: it would "
+            "draw from the generator's own.",
+            do="If a tracker swaps the states, register it by "
+            'random.register_tracker(tracker); else use engine="rerun".',
+        )
+    )
+
+
+def looks_like_state(tensor: Tensor) -> bool:
+    """Whether a tensor has the shape of the state of a CPU's or an accelerator's generator."""
+    sizes = [_rng.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
+    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel() in sizes
+
+
+def enter(stream: str, device: torch.device) -> Tensor:
+    """Puts the state of a stream into a generator; hands out the one that it replaces."""
+    found = _rng.get(device)
+    _rng.put(read(stream), device)
+    return found
+
+
+def leave(stream: str, found: Tensor, device: torch.device) -> None:
+    """Takes the stream's state out again, moved, and puts back what it replaced."""
+    write(stream, _rng.get(device))
+    _rng.put(found, device)
+
+
+def _fake_state(stream: str) -> Tensor:
+    return torch.empty(read(stream).shape, dtype=torch.uint8)
+
+
+_library = _compat.library()
+_library.define("stream_state(str stream) -> Tensor")
+_library.impl("stream_state", read, "CompositeExplicitAutograd")
+_compat.register_fake("stream_state", _fake_state)
+STATE = torch.ops.remat.stream_state.default
+_compat.keep_in_traces(STATE)
