@@ -18,11 +18,16 @@ _library.define("rng_state(Device device) -> Tensor")
 _library.define("rng_swap(Tensor state, Device device) -> Tensor")
 
 
+def _module(kind: str) -> Any:
+    """What torch offers for a kind of accelerator, such as `torch.cuda`."""
+    return getattr(torch, kind, None)
+
+
 def has(device: torch.device) -> bool:
     """Whether a device has a generator, and can be asked for its state here."""
     if device.type == "cpu":
         return True
-    module: Any = getattr(torch, device.type, None)
+    module = _module(device.type)
     return hasattr(module, "get_rng_state") and module.is_available()
 
 
@@ -31,14 +36,14 @@ def is_default(generator: torch.Generator) -> bool:
     kind = generator.device.type
     if kind == "cpu":
         return generator is torch.default_generator
-    return generator in getattr(torch, kind).default_generators
+    return generator in _module(kind).default_generators
 
 
 def get(device: torch.device) -> torch.Tensor:
     """The state of a device's generator, by value; no operator."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    return torch.get_device_module(device.type).get_rng_state(device)
+    return _module(device.type).get_rng_state(device)
 
 
 def put(state: torch.Tensor, device: torch.device) -> None:
@@ -46,7 +51,7 @@ def put(state: torch.Tensor, device: torch.device) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
+        _module(device.type).set_rng_state(state, device)
 
 
 def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -127,9 +127,8 @@ class _StandIns:
         """The next stand-in for the state of a stream."""
         seed = next(_seeds)
         self.streams[seed], self.expected[stream] = stream, seed
-        with _trackers.plainly():
-            state = state.clone()
-            state[:_SEED_BYTES].view(torch.int64).fill_(seed)
+        state = state.clone()
+        state[:_SEED_BYTES].view(torch.int64).fill_(seed)
         return state
 
     def _stand_in(self, stream: str, held: Any) -> Any:
@@ -150,8 +149,7 @@ _stand_ins = _StandIns()
 
 def _seed(state: Tensor) -> int:
     """The seed with which the state of a generator begins."""
-    with _trackers.plainly():
-        return int(state[:_SEED_BYTES].clone().view(torch.int64))
+    return int(state[:_SEED_BYTES].clone().view(torch.int64))
 
 
 class _Thread(threading.local):
@@ -171,23 +169,23 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     Raises:
         SideEffectError: the body left a tracker or a generator changed.
     """
-    found = {device: _rng.get(device) for device in {*devices} if _rng.has(device)}
-    outer, _thread.base = (
-        _thread.base,
-        {device: _seed(state) for device, state in found.items()},
-    )
-    replaced = _stand_ins.enter()
+    with _trackers.plainly():
+        found = {each: _rng.get(each) for each in {*devices} if _rng.has(each)}
+        base = {device: _seed(state) for device, state in found.items()}
+        replaced = _stand_ins.enter()
+    outer, _thread.base = _thread.base, base
     changed: list[str] = []
     try:
         yield
     finally:
-        base, _thread.base = _thread.base, outer
-        changed += _stand_ins.leave(*replaced)
-        for device, state in found.items():
-            # Other threads may draw meanwhile, which leaves the seed.
-            if _seed(_rng.get(device)) != base[device]:
-                _rng.put(state, device)
-                changed.append(f"the default generator of {device}")
+        _thread.base = outer
+        with _trackers.plainly():
+            changed += _stand_ins.leave(*replaced)
+            changed += [
+                f"the default generator of {device}"
+                for device, state in found.items()
+                if _restored(state, device)
+            ]
     if changed:
         raise SideEffectError(
             explain(
@@ -201,6 +199,14 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         )
 
 
+def _restored(state: Tensor, device: torch.device) -> bool:
+    """Puts a generator back if it was set; other threads' draws leave its seed."""
+    is_set = _seed(_rng.get(device)) != _seed(state)
+    if is_set:
+        _rng.put(state, device)
+    return is_set
+
+
 def current(device: torch.device) -> str:
     """Whose numbers a draw would take in a trace: a stream's, "" for the generator's own.
 
@@ -209,7 +215,8 @@ def current(device: torch.device) -> str:
     base = _thread.base
     if base is None or not _rng.has(device):
         return ""
-    seed = _seed(_rng.get(device))
+    with _trackers.plainly():
+        seed = _seed(_rng.get(device))
     if seed == base.get(device):
         return ""
     stream = _stand_ins.at(seed)
@@ -220,7 +227,8 @@ def take(device: torch.device) -> str:
     """What `current` says, of a draw; the next one finds the stream moved."""
     stream = current(device)
     if stream not in ("", UNKNOWN):
-        _rng.put(_stand_ins.advanced(stream, _rng.get(device)), device)
+        with _trackers.plainly():
+            _rng.put(_stand_ins.advanced(stream, _rng.get(device)), device)
     return stream
 
 
@@ -228,16 +236,18 @@ def take_inside(stream: str, device: torch.device) -> str:
     """What `take` says in a fork of a stream, which a program of a region inside does."""
     if _thread.base is None:
         return stream
-    found = enter(stream, device)
-    taken = take(device)
-    leave(stream, found, device)
+    with _trackers.plainly():
+        found = enter(stream, device)
+        taken = take(device)
+        leave(stream, found, device)
     return taken
 
 
 def is_state(tensor: Tensor) -> bool:
     """Whether a tensor is a generator's state that a tracker handles in a trace."""
     known = (*(_thread.base or {}).values(), *_stand_ins.streams)
-    return looks_like_state(tensor) and _seed(tensor) in known
+    with _trackers.plainly():
+        return looks_like_state(tensor) and _seed(tensor) in known
 
 
 def unregistered(where: str) -> ImplicitRandomnessError:

@@ -6,6 +6,9 @@ import hypothesis
 import pytest
 import torch
 
+from remat import _rng
+from tests.support import FakeDevice
+
 # One thread: the tensors are small, and a sum is split in the same way on every machine.
 torch.set_num_threads(1)
 
@@ -28,3 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Stands in for `torch.cuda` where generator states are read and set."""
+    device = FakeDevice()
+    monkeypatch.setattr(_rng, "_module", lambda kind: device)
+    return device

@@ -310,3 +310,19 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     """A standard normal tensor, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class FakeDevice:
+    """What `torch.cuda` offers for generators, without a device behind it."""
+
+    def __init__(self) -> None:
+        self.states = {0: torch.zeros(16, dtype=torch.uint8)}
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_rng_state(self, device: torch.device) -> Tensor:
+        return self.states[device.index].clone()
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        self.states[device.index] = state.clone()

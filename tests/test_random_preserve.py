@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from remat import (
     RematError,
+    _compat,
+    _rerun,
+    _rng,
     checkpoint_name,
     policies,
     remat,
 )
-from tests.support import assert_bitwise, assert_close, seeded
+from remat._graph import TensorMeta
+from remat._trace import Request, trace
+from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -257,3 +262,134 @@ def test_an_explicit_generator_is_preserved_or_refused() -> None:
     except RematError:
         return
     assert_bitwise(found, run(lambda fun: fun))
+
+
+@pytest.mark.parametrize("give", ["own", "default"])
+def test_an_explicit_generator_runs_again(give: str) -> None:
+    """`engine="rerun"` notes it where it is first handed over, the default one is known."""
+
+    def run(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        own = torch.Generator().manual_seed(5)
+        generator = own if give == "own" else torch.default_generator
+
+        def fun(x: Tensor) -> Tensor:
+            x = torch.sin(drop(x) * torch.rand(3, generator=generator).double())
+            return torch.sin(x * torch.empty(3).normal_(generator=generator).double())
+
+        x = seeded(2, 3).requires_grad_()
+        one, two = wrap(fun)(x), wrap(fun)(x)
+        states = [own.get_state(), torch.get_rng_state()]
+        gradients = [*torch.autograd.grad(two.sum(), x)]
+        gradients += torch.autograd.grad(one.sum(), x)
+        return [*states, *gradients, own.get_state(), torch.get_rng_state()]
+
+    found = run(lambda fun: remat(fun, rng="preserve", engine="rerun"))
+
+    assert_bitwise(found, run(lambda fun: fun))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_exception_half_way(place: str, engine: str) -> None:
+    """Between two draws: the generator is where plain code would have left it."""
+    raises = False
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if raises and place == "forward":
+                raise ZeroDivisionError
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            if raises:
+                raise ZeroDivisionError
+            return gradients[0]
+
+    def fun(x: Tensor) -> Tensor:
+        return drop(torch.sin(Failing.apply(drop(torch.sin(x)))))
+
+    def run(fun: Any) -> Tensor:
+        torch.manual_seed(7)
+        with pytest.raises(ZeroDivisionError):
+            fun(seeded(4, 4).requires_grad_()).sum().backward()
+        return torch.get_rng_state()
+
+    raises = True
+    found = run(remat(fun, rng="preserve", engine=engine))
+
+    # A trace runs both halves at once, on tensors without data, before it draws.
+    seeds = torch.Generator().manual_seed(7).get_state()
+    assert_bitwise(found, seeds if engine == "trace" else run(fun))
+
+
+@pytest.mark.contract
+def test_a_draw_that_raises_in_a_program() -> None:
+    """The backward of a program puts the generator back also where a redraw raises."""
+    region = remat(lambda x, p: torch.sin(x * torch.bernoulli(p)), rng="preserve")
+    x, p = seeded(4).requires_grad_(), torch.full((4,), 0.5).double()
+    y = region(x, p)
+    p.data.fill_(2.0)
+    before = torch.get_rng_state()
+
+    with pytest.raises(RuntimeError, match="p_in >= 0"):
+        y.sum().backward()
+
+    assert_bitwise(torch.get_rng_state(), before)
+
+
+def test_states_of_a_device_are_recorded_and_put_back(fake_device: FakeDevice) -> None:
+    """The way of an accelerator's generator, which is the CPU's but for two functions."""
+    device = torch.device("cuda", 0)
+    before = _rng.record(device)
+
+    ended = torch.full((16,), 3, dtype=torch.uint8)
+    fake_device.states[0] = ended.clone()
+    found = _rng.swap(before, device)
+
+    assert_bitwise(found, ended)
+    assert_bitwise(fake_device.states[0], before)
+
+
+def test_a_trace_on_a_device_records_its_generator(fake_device: FakeDevice) -> None:
+    """Each draw on a device is preceded by a state of that device's, of 16 bytes."""
+
+    def fun(operands: Any) -> list[Tensor]:
+        (x,) = operands
+        return [drop(torch.sin(drop(torch.sin(x))))]
+
+    meta = TensorMeta((4,), (1,), torch.float32, torch.device("cuda", 0))
+    joint = trace(Request(fun, (meta,), gradients=False)).joints[0]
+
+    states = [joint.graph.values[ref.index] for ref in joint.states]
+    assert [state.args for state in states] == [(torch.device("cuda", 0),)] * 2
+    assert [str(state.meta) for state in states] == ["uint8[16]"] * 2
+    assert [value.op for value in joint.graph.values].count(_rng.STATE) == 2
+
+
+def test_a_rerun_puts_a_devices_generator_back(fake_device: FakeDevice) -> None:
+    """Also of a device that only an operand shows; and where the run raises."""
+    with _compat.fake_mode(torch.device("cuda", 0)):
+        operand = torch.empty(3, device=torch.device("cuda", 0))
+    state = _rerun._State([], [operand])
+    starts: list[int] = []
+
+    def draw() -> None:
+        starts.append(int(fake_device.states[0][0]))
+        fake_device.states[0] += 1
+
+    def draw_and_fail() -> None:
+        draw()
+        raise ZeroDivisionError
+
+    with state.around():
+        draw()
+    draw()
+    with pytest.raises(ZeroDivisionError), state.around():
+        draw_and_fail()
+
+    assert starts == [0, 1, 0]
+    assert int(fake_device.states[0][0]) == 2

@@ -20,12 +20,17 @@ from remat import (
     ImplicitRandomnessError,
     RematError,
     SideEffectError,
+    _rng,
+    _streams,
+    _trackers,
     checkpoint_name,
     policies,
     random,
     remat,
 )
-from tests.support import assert_bitwise, assert_close, seeded
+from remat._graph import TensorMeta
+from remat._trace import Request, trace
+from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -101,9 +106,9 @@ class GraphSafe(Tracker):
 tracker: Tracker = Tracker()
 
 
-@pytest.fixture(params=[Tracker, InPlace, GraphSafe], autouse=True)
+@pytest.fixture(params=[Tracker], autouse=True)
 def registered(request: Any) -> Generator[None]:
-    """Each kind of tracker, registered; "dp" is seeded like the generator itself."""
+    """A tracker of some kind, registered; "dp" is seeded like the generator itself."""
     global tracker
     tracker = request.param()
     with random.register_tracker(tracker):
@@ -201,6 +206,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"policy": policies.everything_saveable},
     "rerun": {"engine": "rerun"},
 }
+each_kind = pytest.mark.parametrize(
+    "registered", [Tracker, InPlace, GraphSafe], indirect=True
+)
 # torch.func refuses a write into a tensor that the function captures.
 functional = pytest.mark.parametrize("registered", [Tracker, GraphSafe], indirect=True)
 each_engine = pytest.mark.parametrize("engine", ["trace", "rerun"])
@@ -249,6 +257,17 @@ def test_the_same_numbers_are_drawn(fun: Any, options: dict[str, Any]) -> None:
     assert_bitwise(trained(region), expected)
 
 
+@each_kind
+@each_engine
+@pytest.mark.parametrize("fun", [around, dead_draw, within, nested])
+def test_each_kind_of_tracker(fun: Any, engine: str) -> None:
+    """States by value, by reference, and in generators."""
+    region = remat(fun, rng="preserve", engine=engine)
+
+    assert_bitwise(trained(region), trained(unnested if fun is nested else fun))
+
+
+@each_kind
 @each_engine
 def test_in_a_module(engine: str) -> None:
     """A tracker in an attribute; one trace serves whatever state it is in."""
@@ -304,6 +323,7 @@ def test_under_vmap(randomness: Any, engine: str) -> None:
     assert moved == [False, True, False, False]
 
 
+@each_kind
 @each_engine
 @pytest.mark.parametrize("place", ["within a fork", "after a fork", "in the backward"])
 def test_an_exception_half_way(place: str, engine: str) -> None:
@@ -363,6 +383,7 @@ def test_an_operator_that_raises_in_a_program() -> None:
     assert_bitwise(states(), before)
 
 
+@each_kind
 def test_states_are_taken_by_value() -> None:
     """What happens to the tracker between forward and backward does not matter."""
     for engine in ("trace", "rerun"):
@@ -461,7 +482,6 @@ def rewound(x: Tensor) -> Tensor:
     return torch.sin(forked(x))
 
 
-@pytest.mark.parametrize("registered", [Tracker], indirect=True)
 @pytest.mark.parametrize(
     "fun", [again, again_without_a_later_draw, again_by_regions, rewound]
 )
@@ -533,3 +553,58 @@ def test_what_is_no_tracker() -> None:
         random.register_tracker([])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"'tp' of this Tracker is a int: it must be"):
         random.register_tracker(strange)
+
+
+class OnDevice(Tracker):
+    """The same with an accelerator's generator, whose states have 16 bytes."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.states_["tp"] = torch.full((16,), 5, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "tp") -> Generator[None]:
+        place = torch.device("cuda", 0)
+        outside = self.device.get_rng_state(place)
+        self.device.set_rng_state(self.states_[name], place)
+        try:
+            yield
+        finally:
+            self.states_[name] = self.device.get_rng_state(place)
+            self.device.set_rng_state(outside, place)
+
+
+def test_a_trace_on_a_device(fake_device: FakeDevice) -> None:
+    """Draws on a device are told apart by that device's generator."""
+    mine = OnDevice(fake_device)
+    meta = TensorMeta((4,), (1,), torch.float32, torch.device("cuda", 0))
+
+    def fun(operands: Any) -> list[Tensor]:
+        x = drop(torch.sin(operands[0]))
+        with mine.fork():
+            x = drop(torch.sin(x))
+        return [drop(torch.sin(x))]
+
+    with random.register_tracker(mine):
+        joint = trace(Request(fun, (meta,), gradients=False)).joints[0]
+
+    ops = [joint.graph.values[ref.index].op for ref in joint.states]
+    streams = [value.stream[-3:] for value in joint.graph.values if value.state]
+    assert ops == [_rng.STATE, _streams.STATE, _rng.STATE]
+    assert streams == ["", "/tp", ""]
+    assert_bitwise(mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8))
+    assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
+
+
+def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
+    """What a program does around a draw: the stream moves, the generator does not."""
+    mine, place = OnDevice(fake_device), torch.device("cuda", 0)
+    with random.register_tracker(mine):
+        stream = f"{max(_trackers.registered)}/tp"
+        found = _streams.enter(stream, place)
+        fake_device.states[0] += 2
+        _streams.leave(stream, found, place)
+
+    assert_bitwise(mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8))
+    assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
