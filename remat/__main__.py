@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a small GPT under several policies and compare memory and time",
-        description="Trains a byte-level GPT of about 1 M parameters on pydoc's help "
-        "topics under torch.func.grad, once under each policy, then prints the loss, "
+        description="Trains a byte-level GPT of about 1 M parameters, with dropout by "
+        "random keys, on pydoc's help topics under torch.func.grad, once under each policy, then prints the loss, "
         "the bytes held between forward and backward, the peak and the step time.",
     )
     demo.add_argument(
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_natural,
         default=0,
         metavar="N",
-        help="decides the initial parameters and the batches (default: %(default)s)",
+        help="decides initial parameters, batches and dropout (default: %(default)s)",
     )
     demo.add_argument(
         "--json",

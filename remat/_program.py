@@ -243,15 +243,8 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     elif value.op is _rng.STATE:
         out = _state_around(args[0])
     else:
-from remat import (
-    _batching,
-    _compat,
-    _import_fx,
-    _names,
-    _operators as operators,
-    _rng,
-    _streams,
-)
+        out = _batching.batchable(value.op)(*args, **dict(kwargs))
+    note = _import_fx.Note(value.source, value.function, stream=_stream_around(value))
     _import_fx.annotate(traced, before, note)
     return out
 

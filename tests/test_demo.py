@@ -3,11 +3,14 @@
 import dataclasses
 import io
 import json
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from remat import random
 from remat.__main__ import main
 from remat.reporting._demo import DemoRow, draw_batches, english_text, run_demo
 from remat.reporting._demo_text import demo_json, demo_table, first_loss_difference
@@ -112,10 +115,39 @@ def test_block_attends_only_to_the_past():
     changed = x.clone()
     changed[:, -1] += 1
 
-    before, after = (block(parameters["block0"], t, SMALL.heads) for t in (x, changed))
+    key = random.key(0)
+    before, after = (
+        block(parameters["block0"], t, key, SMALL.heads) for t in (x, changed)
+    )
 
     torch.testing.assert_close(before[:, :-1], after[:, :-1])
     assert not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_each_layer_drops_out_by_its_own_key():
+    """Another key gives another loss, the same key the same; layers draw unlike masks."""
+    parameters = initial_parameters(SMALL, torch.Generator().manual_seed(0))
+    batch = next(draw_batches(SMALL, 1, 0))
+    keys: list[Tensor] = []
+
+    def spied(p: Mapping[str, Tensor], x: Tensor, key: Tensor, heads: int) -> Tensor:
+        keys.append(key)
+        return block(p, x, key, heads)
+
+    loss = make_loss(SMALL, spied)
+    one, same, other = (loss(parameters, batch, random.key(s)) for s in (1, 1, 2))
+
+    assert one == same != other
+    assert len({tuple(key.view(torch.int64).tolist()) for key in keys}) == 6
+
+
+def test_training_moves_no_generator():
+    """All that is random comes from keys, and from generators of the demo's own."""
+    before = torch.get_rng_state()
+
+    run_demo(1, seed=1, shape=SMALL)
+
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_byte():
@@ -123,7 +155,9 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_byte():
     parameters = initial_parameters(SMALL, torch.Generator().manual_seed(0))
     batch = next(draw_batches(SMALL, 1, 0))
 
-    loss = make_loss(SMALL, lambda _, x, heads: x)(parameters, batch)
+    loss = make_loss(SMALL, lambda _, x, key, heads: x)(
+        parameters, batch, random.key(0)
+    )
 
     table = parameters["embedding"]
     x = table["token"][batch[:, :-1]] + table["time"]

@@ -2,8 +2,8 @@
 
 It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The
 text is the one that every CPython ships, the help topics of `pydoc`. All rows start from
-the same parameters and see the same batches, and their steps take turns, so that a slow
-moment of the machine slows each of them. Bytes are measured by `LiveBytes`.
+the same parameters, see the same batches and drop out by the same keys, and their steps
+take turns, so that a slow moment of the machine slows each of them. Bytes are measured by `LiveBytes`.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import policies
+from remat import policies, random
 from remat._api import remat
 from remat.reporting._gpt import (
     Block,
@@ -74,7 +74,8 @@ def run_demo(
 
     Args:
         num_steps: how many steps each row trains, at least 1.
-        seed: decides the initial parameters and the batches, which all rows share.
+        seed: decides the initial parameters, the batches and what is dropped out, which
+            all rows share.
         shape: the model's sizes, by default those of `GPTShape`, about 1 M parameters.
 
     Returns:
@@ -83,13 +84,14 @@ def run_demo(
     shape = shape or GPTShape()
     trainers = [_trainer(name, b, shape, seed) for name, b in _blocks().items()]
     batches = draw_batches(shape, num_steps, seed)
+    key = random.key(seed)
     with progress("training each policy", num_steps, sys.stderr) as advance:
-        for batch in batches:
+        for step, batch in enumerate(batches):
             for trainer in trainers:
-                _step(trainer, batch)
+                _step(trainer, batch, random.fold_in(key, step))
             advance(f"loss {trainers[0].losses[-1]:.3f}")
     batch = next(draw_batches(shape, 1, seed))
-    return [_measure(trainer, batch) for trainer in trainers]
+    return [_measure(trainer, batch, key) for trainer in trainers]
 
 
 def draw_batches(shape: GPTShape, num_steps: int, seed: int) -> Iterator[Tensor]:
@@ -127,11 +129,11 @@ def _trainer(name: str, block: Block, shape: GPTShape, seed: int) -> _Trainer:
     return _Trainer(name, make_loss(shape, block), parameters, optimizer)
 
 
-def _step(trainer: _Trainer, batch: Tensor) -> None:
+def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
     """Takes one step of training, and records its loss and its time."""
     start = time.perf_counter()
     grad = torch.func.grad_and_value(trainer.loss)
-    gradients, loss = grad(trainer.parameters, batch)
+    gradients, loss = grad(trainer.parameters, batch, key)
     leaves = zip(_leaves(trainer.parameters), _leaves(gradients), strict=True)
     for parameter, gradient in leaves:
         parameter.grad = gradient
@@ -141,12 +143,12 @@ def _step(trainer: _Trainer, batch: Tensor) -> None:
     trainer.losses.append(loss.item())
 
 
-def _measure(trainer: _Trainer, batch: Tensor) -> DemoRow:
+def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
     """Runs one more step, without the optimizer, and counts its bytes."""
-    known = [*_leaves(trainer.parameters), batch]
+    known = [*_leaves(trainer.parameters), batch, key]
 
     def loss(parameters: Parameters) -> Tensor:
-        return trainer.loss(parameters, batch)
+        return trainer.loss(parameters, batch, key)
 
     with LiveBytes(ignore=known) as forward:
         loss_and_pullback = torch.func.vjp(loss, trainer.parameters)

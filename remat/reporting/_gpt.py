@@ -12,15 +12,19 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from remat import random
 from remat._names import checkpoint_name
 
 VOCABULARY = 256
 """One symbol for each value of a byte."""
 
+DROPOUT = 0.1
+"""The rate at which each branch of a block is dropped, element by element."""
+
 Group = dict[str, Tensor]
 Parameters = dict[str, Group]
-Block = Callable[[Mapping[str, Tensor], Tensor, int], Tensor]
-Loss = Callable[[Parameters, Tensor], Tensor]
+Block = Callable[[Mapping[str, Tensor], Tensor, Tensor, int], Tensor]
+Loss = Callable[[Parameters, Tensor, Tensor], Tensor]
 
 
 @final
@@ -67,13 +71,16 @@ def initial_parameters(shape: GPTShape, generator: torch.Generator) -> Parameter
     return parameters
 
 
-def block(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
-    """One layer: attention, then a two-layer perceptron, each added to its input.
+def block(
+    parameters: Mapping[str, Tensor], x: Tensor, key: Tensor, heads: int
+) -> Tensor:
+    """One layer: attention, then a perceptron, each dropped out and added to its input.
 
     Args:
         parameters: the layer's weights: norm1 (c,), qkv (c, 3c), out (c, c), norm2 (c,),
             up (c, 4c), down (4c, c).
         x: what the layer below gives, shape (b, t, c).
+        key: decides what is dropped, a key of `remat.random`.
         heads: the number of attention heads.
 
     Returns:
@@ -83,9 +90,11 @@ def block(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     attended = checkpoint_name(attended, "attn")  # (b, h, t, d)
-    x = x + rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
+    mixed = rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
+    x = x + random.dropout(random.fold_in(key, 0), mixed, DROPOUT)
     hidden = _layer_norm(x, parameters["norm2"]) @ parameters["up"]  # (b, t, 4c)
-    return x + F.gelu(hidden) @ parameters["down"]
+    thought = F.gelu(hidden) @ parameters["down"]
+    return x + random.dropout(random.fold_in(key, 1), thought, DROPOUT)
 
 
 def make_loss(shape: GPTShape, block: Block) -> Loss:
@@ -96,15 +105,17 @@ def make_loss(shape: GPTShape, block: Block) -> Loss:
         block: `block` above, plain or decorated.
 
     Returns:
-        A pure function of the parameters and of a batch of int64 bytes, shape
-        (b, t + 1), to the mean cross-entropy of the next byte, in nats, shape ().
+        A pure function of the parameters, of a batch of int64 bytes, shape
+        (b, t + 1), and of the step's key, to the mean cross-entropy of the next byte, in
+        nats, shape ().
     """
 
-    def loss(parameters: Parameters, batch: Tensor) -> Tensor:
+    def loss(parameters: Parameters, batch: Tensor, key: Tensor) -> Tensor:
         tables = parameters["embedding"]
         x = F.embedding(batch[:, :-1], tables["token"]) + tables["time"]  # (b, t, c)
         for layer in range(shape.layers):
-            x = block(parameters[f"block{layer}"], x, shape.heads)
+            own = random.fold_in(key, layer)
+            x = block(parameters[f"block{layer}"], x, own, shape.heads)
         head = parameters["head"]
         logits = _layer_norm(x, head["norm"]) @ head["unembed"]  # (b, t, v)
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
