@@ -1,8 +1,9 @@
 """The benchmarks' own arithmetic; their figures are no tests."""
 
 import pytest
+import torch
 
-from tests.benchmarks import timing
+from tests.benchmarks import random as draws, timing
 
 pytestmark = pytest.mark.contract
 
@@ -30,3 +31,19 @@ def test_a_table_shows_medians_and_quartiles():
     shown = timing.table("T", "no remat", {"x": timing.Ratio(0.0015, 1.0, 1.25, 1.5)})
 
     assert shown.splitlines()[-1] == "| x | 1.50 | 1.25 | 1.00 to 1.50 |"
+
+
+def test_keyed_draws_are_measured_beside_torchs_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """One table for each of torch's functions, whose own row comes first."""
+    monkeypatch.setattr(draws, "COUNT", 1 << 10)
+    monkeypatch.setattr(draws, "ROUNDS", 2)
+
+    draws.main(threads=1)
+
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"torch {torch.__version__}, 1024 numbers, 1 thread")
+    for name in ("torch.rand", "torch.randn", "F.dropout"):
+        assert f"Beside `{name}`" in printed
+        assert f"| {name} |" in printed

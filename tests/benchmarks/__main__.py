@@ -11,7 +11,10 @@ MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
-BENCHMARKS = {"overhead": "tests.benchmarks.overhead"}
+BENCHMARKS = {
+    "overhead": "tests.benchmarks.overhead",
+    "random": "tests.benchmarks.random",
+}
 
 
 def main() -> None:
