@@ -196,7 +196,7 @@ class Region(Generic[_P, _R]):
         if _is_disabled() or not _gradients_are_on():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
-            return _rerun.call(self._fun, args, kwargs)
+            return _rerun.call(self._fun, args, kwargs, self._rng)
         numerics = Numerics.current()
         if _compat.is_quiet():
             cache, roots = self._cache, (self._fun,)

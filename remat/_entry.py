@@ -372,16 +372,7 @@ def _require_random_by_keys(joint: Joint, rng: str) -> None:
         if value.stream == _streams.UNKNOWN and rng == "preserve":
             raise _streams.unregistered(label(joint.graph, index))
         if operators.draws(value) and rng == "keys":
-            raise ImplicitRandomnessError(
-                explain(
-                    where=label(joint.graph, index),
-                    what="the function draws from a torch.Generator.",
-                    why='Under rng="keys" all randomness comes from keys, so that a '
-                    "recomputation needs no generator state.",
-                    do='Pass rng="preserve" to have generator states recorded, or set '
-                    "the rate to 0.",
-                )
-            )
+            raise _streams.implicit(label(joint.graph, index))
 
 
 def _require_only_buffers_change(

@@ -21,20 +21,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat, _rng, _trackers
+from remat import _captures, _compat, _rng, _streams, _trackers
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
+from remat._lines import user_line
 from remat._numerics import Numerics
 from remat._region import Asked, Batched, Results, Roots
-from remat._trace import Flat, View
+from remat._trace import Flat, View, is_running
+from remat.policies._operators import function_name
 
 
 def call(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: str
 ) -> Any:
-    """Calls `fun` as a region that runs again in its backward."""
+    """Calls `fun` as a region that runs again in its backward.
+
+    Raises:
+        ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
+    """
     survey = _captures.survey((fun, args, dict(kwargs)))
     leaves, spec = _compat.flatten((args, dict(kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -44,7 +50,7 @@ def call(
     if not any(map(_compat.requires_grad_anywhere, operands)):
         return fun(*args, **kwargs)
     result = _Result()
-    state = _State(_buffers(survey, given), operands)
+    state = _State(_buffers(survey, given), operands, draws=rng == "preserve")
     numerics = Numerics.current()
 
     def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -122,7 +128,9 @@ class _Substituted(TorchFunctionMode):
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.meet(each)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._state.watch(func)
+        return out
 
 
 @final
@@ -153,6 +161,14 @@ class _Randomness:
             {each: each.get_state() for each in explicit},
         )
 
+    def has_moved(self) -> bool:
+        """Whether some generator has been drawn from, or set, since."""
+        now = [_rng.get(each) for each in self.devices]
+        now += [each.get_state() for each in self.explicit]
+        before = [*self.devices.values(), *self.explicit.values()]
+        with _compat.leave_functorch(), _compat.without_torch_function():
+            return not all(map(torch.equal, before, now))
+
     def put_back(self) -> None:
         """Sets all of them to these states."""
         for device, state in self.devices.items():
@@ -169,14 +185,24 @@ class _State:
     Attributes:
         buffers: what the function may change.
         devices: whose generators it may draw from.
+        draws: whether it may at all.
+        start: the states of these, and of trackers, while the first run runs.
         before: the states of these, and of trackers, when the first run began.
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
         reached: which leaves some output rests on.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        *,
+        draws: bool = True,
+    ) -> None:
         self.buffers = buffers
+        self.draws = draws
+        self.start: _Randomness | None = None
         kinds = {tensor.device for tensor in operands}
         self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
         self.before: _Randomness | None = None
@@ -188,6 +214,17 @@ class _State:
         """Notes the state of a generator of the user's before it is first drawn from."""
         if generator not in self.explicit and not _rng.is_default(generator):
             self.explicit[generator] = generator.get_state()
+
+    def watch(self, func: Callable[..., Any] | None = None) -> None:
+        """Refuses a draw of the first run that should come from a key, and undoes it."""
+        # A trace draws nothing, and looks at what is in it itself.
+        if self.draws or self.start is None or is_running():
+            return
+        if not self.start.has_moved():
+            return
+        self.start.put_back()
+        name = "the function" if func is None else f"torch.{function_name(func)}"
+        raise _streams.implicit(f"{name} at {user_line()}")
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
@@ -201,10 +238,16 @@ class _State:
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:
-        randomness = _Randomness.take(self.devices)
+        taken = _Randomness.take(self.devices)
+        start = dataclasses.replace(taken, explicit=self.explicit)
         before = [(each, each.clone()) for each in self.buffers]
-        yield
-        self.before = dataclasses.replace(randomness, explicit=self.explicit)
+        self.start = start
+        try:
+            yield
+            self.watch()
+        finally:
+            self.start = None
+        self.before = start
         # batch_norm changes its statistics without telling: values are compared.
         self.found = [
             (buffer, old)

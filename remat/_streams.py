@@ -250,6 +250,20 @@ def is_state(tensor: Tensor) -> bool:
         return looks_like_state(tensor) and _seed(tensor) in known
 
 
+def implicit(where: str) -> ImplicitRandomnessError:
+    """What is raised where a function that must draw by keys draws from a generator."""
+    return ImplicitRandomnessError(
+        explain(
+            where=where,
+            what="the function draws from a torch.Generator.",
+            why='Under rng="keys" all randomness comes from keys, so that a '
+            "recomputation needs no generator state.",
+            do='Pass rng="preserve" to have generator states recorded, or set the rate '
+            "to 0.",
+        )
+    )
+
+
 def unregistered(where: str) -> ImplicitRandomnessError:
     """What is raised where a function puts states that are no stream's in a generator."""
     return ImplicitRandomnessError(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import ImplicitRandomnessError, remat
+from remat import ImplicitRandomnessError, random, remat
 from tests.support import assert_bitwise, seeded
 
 
@@ -107,3 +107,48 @@ def test_modules_may_ask_for_keys() -> None:
         nn.Sequential(nn.Tanh(), nn.Dropout(0.5), nn.Tanh()).eval(), rng="keys"
     )
     region(seeded(2, 3).requires_grad_()).sum().backward()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("fun", "operator"), DRAWS.values(), ids=DRAWS)
+def test_keys_refuse_a_generator_that_would_run_again(
+    fun: Callable[[Tensor], Tensor], operator: str
+) -> None:
+    """The engine that has no graph sees the generator move, and says after which call."""
+    state = torch.get_rng_state()
+
+    with pytest.raises(ImplicitRandomnessError, match=operator) as error:
+        remat(fun, engine="rerun")(seeded(2, 3).requires_grad_())
+
+    assert "test_random_refused.py:" in str(error.value)
+    assert 'rng="preserve"' in str(error.value)
+    assert_bitwise(torch.get_rng_state(), state)
+
+
+def test_keys_refuse_an_explicit_generator_that_would_run_again() -> None:
+    """A generator of the user's counts as well, and is put back."""
+    own = torch.Generator().manual_seed(5)
+    before = own.get_state()
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.sin(x * torch.rand(3, generator=own))
+
+    region = remat(fun, engine="rerun")
+    with pytest.raises(ImplicitRandomnessError, match=r"torch\.rand at"):
+        region(seeded(2, 3).requires_grad_())
+
+    assert_bitwise(own.get_state(), before)
+
+
+def test_what_does_not_draw_runs_again() -> None:
+    """Silent dropout, and keys."""
+    key = random.key(0)
+
+    def fun(x: Tensor) -> Tensor:
+        return random.dropout(key, F.dropout(torch.sin(x), 0.0), 0.5)
+
+    region, x = remat(fun, engine="rerun"), seeded(4, 4).requires_grad_()
+
+    found = torch.autograd.grad(region(x).sum(), x)
+
+    assert_bitwise(found, torch.autograd.grad(fun(x).sum(), x))
