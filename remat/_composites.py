@@ -17,9 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _compat, _operators as operators
+from remat import _compat
 from remat._bindings import stand_in
-from remat._graph import Graph, Ref, TensorMeta, Value, layout_of, prune
+from remat._graph import (
+    Graph,
+    Ref,
+    TensorMeta,
+    Value,
+    has_effect,
+    layout_of,
+    prune,
+)
 
 _aten: Any = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -50,11 +58,7 @@ def fold(graph: Graph) -> Graph:
                         values[index], op=found.call, args=found.args
                     )
                     break
-    effects = [
-        index
-        for index, value in enumerate(values)
-        if operators.is_check(value.op) or operators.draws(value)
-    ]
+    effects = [index for index, value in enumerate(values) if has_effect(value)]
     return prune(dataclasses.replace(graph, values=tuple(values)), effects)
 
 

@@ -213,6 +213,12 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
+def has_effect(value: Value) -> bool:
+    """Whether a step matters even where nothing reads it: it moves a generator, or raises."""
+    is_draw = operators.draws(value) and not value.is_redraw
+    return is_draw or operators.is_check(value.op)
+
+
 def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
     """The graph without what neither its outputs nor `keep` need; inputs all stay."""
     needed = set(keep) | {ref.index for ref in graph.outputs if ref is not None}

@@ -28,6 +28,7 @@ from remat._graph import (
     TensorMeta,
     Value,
     check,
+    has_effect,
     prune,
     replace_refs,
     roots,
@@ -271,7 +272,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     effects = [
         index
         for index, value in enumerate(graph.values)
-        if not value.is_backward and _has_effect(value)
+        if not value.is_backward and has_effect(value)
     ]
     graph, outputs = _with_clones(graph, joint.outputs)
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
@@ -284,11 +285,6 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
     return _with_inputs(prune(graph, effects), joint.num_operands), untracked
-
-
-def _has_effect(value: Value) -> bool:
-    is_draw = operators.draws(value) and not value.is_redraw
-    return is_draw or operators.is_check(value.op)
 
 
 def _with_clones(
