@@ -59,6 +59,7 @@ _functorch_c: Any = functorch_c
 _forward_ad: Any = forward_ad
 _transforms: Any = eager_transforms
 _torch: Any = torch
+_grad_mode: Any = torch.autograd.grad_mode
 
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
@@ -187,7 +188,7 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
                 write_back(tensor, unwrap_at(new, level), unseen=unseen)
             return
     version = (
-        torch.autograd._unsafe_preserve_version_counter(unwrapped(tensor))
+        _grad_mode._unsafe_preserve_version_counter(unwrapped(tensor))
         if unseen
         else contextlib.nullcontext()
     )
