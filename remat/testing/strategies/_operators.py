@@ -115,13 +115,18 @@ _CAPTURES = {
     "global_number": ("{out} = {0} * ALPHA",),
     "module": ("{out} = LAYER({0})",),
 }
+# Of contiguous values: which element of another gets which number differs in torch itself
+# between plain autograd and torch.func.
 _DRAWS = {
-    "rand": ("{out} = {0} * torch.rand_like({0})",),
-    "dropout": ("{out} = F.dropout({0}, 0.5)",),
+    "rand": ("{out} = {0} * torch.rand({0}.shape, dtype={0}.dtype)",),
+    "dropout": ("{out} = F.dropout({0}.contiguous(), 0.5)",),
     "two_draws": (
-        "{out} = torch.rand_like({0}) * {0} + torch.rand_like({0}) * {0}.sin()",
+        "{out} = torch.rand({0}.shape, dtype={0}.dtype)",
+        "{out} = {out} * {0} + torch.rand({0}.shape, dtype={0}.dtype) * {0}.sin()",
     ),
-    "fill_draw": ("{out} = {0} * torch.empty_like({0}).bernoulli_(0.5)",),
+    "fill_draw": (
+        "{out} = {0} * torch.empty({0}.shape).bernoulli_(0.5).to({0}.dtype)",
+    ),
 }
 _STATE = {"batch_norm": ("{out} = NORM({0})",)}
 
