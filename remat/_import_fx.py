@@ -161,7 +161,7 @@ class _Importer:
 
     def _is_cut(self, node: Any) -> bool:
         while isinstance(node, fx.Node) and node.op == "call_function":
-            if node.target is _aten.detach.default:
+            if _detaches(node):
                 return True
             ref = self.env[node]
             is_part = node.target in operators.TRANSPARENT or (
@@ -336,6 +336,15 @@ class _Importer:
             items = cast("dict[str, Any]", tree).items()
             return {key: self._resolve(item) for key, item in items}
         return tree
+
+
+def _detaches(node: fx.Node) -> bool:
+    """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15."""
+    note: Note | None = node.meta.get("remat")
+    is_called_so = note is not None and note.function == "detach"
+    return node.target is _aten.detach.default or (
+        node.target is _aten.alias.default and is_called_so
+    )
 
 
 def _is_part(value: Value) -> bool:
