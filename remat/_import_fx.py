@@ -55,7 +55,6 @@ class Imported:
         values: the steps.
         num_inputs: how many of them are inputs.
         outputs: what the function returned.
-        cut: for each, whether a `detach` lies between it and what it is a view of.
         mutations: (input, its new value) for each input that was written to.
         states: the generator states recorded before the forward's draws.
     """
@@ -63,7 +62,6 @@ class Imported:
     values: tuple[Value, ...]
     num_inputs: int
     outputs: tuple[Ref | None, ...]
-    cut: tuple[bool, ...]
     mutations: tuple[tuple[int, Ref], ...]
     states: tuple[Ref, ...]
 
@@ -128,7 +126,6 @@ class _Importer:
 
     def run(self) -> Imported:
         outputs: tuple[Ref | None, ...] = ()
-        cut: tuple[bool, ...] = ()
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
@@ -137,14 +134,12 @@ class _Importer:
                 self._add(node, operators.constant, (tensor,), {})
             elif node.op == "output":
                 outputs = tuple(map(self._output, self._resolve(node.args[0])))
-                cut = tuple(map(self._is_cut, node.args[0]))
             else:
                 self._call(node)
         return Imported(
             tuple(self.values),
             self.num_inputs,
             outputs,
-            cut,
             tuple(sorted(self.mutations.items())),
             tuple(self.states),
         )
@@ -158,19 +153,6 @@ class _Importer:
             return ref
         self.values.append(dataclasses.replace(value, op=_aten.zeros.default))
         return Ref(len(self.values) - 1)
-
-    def _is_cut(self, node: Any) -> bool:
-        while isinstance(node, fx.Node) and node.op == "call_function":
-            if _detaches(node):
-                return True
-            ref = self.env[node]
-            is_part = node.target in operators.TRANSPARENT or (
-                isinstance(ref, Ref) and _is_part(self.values[ref.index])
-            )
-            if not is_part:
-                return False
-            node = node.args[0]
-        return False
 
     def _input(self, node: fx.Node) -> None:
         self.env[node] = Ref(len(self.values))
@@ -347,8 +329,27 @@ def _detaches(node: fx.Node) -> bool:
     )
 
 
-def _is_part(value: Value) -> bool:
-    return value.op is operator.getitem or operators.viewed(value) is not None
+def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:
+    """For each output whether a `detach` lies between it and what it is a view of.
+
+    Of the graph as it was traced: where in-place operators are replaced, torch derives
+    views anew and forgets which were detached.
+    """
+    (output,) = graph.find_nodes(op="output")
+    return tuple(map(_is_cut, output.args[0]))
+
+
+def _is_cut(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if _detaches(node):
+            return True
+        op: Any = node.target
+        is_part = op is operator.getitem or op in operators.TRANSPARENT
+        is_view = isinstance(op, _compat.OpOverload) and operators.returns_view(op)
+        if not (is_part or is_view):
+            return False
+        node = node.args[0]
+    return False
 
 
 def _writes_statistics(args: tuple[Any, ...]) -> bool:

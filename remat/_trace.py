@@ -343,6 +343,7 @@ class _Run:
         self.differentiable: list[bool] = []
         self.layouts: list[tuple[TensorMeta | None, ...]] = []
         self.detached: list[bool] = []
+        self.cut: tuple[bool, ...] = ()
         self.chosen: tuple[int, ...] = ()
         self.num_returned = 0
         self.keeps_casts = torch.is_autocast_cache_enabled()
@@ -490,6 +491,7 @@ def _record(run: _Run) -> fx.GraphModule:
     running.fakes.extend(weakref.ref(fake) for fake in operands)
     try:
         module = _compat.make_fx(run, operands)
+        run.cut = _import_fx.cut_outputs(module.graph)
         if _import_fx.has_mutations(module.graph):
             module = _import_fx.functionalize(module, operands)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -523,7 +525,7 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
         differentiable=tuple(run.differentiable),
         views=tuple(
             _view(graph, outputs, bases, ref, cuts)
-            for ref, *cuts in zip(returned, run.detached, imported.cut, strict=False)
+            for ref, *cuts in zip(returned, run.detached, run.cut, strict=False)
         ),
         gradients=(),
         mutations=imported.mutations,
