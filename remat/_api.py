@@ -27,9 +27,9 @@ from remat._options import (
     PolicyLike,
     SavedInputs,
     Settings,
+    inputs_for,
     policy_for,
     require_choice,
-    require_inputs,
     require_later,
     require_parameters,
     statics_of,
@@ -286,7 +286,12 @@ class Region(Generic[_P, _R]):
             for name, kind in zip(names, signature.layout.kinds, strict=True)
             if kind == "tensor"
         ]
-        options = Options(self.settings.policy, self._rng, self.settings.verify)
+        options = Options(
+            self.settings.policy,
+            self._rng,
+            self.settings.verify,
+            self.settings.inputs.of,
+        )
         entry = make_entry(
             roots, signature, numerics, options, tensor_names, self._where
         )
@@ -348,7 +353,7 @@ class Region(Generic[_P, _R]):
 
     def _advise_of_inputs(self, entry: Entry) -> None:
         """Warns of a path in `saved_inputs` that no input has."""
-        for path in self.settings.inputs:
+        for path, _ in self.settings.inputs.each:
             if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
                 warnings.warn(
                     explain(
@@ -604,7 +609,9 @@ def remat(
         fun: pytree in, pytree out; tensors, by any way that the function reaches them, are
             dynamic, and every other leaf is static. An nn.Module or a method will do.
         policy: which values may be saved; None means `policies.nothing_saveable`.
-        saved_inputs: how inputs wait; in this release `storage.Keep()` only.
+        saved_inputs: how inputs wait: a storage for all of them, parameters of modules
+            aside, or a mapping from argument paths ("x", "batch.tokens", "params.*") to
+            storages. Under a torch.func transform they wait as they are.
         rng: "keys" refuses operators that draw from a `torch.Generator`; "preserve" draws
             the same numbers again and leaves generators as without remat. None means
             "keys" for functions, "preserve" for modules and their methods.
@@ -645,14 +652,13 @@ def remat(
     require_choice("backend", backend, (None, "inductor"))
     require_later("backend", backend, None)
     require_later("dynamic_shapes", dynamic_shapes, False)
-    require_inputs(saved_inputs)
     settings = Settings(
         policy_for(policy, engine),
         rng,
         engine,
         statics_of(static_argnums, static_argnames),
         verify,
-        tuple(saved_inputs) if isinstance(saved_inputs, Mapping) else (),
+        inputs_for(saved_inputs, engine),
     )
     if fun is None:
         return functools.partial(_decorate, settings=settings)

@@ -28,6 +28,8 @@ from remat._numerics import Numerics
 from remat._program import Program
 from remat._region import AnyRegion, Asked, Forward, Results, Roots
 from remat._trace import View
+from remat._waiting import resume_differentiably, wait_differentiably
+from remat.storage import Place
 
 # Public, but torch has not annotated them.
 _unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -87,7 +89,7 @@ def _make_view(
     if view.output is not None:
         tensor = outputs[view.output]
     elif view.operand is not None:
-        tensor = operands[view.operand]
+        tensor = resume_differentiably(operands[view.operand])
     else:
         return None
     if view.is_cut or (view.is_detached and tensor.requires_grad):
@@ -133,7 +135,14 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _is_differentiated(call, tensors):
         skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
-        return ticket.redeem(_apply_plainly(ticket, *tensors[skip:]))
+        operands = list(tensors[skip:])
+        if call.region.inputs:
+            number = next(call.region.calls)
+            for index, storage in call.region.inputs.items():
+                place = Place(index, number)
+                operands[index] = wait_differentiably(operands[index], storage, place)
+        ticket.operands = tensors[skip:]
+        return ticket.redeem(_apply_plainly(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
 
 
@@ -275,12 +284,14 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 class _Ticket:
     """Carries a call into an `autograd.Function`, and out of it what is no output."""
 
-    __slots__ = ("call", "interpreter", "leading", "results")
+    __slots__ = ("call", "interpreter", "leading", "operands", "results")
 
     def __init__(self, call: Call, leading: Sequence[Tensor], interpreter: Any) -> None:
         self.call = call
         self.leading = leading
         self.interpreter = interpreter
+        # What the forward reads instead of operands that wait already.
+        self.operands: Sequence[Tensor] = ()
         self.results: Results | None = None
 
     def run(self, operands: Sequence[Tensor]) -> Results:
@@ -289,7 +300,7 @@ class _Ticket:
         if interpreter is None:
             region, roots, numerics, _ = self.call
             forward = region.forward(roots, True)
-            self.results = forward([*self.leading, *operands], numerics)
+            self.results = forward([*self.leading, *self.operands], numerics)
         else:
             level = interpreter.level()
             below = [_compat.unwrap_at(tensor, level) for tensor in operands]

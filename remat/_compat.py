@@ -703,6 +703,25 @@ def reads_arrays(args: Any) -> bool:
     )
 
 
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have their numbers in the same memory."""
+    return storage_key(one) == storage_key(other)
+
+
+def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
+    """A tensor of a subclass with the metadata of another and no memory.
+
+    Obsolete when torch gives `Tensor._make_wrapper_subclass` a public name.
+    """
+    return Tensor._make_wrapper_subclass(  # pyright: ignore[reportUnknownMemberType]
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+    )
+
+
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
     return tensor.untyped_storage()._cdata

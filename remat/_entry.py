@@ -32,6 +32,7 @@ from remat._region import Function, Region, Roots
 from remat._signature import Layout, Signature
 from remat._trace import Flat, Joint, Request, Traced, substituting, trace
 from remat.policies import AbstractPolicy
+from remat.storage import AbstractStorage, Keep
 
 
 @final
@@ -61,6 +62,7 @@ class Options:
     policy: AbstractPolicy
     rng: str
     verify: bool
+    input_storage: Callable[[str, Tensor], AbstractStorage]
 
 
 @final
@@ -245,6 +247,9 @@ def make_entry(
             options.policy,
             joints=traced.joints,
             verify=options.verify,
+            inputs=_input_storages(
+                options, names, [*signature.tensors, *traced.captured]
+            ),
         ),
         output=flattened.output,
         labels=names,
@@ -263,6 +268,17 @@ def _unseen(joint: Joint) -> frozenset[int]:
         for operand, new in joint.mutations
         if operators.makes_statistics(operators.made_by(values[new.index], values))
     )
+
+
+def _input_storages(
+    options: Options, names: Sequence[str], tensors: Sequence[Tensor]
+) -> dict[int, AbstractStorage]:
+    """The operands that wait otherwise than as they are, and how."""
+    found = {
+        index: options.input_storage(name, tensor)
+        for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+    }
+    return {index: each for index, each in found.items() if type(each) is not Keep}
 
 
 def _trace_once(

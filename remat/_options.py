@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, final
 
+from torch import Tensor, nn
+
 from remat._errors import PolicyError, explain
 from remat._signature import Statics
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
-from remat.storage import AbstractStorage, require_available
+from remat.storage import AbstractStorage, Keep, require_available
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
 
 
+_KEEP = Keep()
+
+
 @final
+@dataclasses.dataclass(frozen=True)
+class InputStorages:
+    """How inputs wait: `saved_inputs`.
+
+    Attributes:
+        each: for a path, which may be a glob, the storage.
+        others: for inputs that no path names; parameters of modules are kept as they are.
+    """
+
+    each: tuple[tuple[str, AbstractStorage], ...] = ()
+    others: AbstractStorage = _KEEP
+
+    def of(self, path: str, tensor: Tensor) -> AbstractStorage:
+        """The storage of one input."""
+        for glob, storage in self.each:
+            if fnmatch.fnmatchcase(path, glob):
+                return storage
+        return Keep() if isinstance(tensor, nn.Parameter) else self.others
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The options of `remat`, checked."""
@@ -29,7 +55,7 @@ class Settings:
     engine: str
     statics: Statics
     verify: bool
-    inputs: tuple[str, ...] = ()
+    inputs: InputStorages = InputStorages()
 
 
 def require_parameters(fun: Any, statics: Statics) -> None:
@@ -107,13 +133,15 @@ def require_later(name: str, value: object, default: object) -> None:
         )
 
 
-def require_inputs(saved_inputs: SavedInputs) -> None:
-    """Refuses storages for inputs that this release cannot carry out."""
-    storages: Iterable[AbstractStorage] = ()
+def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
+    """How inputs wait, if this release and the engine can carry it out."""
+    if saved_inputs is None:
+        return InputStorages()
     if isinstance(saved_inputs, Mapping):
-        storages = saved_inputs.values()
-    elif saved_inputs is not None:
-        storages = (saved_inputs,)
+        found = InputStorages(each=tuple(saved_inputs.items()))
+    else:
+        found = InputStorages(others=saved_inputs)
+    storages = [*(storage for _, storage in found.each), found.others]
     for storage in storages:
         if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
@@ -121,6 +149,17 @@ def require_inputs(saved_inputs: SavedInputs) -> None:
                 f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
             )
         require_available(storage, where="remat(saved_inputs=...)")
+    if engine == "rerun" and any(type(each) is not Keep for each in storages):
+        raise ValueError(
+            explain(
+                where='remat(engine="rerun", saved_inputs=...)',
+                what=f"got {saved_inputs!r}.",
+                why="This engine runs the Python function again on its arguments as they "
+                "are.",
+                do='Leave saved_inputs out, or use engine="trace".',
+            )
+        )
+    return found
 
 
 def statics_of(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
@@ -42,7 +44,9 @@ from remat._partition import (
 from remat._program import Program
 from remat._trace import Flat, Joint, Request, View, record, trace, with_states
 from remat._verification import Verification, verification
+from remat._waiting import resumed, wait
 from remat.policies import AbstractPolicy, nothing_saveable
+from remat.storage import AbstractStorage, Keep, Place
 
 _FORWARDS = ("forward", "forward that saves")
 Roots = tuple[object, ...]
@@ -164,6 +168,8 @@ class Forward:
         untracked: outputs that autograd must not take for views of something.
         verification: compares what was saved with what is recomputed, if asked for.
         numerics: the switches under which it runs; its casts are part of the program.
+        storages: how each saved value waits; empty if all are kept as they are.
+        calls: numbers the runs that store something.
     """
 
     program: Program
@@ -173,6 +179,8 @@ class Forward:
     flows: tuple[bool, ...] | None = None
     untracked: tuple[int, ...] = ()
     verification: Verification | None = None
+    storages: tuple[AbstractStorage, ...] = ()
+    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def is_straight(self) -> bool:
@@ -183,6 +191,7 @@ class Forward:
             and self.flows is None
             and not self.untracked
             and self.verification is None
+            and not self.storages
             and not self.numerics.autocast
         )
 
@@ -196,11 +205,18 @@ class Forward:
         return Results.of(self.shape, found, self.flows)
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        tensors = resumed(tensors)
         if self.verification is not None:
             self.verification(tensors)
         found = self.program(tensors)
         for index in self.untracked:
             found[index] = _compat.untracked_alias(found[index])
+        if self.storages and not _compat.is_watched():
+            first = self.shape[0] + self.shape[1]
+            call = next(self.calls)
+            for place, storage in enumerate(self.storages):
+                where = Place(place, call)
+                found[first + place] = wait(found[first + place], storage, where)
         return found
 
 
@@ -241,6 +257,10 @@ class AnyRegion(Protocol):
     @property
     def keeps(self) -> bool: ...
     @property
+    def inputs(self) -> Mapping[int, AbstractStorage]: ...
+    @property
+    def calls(self) -> Iterator[int]: ...
+    @property
     def program(self) -> Program | None: ...
     def straight(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
     def views(self, roots: Roots) -> tuple[View, ...] | None: ...
@@ -269,6 +289,7 @@ class Region:
         given: Given | None = None,
         states: tuple[int, ...] = (),
         verify: bool = False,
+        inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
     ) -> None:
         """Makes a region; nothing is traced yet.
 
@@ -280,8 +301,11 @@ class Region:
             given: its forward, where an outer region's program made it.
             states: which operands are generator states for its draws, in order.
             verify: whether the backward compares saved values with recomputed ones.
+            inputs: the operands that wait otherwise than as they are, and how.
         """
         self.verify = verify
+        self.inputs = inputs
+        self.calls = itertools.count()
         self.function = function
         self.operands = operands
         self.policy = policy
@@ -382,7 +406,17 @@ class Region:
             self.function.numerics,
             flows=None if all(joint.differentiable) else joint.differentiable,
             untracked=untracked,
+            storages=self._storages(roots) if save else (),
         )
+
+    def _storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
+        """How each saved value waits; empty if all are kept as they are."""
+        analysis, decisions = self.analysis(roots), self.decisions(roots)
+        found = tuple(
+            decisions[analysis.numbers[analysis.roots[index]]].storage
+            for index in self.cut(roots).saved
+        )
+        return found if any(type(each) is not Keep for each in found) else ()
 
     @property
     def num_leading(self) -> int:
@@ -412,7 +446,9 @@ class Region:
         found = self._made.get("straight", ...)
         if found is ...:
             forward = self.forward(roots, save=True)
-            is_straight = forward.is_straight and self.views(roots) is None
+            is_straight = (
+                forward.is_straight and not self.inputs and self.views(roots) is None
+            )
             found = self._made["straight"] = forward if is_straight else None
         if found is None or not found.numerics.are_met_by(numerics):
             return None
@@ -463,10 +499,13 @@ class Region:
             nothing_saveable,
             given=given,
             states=self._states_after(asked.num_states),
+            inputs=self.inputs,
         )
         forward = given.forward
         if (
             forward.verification is None
+            and not self.inputs
+            and not self._storages(roots)
             and forward.numerics.are_met_by(asked.numerics)
             and _are_outputs(given.views)
         ):
@@ -490,9 +529,18 @@ class Region:
             (len(unique.outputs), 0, 0, 0),
             self.function.numerics,
             len(saved),
-            verification=verification(analysis, saved) if self.verify else None,
+            verification=self._verification(roots, analysis, saved),
         )
         return Given(forward, views), _metas(analysis.joint.states, analysis)
+
+    def _verification(
+        self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
+    ) -> Verification | None:
+        if not self.verify:
+            return None
+        storages = self._storages(roots)
+        is_exact = [each.is_exact for each in storages] or [True] * len(saved)
+        return verification(analysis, saved, is_exact)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
@@ -584,7 +632,13 @@ class Region:
         if self.given is None and not save:
             # Reverse mode is taken below this level: the policy sees batched values.
             function = self.function.derive(lambda f: mapped(f, chosen, batch, 0))
-            region = Region(function, batch.metas, self.policy, states=self.states)
+            region = Region(
+                function,
+                batch.metas,
+                self.policy,
+                states=self.states,
+                inputs=self.inputs,
+            )
             written = [operand for operand, _ in region._light(roots).mutations]
             dims = [0] * len(chosen) + [batch.dims[operand] for operand in written]
             return Batched(region, tuple(dims))
@@ -603,6 +657,7 @@ class Region:
                 views,
             ),
             states=self.states,
+            inputs=self.inputs,
         )
         return Batched(region, dims)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -31,6 +31,7 @@ from remat._numerics import Numerics
 from remat._region import Asked, Batched, Results, Roots
 from remat._trace import Flat, View, is_running
 from remat.policies._operators import function_name
+from remat.storage import AbstractStorage
 
 
 def call(
@@ -298,6 +299,16 @@ class _Rerun:
     def views(self, roots: Roots) -> tuple[View, ...] | None:
         """How what it returns is made from the outputs."""
         return self.returned
+
+    @property
+    def inputs(self) -> dict[int, AbstractStorage]:
+        """They are kept as they are."""
+        return {}
+
+    @property
+    def calls(self) -> Iterator[int]:
+        """They are not counted."""
+        return iter(())
 
     @property
     def program(self) -> None:

@@ -72,20 +72,28 @@ def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
         name = ", ".join(view.names)
         values.append(_residual(analysis.joint.graph, index, name, storage, reason))
     operands = [
-        operand_residual(analysis.joint.graph, index, path, index in found.operands)
+        operand_residual(
+            analysis.joint.graph,
+            index,
+            path,
+            index in found.operands,
+            region.inputs.get(index, Keep()),
+        )
         for index, path in enumerate(entry.labels)
     ]
     return values + operands
 
 
-def operand_residual(graph: Graph, index: int, path: str, is_read: bool) -> Residual:
+def operand_residual(
+    graph: Graph, index: int, path: str, is_read: bool, storage: AbstractStorage
+) -> Residual:
     """An operand, read by the backward or held for a second derivative only."""
     meta = graph.values[index].meta
     assert isinstance(meta, TensorMeta)
     name = ", ".join(graph.values[index].names)
     reason = "an argument that the backward reads" if is_read else SECOND
     return Residual(
-        name or path, path, "input", meta.shape, meta.dtype, meta.size_bytes, Keep(),
+        name or path, path, "input", meta.shape, meta.dtype, meta.size_bytes, storage,
         "", reason,
     )  # fmt: skip
 

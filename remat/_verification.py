@@ -24,10 +24,12 @@ class Verification:
     Attributes:
         program: (saved, operands, states, cotangents) -> the saved values, recomputed.
         labels: what to call them.
+        is_exact: which of them come back from their storage to the last bit.
     """
 
     program: Program
     labels: tuple[str, ...]
+    is_exact: tuple[bool, ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Raises RecomputationError at the first value that differs."""
@@ -35,18 +37,21 @@ class Verification:
             return
         again = self.program(tensors)
         saved = tensors[: len(again)]
-        for name, first, second in zip(self.labels, saved, again, strict=True):
-            if not _compat.same_bits(first, second):
+        rows = zip(self.labels, self.is_exact, saved, again, strict=True)
+        for name, is_exact, first, second in rows:
+            if is_exact and not _compat.same_bits(first, second):
                 raise _differs(name, first, second)
 
 
-def verification(analysis: Analysis, saved: tuple[int, ...]) -> Verification:
+def verification(
+    analysis: Analysis, saved: tuple[int, ...], is_exact: Sequence[bool]
+) -> Verification:
     """The comparison for the values that a region saves, given by their indices."""
     wanted = tuple(Ref(index) for index in saved)
     found = cut(analysis, frozenset(), wanted)
     graph = backward_graph(analysis.joint, found, saved, wanted)
     labels = tuple(label(analysis.joint.graph, index) for index in saved)
-    return Verification(Program(graph, "verification"), labels)
+    return Verification(Program(graph, "verification"), labels, tuple(is_exact))
 
 
 def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:

@@ -33,7 +33,7 @@ LAYERS = (
     ("_bindings",),
     ("_composites",),
     ("_program",),
-    ("_verification",),
+    ("_verification", "_waiting"),
     ("_region",),
     ("_bind",),
     ("_rerun", "_entry"),

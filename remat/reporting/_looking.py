@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from remat import _api, _residuals
+from remat import _api, _residuals, storage
 from remat._api import Region
 from remat._entry import Entry
 from remat._partition import Analysis, Cut, cut
@@ -59,7 +59,7 @@ def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
     )
     graph = analysis.joint.graph
     return made + [
-        _residuals.operand_residual(graph, index, path, is_read=True)
+        _residuals.operand_residual(graph, index, path, True, storage.Keep())
         for index, path in enumerate(entry.labels)
         if index in found.operands
     ]

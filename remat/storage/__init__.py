@@ -7,6 +7,7 @@ from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
 from remat.storage._shard import Shard
 from remat.storage._sparse import Sparse
+from remat.storage._stored import FIRST, Place, Stored
 
 __all__ = [
     "AbstractStorage",
@@ -14,8 +15,10 @@ __all__ = [
     "Chain",
     "Keep",
     "Offload",
+    "Place",
     "Quantize",
     "Shard",
     "Sparse",
+    "Stored",
     "require_available",
 ]

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._stored import FIRST, Place, Stored
 
 
 @final
@@ -15,7 +17,8 @@ class Cast(AbstractStorage):
     """Keeps the value in another floating dtype.
 
     Laws: lossy; each number comes back within half a unit in the last place of `dtype`,
-    where it is in that dtype's range; the dtype that comes back is the value's own.
+    where it is in that dtype's range; the dtype that comes back is the value's own. Whole
+    numbers, complex ones and those of a dtype that is not wider are kept as they are.
 
     Args:
         dtype: the floating dtype in which the value waits.
@@ -33,7 +36,8 @@ class Cast(AbstractStorage):
 
     dtype: torch.dtype
 
-    is_available: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks the argument."""
@@ -47,3 +51,13 @@ class Cast(AbstractStorage):
                 why="A cast to it would not round numbers but cut them.",
                 do="Pass a floating dtype such as torch.bfloat16, or use `Quantize`.",
             )
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """Casts floating numbers of a wider dtype; other values are kept."""
+        if (
+            not value.dtype.is_floating_point
+            or value.dtype.itemsize <= self.dtype.itemsize
+        ):
+            return Stored.whole(value)
+        dtype = value.dtype
+        return Stored((value.to(self.dtype),), lambda parts: parts[0].to(dtype))

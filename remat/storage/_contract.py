@@ -12,16 +12,22 @@ What each class promises for a value that it stores and gives back:
 - the device is that of the value that was stored, wherever it waited;
 - what waits belongs to the storage: the program neither reads nor writes it meanwhile.
 
-In this release only `Keep` is carried out. The others can be written down, compared and
-printed; `require_available` refuses them where a region would have to use them.
+`store` is called once for each value, in the forward, with a tensor that no transform has
+wrapped and that requires no gradient; `Stored.restore` once for each backward. `Shard` is not
+carried out in this release: it can be written down, compared and printed, and
+`require_available` refuses it where a region would have to use it.
 """
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from torch import Tensor
+
 from remat._errors import explain
 from remat.storage._check import require_type
+from remat.storage._stored import FIRST, Place, Stored
 
 
 class AbstractStorage(abc.ABC):
@@ -32,6 +38,7 @@ class AbstractStorage(abc.ABC):
 
     Attributes:
         is_available: whether this release carries the storage out.
+        is_exact: whether values come back to the last bit.
 
     Example:
         >>> from remat import storage
@@ -42,6 +49,26 @@ class AbstractStorage(abc.ABC):
     __slots__ = ()
 
     is_available: ClassVar[bool]
+    is_exact: ClassVar[bool]
+
+    @abc.abstractmethod
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """Takes a value apart into what waits.
+
+        Args:
+            value: a contiguous tensor of any shape and dtype, not to be changed.
+            place: which of a region's values it is, and in which call.
+
+        Returns:
+            What waits, and the way back. Where the storage does not apply to a value, or
+            would save nothing, that is the value itself.
+
+        Example:
+            >>> import torch
+            >>> from remat import storage
+            >>> storage.Sparse().store(torch.eye(16)).size_bytes
+            96
+        """
 
     def __rshift__(self, other: "AbstractStorage") -> "Chain":
         """Chains storages: first this one, then `other` on what this one keeps.
@@ -84,7 +111,22 @@ class Chain(AbstractStorage):
 
     links: tuple[AbstractStorage, ...]
 
-    is_available: ClassVar[bool] = False
+    @property
+    def is_available(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether this release carries every link out."""
+        return all(link.is_available for link in self.links)
+
+    @property
+    def is_exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every link is exact."""
+        return all(link.is_exact for link in self.links)
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """Stores the value, then each tensor that is left of it."""
+        stored = Stored.whole(value)
+        for link in self.links:
+            stored = stored.each(functools.partial(link.store, place=place))
+        return stored
 
     def __post_init__(self) -> None:
         """Checks the links."""
@@ -122,8 +164,7 @@ def require_available(storage: AbstractStorage, where: str) -> None:
         explain(
             where=where,
             what=f"asks for {storage!r}.",
-            why=f"`storage.{name}` comes with a later release of remat; this one "
-            "carries out `storage.Keep` only.",
+            why=f"`storage.{name}` comes with a later release of remat.",
             do="Use `storage.Keep()` until then.",
         )
     )

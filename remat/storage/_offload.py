@@ -9,13 +9,18 @@ References:
     Network Design. M. Rhu et al., 2016. https://arxiv.org/abs/1602.08124, section 3.
 """
 
+import tempfile
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
+from remat._errors import RematWarning, explain
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._stored import FIRST, Place, Stored
 
 
 @final
@@ -51,7 +56,27 @@ class Offload(AbstractStorage):
     prefetch: int = 1
     path: str | None = None
 
-    is_available: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = True
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """Copies the value to where it waits; values of other sizes are kept."""
+        most = value.nbytes if self.max_bytes is None else self.max_bytes
+        if not value.nbytes or not self.min_bytes <= value.nbytes <= most:
+            return Stored.whole(value)
+        home = value.device
+        if self.path is not None:
+            return Stored(
+                (_in_file(value, self.path),), lambda parts: parts[0].to(home)
+            )
+        device = torch.device(self.device)
+        if device == home:
+            _warn_of_no_effect(home)
+            return Stored.whole(value)
+        pin = self.pin and device.type == "cpu" and home.type == "cuda"
+        waiting = torch.empty_like(value, device=device, pin_memory=pin)
+        waiting.copy_(value, non_blocking=pin)
+        return Stored((waiting,), lambda parts: parts[0].to(home, non_blocking=pin))
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -94,3 +119,26 @@ def _check_max_bytes(max_bytes: int, min_bytes: int) -> None:
             why=f"With min_bytes={min_bytes} no value would be offloaded.",
             do="Pass a `max_bytes` that is not below `min_bytes`, or None.",
         )
+
+
+def _in_file(value: Tensor, folder: str) -> Tensor:
+    """A copy in a memory-mapped file, which has no name and ends with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        mapped = torch.from_file(
+            file.name, shared=True, size=value.nbytes, dtype=torch.uint8
+        )
+    mapped = mapped.view(value.dtype).view(value.shape)
+    return mapped.copy_(value)
+
+
+def _warn_of_no_effect(home: torch.device) -> None:
+    warnings.warn(
+        explain(
+            where="storage.Offload(...)",
+            what=f'has no effect on a value that is on "{home}" already.',
+            why="Its device is where the value would wait.",
+            do="Pass `path=...` to let values wait in files, or leave `Offload` out.",
+        ),
+        RematWarning,
+        stacklevel=2,
+    )

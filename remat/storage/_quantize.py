@@ -10,13 +10,18 @@ References:
     et al., 2022. https://arxiv.org/abs/2206.11357
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
+from remat.random import fold_in, uniform
+from remat.storage._bits import pack, unpack
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._stored import FIRST, Place, Stored
 
 _BITS = (8, 4, 2)
 
@@ -26,8 +31,12 @@ _BITS = (8, 4, 2)
 class Quantize(AbstractStorage):
     """Keeps the value as integers, with one scale for each group of numbers.
 
+    A group's minimum and step are kept in bfloat16 (in float64 for float64), rounded so that
+    the group's numbers lie between the levels, and numbers are rounded after that.
+
     Laws: lossy; each number comes back within one step of its group, half a step if
-    `stochastic` is off. Two are equal when their numbers are and they hold the very same
+    `stochastic` is off; a group with an infinity or nan comes back as nan; truth values come
+    back exactly, from one bit each; whole and complex numbers are kept as they are. Two are equal when their numbers are and they hold the very same
     key: a key is a tensor, and tensors have no cheap equality.
 
     Args:
@@ -51,7 +60,17 @@ class Quantize(AbstractStorage):
     stochastic: bool = False
     key: torch.Tensor | None = None
 
-    is_available: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """Quantizes floating numbers; truth values wait in one bit, others as they are."""
+        if value.dtype is torch.bool:
+            return _in_one_bit(value)
+        if not value.dtype.is_floating_point or not value.numel():
+            return Stored.whole(value)
+        rounding = None if self.key is None else fold_in(self.key, place.index)
+        return _Groups(self.bits, self.group_size).store(value, rounding)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -106,3 +125,76 @@ def _check_randomness(stochastic: bool, key: torch.Tensor | None) -> None:
             why="Without `stochastic=True` the key would have no effect.",
             do="Pass `stochastic=True`, or no key.",
         )
+
+
+def _in_one_bit(value: Tensor) -> Stored:
+    shape = value.shape
+    packed = pack(value.reshape(-1).view(torch.uint8), 1)
+    return Stored(
+        (packed,),
+        lambda parts: unpack(parts[0], 1, shape.numel()).view(torch.bool).view(shape),
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Min-max quantization of groups of numbers.
+
+    Attributes:
+        bits: of one number.
+        size: how many numbers share a minimum and a step.
+    """
+
+    bits: int
+    size: int
+
+    def store(self, value: Tensor, key: Tensor | None) -> Stored:
+        """The packed numbers, the steps and the minima."""
+        is_double = value.dtype is torch.float64
+        rows = self._rows(value.reshape(-1).to(None if is_double else torch.float32))
+        low, high = rows.aminmax(dim=1, keepdim=True)
+        kept = torch.float64 if is_double else torch.bfloat16
+        low = _down(low, kept)
+        levels = 2**self.bits - 1
+        # In double precision, where the difference of two single numbers is finite.
+        step = -_down(-(high.double() - low.double()) / levels, kept)
+        places = (rows.double() - low.double()) / step.double()
+        places = torch.where(step > 0, places, 0.0)
+        if key is None:
+            places = places.round_()
+        else:
+            draws = uniform(key, places.shape, dtype=places.dtype)
+            places = places.add_(draws).floor_()
+        numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
+        packed = pack(numbers.view(-1)[: value.numel()], self.bits)
+        shape, dtype = value.shape, value.dtype
+
+        def decode(parts: Sequence[Tensor]) -> Tensor:
+            packed, step, low = parts
+            wide = torch.float64 if is_double else torch.float32
+            numbers = self._rows(unpack(packed, self.bits, shape.numel()).to(wide))
+            found = numbers.mul_(step.to(wide)).add_(low.to(wide))
+            # The highest level may lie above the highest number.
+            range_ = torch.finfo(dtype)
+            found = found.clamp_(range_.min, range_.max)
+            return found.view(-1)[: shape.numel()].view(shape).to(dtype)
+
+        return Stored((packed, step, low), decode)
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Groups as rows; the last one is filled up with its own last number."""
+        missing = -flat.numel() % self.size
+        if missing:
+            flat = torch.cat([flat, flat[-1:].expand(missing)])
+        return flat.view(-1, self.size)
+
+
+def _down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to `dtype`, never up, and finite where the number is."""
+    rounded = numbers.to(dtype)
+    is_above = rounded.to(numbers.dtype) > numbers
+    lower = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+    rounded = torch.where(is_above, lower, rounded)
+    lowest = torch.finfo(dtype).min
+    return torch.where(numbers.isfinite(), rounded.clamp(min=lowest), torch.nan)

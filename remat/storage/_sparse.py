@@ -7,11 +7,17 @@ References:
     2018. https://doi.org/10.1109/ISCA.2018.00070, section on sparse storage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
+from torch import Tensor
+
+from remat.storage._bits import pack, unpack
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._stored import FIRST, Place, Stored
 
 
 @final
@@ -19,7 +25,7 @@ from remat.storage._contract import AbstractStorage
 class Sparse(AbstractStorage):
     """Keeps the numbers that are not zero and a bit for each place.
 
-    Laws: exact, up to the sign of zeros.
+    Laws: exact, to the last bit: -0.0 is no zero here.
 
     Args:
         min_saving: the part of the value's bytes that must be saved for it to be stored
@@ -37,7 +43,8 @@ class Sparse(AbstractStorage):
 
     min_saving: float = 0.25
 
-    is_available: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Checks the argument."""
@@ -51,3 +58,24 @@ class Sparse(AbstractStorage):
                 why="It is the part of the bytes that is saved, and none saves all.",
                 do=f"Pass {wanted}.",
             )
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """The numbers that are not zero and a bit for each, where that saves enough."""
+        flat = value.reshape(-1)
+        if value.dtype is torch.bool or not flat.numel():
+            return Stored.whole(value)
+        is_there = (flat.view(torch.uint8).view(flat.numel(), -1) != 0).any(dim=1)
+        mask = pack(is_there.view(torch.uint8), 1)
+        num_bytes = mask.nbytes + int(is_there.sum()) * value.itemsize
+        if num_bytes > (1 - self.min_saving) * value.nbytes:
+            return Stored.whole(value)
+        shape = value.shape
+
+        def decode(parts: Sequence[Tensor]) -> Tensor:
+            numbers, mask = parts
+            places = unpack(mask, 1, shape.numel()).view(torch.bool)
+            full = numbers.new_zeros(shape.numel())
+            full[places] = numbers
+            return full.view(shape)
+
+        return Stored((flat[is_there], mask), decode)

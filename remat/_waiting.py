@@ -1,0 +1,141 @@
+"""A saved value on its way from forward to backward, in whatever form its storage gives it.
+
+It travels as one tensor of the value's own metadata but without data, so that it passes
+through `save_for_backward` and the wrappers of torch.func like any other; what waits hangs
+on it. Nothing may compute with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import RematError, explain
+from remat.storage import AbstractStorage, Place, Stored
+
+_aten: Any = torch.ops.aten
+_PASSED_ON = (_aten.alias.default, _aten.detach.default)
+
+
+@final
+class Waiting(Tensor):
+    """Stands for a value that waits.
+
+    Attributes:
+        stored: what waits.
+        stride_order: the dimensions, the one of the largest stride first, in which the
+            value was contiguous; None if there is no such order.
+    """
+
+    stored: Stored
+    stride_order: tuple[int, ...] | None
+
+    @classmethod
+    def of(
+        cls, value: Tensor, stored: Stored, stride_order: tuple[int, ...] | None
+    ) -> Waiting:
+        """A tensor that looks like `value` and holds `stored`."""
+        found: Waiting = _compat.tensor_without_data(cls, value)
+        found.stored = stored
+        found.stride_order = stride_order
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Lets the value be passed on, and refuses every other operator."""
+        if func in _PASSED_ON:
+            (value,) = args
+            return cls.of(value, value.stored, value.stride_order)
+        raise RematError(
+            explain(
+                where=f"{func} on a saved value of a region",
+                what="reads a value while it waits in its storage.",
+                why="Saved-tensor hooks see what a region saves in the form in which it "
+                "waits.",
+                do="Leave the hooks out around the region, or the storage out of its "
+                "policy.",
+            )
+        )
+
+    def resume(self) -> Tensor:
+        """The value, with the strides that it had."""
+        restored = self.stored.restore()
+        if self.stride_order is None:
+            like = torch.empty_strided(
+                self.shape, self.stride(), dtype=self.dtype, device=self.device
+            )
+            return like.copy_(restored.view(self.shape))
+        order = self.stride_order
+        permuted = restored.view([self.shape[dim] for dim in order])
+        return permuted.permute([order.index(dim) for dim in range(len(order))])
+
+
+def wait(value: Tensor, storage: AbstractStorage, place: Place) -> Tensor:
+    """The value in its storage, or itself where the storage does not apply to it."""
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
+    dense = value.permute(order)
+    is_dense = dense.is_contiguous()
+    stored = storage.store(dense if is_dense else value.contiguous(), place)
+    waiting = stored.tensors
+    if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
+        return value
+    return Waiting.of(value, stored, tuple(order) if is_dense else None)
+
+
+def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, some of which may wait, as they were; no gradient is recorded."""
+    if Waiting not in map(type, tensors):
+        return tensors
+    return [each.resume() if type(each) is Waiting else each for each in tensors]
+
+
+class _Wait(torch.autograd.Function):
+    """`wait`, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        value, storage, place = args
+        return wait(value.detach(), storage, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        return grad_outputs[0], None, None
+
+
+class _Resume(torch.autograd.Function):
+    """`Waiting.resume`, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        return args[0].resume()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
+        return grad_outputs[0]
+
+
+def wait_differentiably(
+    value: Tensor, storage: AbstractStorage, place: Place
+) -> Tensor:
+    """`wait`; what flows back to the result flows to the value."""
+    if type(value) is Waiting:
+        return value
+    if not value.requires_grad:
+        return wait(value, storage, place)
+    apply: Callable[..., Tensor] = _Wait.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    found = apply(value, storage, place)
+    return found if type(found) is Waiting else value
+
+
+def resume_differentiably(tensor: Tensor) -> Tensor:
+    """A tensor that may wait as it was; what flows back to it flows to what waited."""
+    if type(tensor) is not Waiting:
+        return tensor
+    apply: Callable[[Tensor], Tensor] = _Resume.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return apply(tensor)

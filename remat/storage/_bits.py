@@ -1,0 +1,28 @@
+"""Small whole numbers, several to a byte."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers below 2**bits, uint8 of shape (n,), as bytes, the first in the lowest bits."""
+    if bits == 8:
+        return numbers
+    per_byte = 8 // bits
+    rows = F.pad(numbers, (0, -numbers.numel() % per_byte)).view(-1, per_byte)
+    packed = rows[:, 0].clone()
+    for place in range(1, per_byte):
+        packed |= rows[:, place] << bits * place
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack`, for `count` numbers."""
+    if bits == 8:
+        return packed
+    mask = 2**bits - 1
+    columns = [packed >> bits * place & mask for place in range(8 // bits)]
+    return torch.stack(columns, dim=1).view(-1)[:count]
