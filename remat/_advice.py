@@ -133,6 +133,9 @@ def _bytes(analysis: Analysis, saved: tuple[int, ...]) -> int:
 def _useless(region: Region, roots: Roots) -> _Advice:
     if region.policy in (everything_saveable, nothing_saveable):
         return
+    if region.forward(roots, save=True).storages:
+        # How many bytes wait is known when they do.
+        return
     analysis = region.analysis(roots)
     saved = _bytes(analysis, region.cut(roots).saved)
     plain = _held(region, roots, everything_saveable)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import RematError, explain
-from remat.storage import AbstractStorage, Place, Stored
+from remat._graph import TensorMeta
+from remat.storage import AbstractStorage, Keep, Place, Stored
 
 _aten: Any = torch.ops.aten
 _PASSED_ON = (_aten.alias.default, _aten.detach.default)
@@ -63,29 +64,50 @@ class Waiting(Tensor):
             )
         )
 
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Its metadata: the numbers wait."""
+        return f"Waiting({TensorMeta.of(self)})"
+
     def resume(self) -> Tensor:
         """The value, with the strides that it had."""
         restored = self.stored.restore()
+        shape, stride = self.shape, self.stride()
+        once = _once(shape, stride)
         if self.stride_order is None:
             like = torch.empty_strided(
-                self.shape, self.stride(), dtype=self.dtype, device=self.device
+                once, stride, dtype=self.dtype, device=self.device
             )
-            return like.copy_(restored.view(self.shape))
+            return like.copy_(restored.view(once)).expand(shape)
         order = self.stride_order
-        permuted = restored.view([self.shape[dim] for dim in order])
-        return permuted.permute([order.index(dim) for dim in range(len(order))])
+        permuted = restored.view([once[dim] for dim in order])
+        back = [order.index(dim) for dim in range(len(order))]
+        return permuted.permute(back).expand(shape)
 
 
 def wait(value: Tensor, storage: AbstractStorage, place: Place) -> Tensor:
-    """The value in its storage, or itself where the storage does not apply to it."""
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
-    dense = value.permute(order)
+    """The value in its storage, or itself where the storage does not apply to it.
+
+    Nothing is stored while a trace runs: the region around decides what waits.
+    """
+    if type(storage) is Keep or _compat.proxy_is_active() or _compat.is_fake(value):
+        return value
+    stride = value.stride()
+    numbers = value[tuple(slice(size) for size in _once(value.shape, stride))]
+    order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
+    dense = numbers.permute(order)
     is_dense = dense.is_contiguous()
-    stored = storage.store(dense if is_dense else value.contiguous(), place)
+    stored = storage.store(dense if is_dense else numbers.contiguous(), place)
     waiting = stored.tensors
     if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
         return value
     return Waiting.of(value, stored, tuple(order) if is_dense else None)
+
+
+def _once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The shape without the repetitions of an expanded tensor."""
+    return [
+        size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
+    ]
 
 
 def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -25,7 +25,9 @@ from remat.storage._stored import FIRST, Place, Stored
 class Sparse(AbstractStorage):
     """Keeps the numbers that are not zero and a bit for each place.
 
-    Laws: exact, to the last bit: -0.0 is no zero here.
+    Laws: exact, to the last bit: where zeros are negative, as dropout makes them of negative
+    numbers, each zero's sign waits in a bit more. Truth values and complex numbers are kept
+    as they are.
 
     Args:
         min_saving: the part of the value's bytes that must be saved for it to be stored
@@ -62,20 +64,28 @@ class Sparse(AbstractStorage):
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """The numbers that are not zero and a bit for each, where that saves enough."""
         flat = value.reshape(-1)
-        if value.dtype is torch.bool or not flat.numel():
+        if value.dtype is torch.bool or value.is_complex() or not flat.numel():
             return Stored.whole(value)
-        is_there = (flat.view(torch.uint8).view(flat.numel(), -1) != 0).any(dim=1)
-        mask = pack(is_there.view(torch.uint8), 1)
-        num_bytes = mask.nbytes + int(is_there.sum()) * value.itemsize
+        is_there = flat != 0
+        is_negative = flat[~is_there].signbit()
+        parts = [flat[is_there], pack(is_there.view(torch.uint8), 1)]
+        if is_negative.any():
+            parts.append(pack(is_negative.view(torch.uint8), 1))
+        num_bytes = sum(part.nbytes for part in parts)
         if num_bytes > (1 - self.min_saving) * value.nbytes:
             return Stored.whole(value)
         shape = value.shape
+        return Stored(tuple(parts), lambda parts: _spread(parts, shape))
 
-        def decode(parts: Sequence[Tensor]) -> Tensor:
-            numbers, mask = parts
-            places = unpack(mask, 1, shape.numel()).view(torch.bool)
-            full = numbers.new_zeros(shape.numel())
-            full[places] = numbers
-            return full.view(shape)
 
-        return Stored((flat[is_there], mask), decode)
+def _spread(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    numbers, mask, *signs = parts
+    places = unpack(mask, 1, shape.numel()).view(torch.bool)
+    full = numbers.new_zeros(shape.numel())
+    if signs:
+        num_zeros = shape.numel() - numbers.numel()
+        is_negative = unpack(signs[0], 1, num_zeros).view(torch.bool)
+        zeros = torch.where(is_negative, -0.0, 0.0)
+        full[~places] = zeros.to(numbers.dtype)
+    full[places] = numbers
+    return full.view(shape)

@@ -60,38 +60,6 @@ def test_an_unimplemented_option_names_itself(options: Any, named: str) -> None:
         remat(attend, **options)(leaf())
 
 
-OFFLOADING = {
-    "names": lambda: policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["attn"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-    "dots": lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    "stored": lambda: names("attn").stored(storage.Offload()),
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
-def test_a_policys_storage_that_is_to_come_names_itself(policy: Any) -> None:
-    """A policy that offloads raises until offloading is there."""
-    with pytest.raises(NotImplementedError, match="Offload"):
-        remat(lambda x, w: attend(x @ w), policy=policy())(leaf(2, 2), leaf(2, 2))
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(
-    "saved_inputs",
-    [storage.Offload(), {"x": storage.Quantize(8)}, storage.Sparse() >> storage.Keep()],
-    ids=["for_all", "by_path", "chain"],
-)
-def test_an_inputs_storage_that_is_to_come_names_itself(saved_inputs: Any) -> None:
-    """So does storage for inputs."""
-    with pytest.raises(NotImplementedError, match=r"Offload|Quantize|Sparse|Chain"):
-        remat(attend, saved_inputs=saved_inputs)(leaf())
-
-
 @pytest.mark.parametrize(
     "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
 )

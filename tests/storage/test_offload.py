@@ -1,0 +1,90 @@
+"""Offloading: to a file that nobody can see, and to where it has no effect."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from remat import RematWarning, checkpoint_name, policies, remat, storage
+from remat.storage import Offload
+
+pytestmark = pytest.mark.contract
+
+
+def test_a_file_has_no_name(tmp_path) -> None:
+    """Its memory is mapped, and ends with the tensor, whatever happens to the process."""
+    value = torch.randn(1000)
+    stored = Offload(path=str(tmp_path)).store(value)
+
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(stored.restore(), value)
+    (waiting,) = stored.tensors
+    assert waiting.data_ptr() != value.data_ptr()
+
+
+def test_a_missing_folder_is_an_error(tmp_path) -> None:
+    """It is not made, and the error names it."""
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Offload(path=str(tmp_path / "nowhere")).store(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_stored"),
+    [
+        ({}, True),
+        ({"min_bytes": 400}, True),
+        ({"min_bytes": 401}, False),
+        ({"max_bytes": 400}, True),
+        ({"max_bytes": 399}, False),
+    ],
+    ids=str,
+)
+def test_sizes(tmp_path, options: Any, is_stored: bool) -> None:
+    """Values of other sizes stay where they are."""
+    value = torch.ones(100)
+    (waiting,) = Offload(path=str(tmp_path), **options).store(value).tensors
+
+    assert (waiting is not value) is is_stored
+
+
+def test_a_device_where_the_value_is_already_warns() -> None:
+    """On a machine without another device `Offload()` does nothing, and says so."""
+    policy = policies.everything_saveable.stored(Offload())
+    region = remat(lambda x: x.sin().sin().sum(), policy=policy)
+    with pytest.warns(RematWarning, match='has no effect on a value that is on "cpu"'):
+        region(torch.ones(3, requires_grad=True))
+
+
+def test_files_say_nothing(tmp_path) -> None:
+    """A storage with an effect does not warn."""
+    policy = policies.everything_saveable.stored(Offload(path=str(tmp_path)))
+    region = remat(lambda x: x.sin().sin().sum(), policy=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        region(torch.ones(3, requires_grad=True)).backward()
+
+
+def test_another_device_is_copied_to() -> None:
+    """The value is on `device` while it waits."""
+    stored = Offload("meta").store(torch.ones(3))
+
+    assert stored.tensors[0].device.type == "meta"
+
+
+def test_jaxs_policies_offload() -> None:
+    """`save_and_offload_only_these_names` stores what it names in host memory."""
+    policy = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_name(x.sin(), "h").sin().sum()
+
+    region = remat(f, policy=policy)
+    found = region.saved_residuals(torch.ones(3, requires_grad=True))
+
+    assert [each.storage for each in found if each.name == "h"] == [storage.Offload()]

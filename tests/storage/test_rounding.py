@@ -1,0 +1,183 @@
+"""What lossy storages promise: bounds, bytes, and no bias where none is promised."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import random, storage
+from remat._waiting import Waiting, wait
+from remat.storage import Place, Stored
+
+pytestmark = pytest.mark.contract
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("how", "value", "times"),
+    [
+        (storage.Quantize(8), normal(64, 1024), 3.9),
+        (storage.Quantize(4), normal(64, 1024), 7.7),
+        (storage.Quantize(2), normal(64, 1024), 15.0),
+        (storage.Cast(torch.bfloat16), normal(64, 1024), 2.0),
+        (storage.Sparse(), (normal(64, 1024) - 1.2815).relu(), 7.0),
+        (storage.Sparse(), F.dropout(normal(64, 1024), 0.9), 6.0),
+        (storage.Quantize(8), normal(64, 1024) > 0, 8.0),
+    ],
+    ids=["8 bits", "4 bits", "2 bits", "bfloat16", "relu", "dropout", "truth values"],
+)
+def test_bytes_that_wait(how: storage.AbstractStorage, value: Tensor, times: float):
+    """By the tensors that are held, scales and masks included."""
+    waiting = wait(value, how, Place())
+    assert isinstance(waiting, Waiting)
+    held = sum(t.untyped_storage().nbytes() for t in waiting.stored.tensors)
+
+    assert value.nbytes / held >= times
+    assert held == waiting.stored.size_bytes
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("size", [1, 100, 256, 257, 1000])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_bound_of_a_group(
+    bits: int, size: int, dtype: torch.dtype, stochastic: bool
+) -> None:
+    """Each number is within a step of its group, half a step where it is rounded."""
+    value = normal(size, seed=size, dtype=torch.float64).to(dtype)
+    options = {"stochastic": True, "key": random.key(3)} if stochastic else {}
+
+    found = storage.Quantize(bits, **options).store(value).restore()
+
+    padded = torch.cat([value, value[-1:].expand(-size % 256)]).double().view(-1, 256)
+    low, high = padded.aminmax(dim=1, keepdim=True)
+    # The minimum is rounded by a part in 128 at most, and so is the step.
+    width = (high - low + low.abs() / 128) / (2**bits - 1) * (1 + 1 / 128)
+    bound = (width * (1 if stochastic else 0.5)).expand(-1, 256).reshape(-1)[:size]
+    slack = torch.finfo(dtype).eps * 8
+    assert ((found - value).double().abs() <= bound + slack).all()
+
+
+def test_a_tail_is_not_widened() -> None:
+    """The numbers that fill the last group up are its own."""
+    value = torch.cat([normal(256), torch.full((3,), 1e6)])
+    error = (storage.Quantize(8).store(value).restore() - value)[256:].abs().max()
+
+    assert error <= 1e6 / 128 / 255
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_group_with_a_bad_number_is_nan_throughout(bad: float) -> None:
+    """Never a finite number that looks right; other groups do not notice."""
+    value = normal(1000)
+    value[300] = bad
+    found = storage.Quantize(4).store(value).restore()
+
+    assert found[256:512].isnan().all()
+    assert found[:256].isfinite().all()
+    assert found[512:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+def test_the_whole_range_stays_finite(dtype: torch.dtype) -> None:
+    """The largest numbers of a dtype of both signs."""
+    most = torch.finfo(dtype).max
+    value = torch.tensor([most, -most, 0.0], dtype=dtype)
+
+    assert storage.Quantize(8).store(value).restore().isfinite().all()
+
+
+def test_keys_and_places_draw_apart() -> None:
+    """The same key and place round the same; others do not."""
+    value = normal(256)
+
+    def rounded(seed: int, place: int) -> Tensor:
+        how = storage.Quantize(2, stochastic=True, key=random.key(seed))
+        return how.store(value, Place(place)).restore()
+
+    assert torch.equal(rounded(0, 0), rounded(0, 0))
+    assert not torch.equal(rounded(0, 0), rounded(0, 1))
+    assert not torch.equal(rounded(0, 0), rounded(1, 0))
+
+
+NUM_DRAWS = 1500
+
+
+def draws(value: Tensor, *, is_biased: bool = False) -> Tensor:
+    """The value after stochastic rounding to 2 bits, (draw, *shape)."""
+    found: list[Tensor] = []
+    for seed in range(NUM_DRAWS):
+        how = storage.Quantize(2, stochastic=True, key=random.key(seed))
+        stored = how.store(value)
+        found.append(_misread(stored) if is_biased else stored.restore())
+    return torch.stack(found)
+
+
+def _misread(stored: Stored) -> Tensor:
+    """As if step and minimum had been rounded after the numbers were quantized."""
+    packed, step, low = stored.tensors
+    coarse = [each.view(torch.int16).bitwise_and(~15) for each in (step, low)]
+    return stored.decode([packed, *(each.view(torch.bfloat16) for each in coarse)])
+
+
+def rms_z(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the mean error in units of its standard deviation."""
+    spread = found.std(dim=0) / NUM_DRAWS**0.5
+    z = (found.mean(dim=0) - expected) / spread
+    return float(z.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("is_biased", [False, True], ids=["honest", "planted"])
+def test_a_weights_gradient_is_unbiased(is_biased: bool) -> None:
+    """x.t() @ g is linear in x: its mean over the draws is the gradient itself."""
+    x, cotangent = normal(64, 32), normal(64, 32, seed=1)
+    found = draws(x, is_biased=is_biased)
+    gradients = torch.einsum("dni,nj->dij", found.double(), cotangent.double())
+
+    z = rms_z(gradients, x.double().t() @ cotangent.double())
+
+    assert (0.9 <= z <= 1.1) is not is_biased
+
+
+def _layer_norm_slope(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    y = F.layer_norm(x, x.shape[-1:]) * normal(x.shape[-1], seed=5)
+    return torch.autograd.grad(y.square().sum(), x)[0]
+
+
+def _slope(function: object) -> object:
+    def slope(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(function(x).sum(), x)[0]  # type: ignore[operator]
+
+    return slope
+
+
+NONLINEAR = {
+    "GELU": (_slope(F.gelu), 0.02, 0.4),
+    "LayerNorm": (_layer_norm_slope, 0.05, 0.8),
+    "softmax": (_slope(lambda x: x.softmax(-1).square()), 0.02, 0.8),
+}
+
+
+@pytest.mark.parametrize(("slope", "low", "high"), NONLINEAR.values(), ids=NONLINEAR)
+def test_other_operators_are_biased(slope, low: float, high: float) -> None:
+    """Their backward is not linear in what is stored, as docs/storage.md says."""
+    x = normal(16, 16)
+    found = torch.stack([slope(each) for each in draws(x)])
+    expected = slope(x)
+
+    bias = float((found.mean(0) - expected).norm() / expected.norm())
+    spread = float((found.std(0) / NUM_DRAWS**0.5).norm() / expected.norm())
+
+    assert low < bias < high
+    assert bias > 3 * spread
