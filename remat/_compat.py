@@ -489,6 +489,32 @@ def with_grad_mode(op: Any) -> Callable[..., Any]:
     return run
 
 
+def is_collective(op: Any) -> bool:
+    """Whether an operator is what a function of `torch.distributed` begins and waits for.
+
+    Functional collectives are not: they are traced with their waiting.
+    """
+    return isinstance(op, OpOverload) and op.namespace == "c10d"
+
+
+def awaited(op: Any) -> Callable[..., Any]:
+    """The collective, and the waiting for its end.
+
+    `torch.distributed` waits in Python, which a trace does not see. Obsolete when its
+    functions can be traced whole.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = op(*args, **kwargs)
+        for each in pytree.tree_leaves(found):
+            if isinstance(each, torch.ScriptObject):
+                work: Any = each
+                work.wait()
+        return found
+
+    return run
+
+
 def draws_alike(interpreter: Any) -> bool:
     """Whether a vmap level gives every example the same random numbers."""
     return interpreter.randomness() == "same"
