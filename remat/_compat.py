@@ -16,12 +16,14 @@ import logging
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch._C._functorch as functorch_c
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import (
@@ -60,6 +62,7 @@ _forward_ad: Any = forward_ad
 _transforms: Any = eager_transforms
 _torch: Any = torch
 _grad_mode: Any = torch.autograd.grad_mode
+_dist: Any = dist
 
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
@@ -842,3 +845,21 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         if each.numel()
     ]
     return not bits or torch.equal(*bits)
+
+
+def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
+    """Begins to gather the parts of all ranks into `out`; the result has `wait`.
+
+    torch 2.13 calls this function deprecated, and 2.15 took that back. Obsolete, and a call
+    of torch's own, when 2.13 is no longer supported.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*gather.*")
+        return _dist.all_gather_into_tensor(out, part, group=group, async_op=True)
+
+
+def gather_records(record: Tensor, group: Any) -> list[Tensor]:
+    """The records of all ranks, of one shape and dtype. Obsolete when torch types it."""
+    found = [torch.empty_like(record) for _ in range(_dist.get_world_size(group))]
+    _dist.all_gather(found, record, group=group)
+    return found

@@ -7,7 +7,7 @@ from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
 from remat.storage._shard import Shard
 from remat.storage._sparse import Sparse
-from remat.storage._stored import Place, Stored
+from remat.storage._stored import Place, Restoration, Stored
 
 __all__ = [
     "AbstractStorage",
@@ -17,6 +17,7 @@ __all__ = [
     "Offload",
     "Place",
     "Quantize",
+    "Restoration",
     "Shard",
     "Sparse",
     "Stored",

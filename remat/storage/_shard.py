@@ -4,6 +4,10 @@ Megatron-LM names it distributed saved activations [1]; ZeRO-R names it partitio
 activation checkpointing [2]. It is worth its place where a value is the same on all
 ranks, as an input of a tensor-parallel layer is.
 
+A part is a copy: the caller's tensor is neither cut nor kept alive. Any size will do; the
+parts of the last ranks are filled up with zeros, which are cut off again. The parts of one
+region's values of one dtype come back in one collective.
+
 References:
     [1] Reducing Activation Recomputation in Large Transformer Models. V. Korthikanti et
     al., 2022. https://arxiv.org/abs/2205.05198, section 5.
@@ -11,21 +15,29 @@ References:
     S. Rajbhandari et al., 2020. https://arxiv.org/abs/1910.02054, section 6.1.
 """
 
-import re
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+import torch
+from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat._errors import explain
+from remat import _compat
+from remat._errors import NotReplicatedError, RematWarning, explain
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._replicated import require_replicated
 from remat.storage._stored import FIRST, Place, Stored
 
 if TYPE_CHECKING:  # a torch built without distributed has no such module
     from torch.distributed.device_mesh import DeviceMesh
 
 _REPLICATED = ("check", "trust")
+_CHECKED_CALLS = 2  # of each region: the trace, and a call that finds it
 
 
 @final
@@ -33,18 +45,26 @@ _REPLICATED = ("check", "trust")
 class Shard(AbstractStorage):
     """Keeps one rank's part of a replicated value, and gathers it back.
 
-    Laws: exact where the value is the same on all ranks of the mesh.
+    Laws: exact where the value is the same on all ranks of the mesh. Of n elements
+    ceil(n / t) wait on each of t ranks; with a pattern, the axis that it cuts is
+    ceil(length / t) long. A replicated DTensor waits likewise and comes back as one; one
+    that is sharded along this mesh is kept as it is.
 
     Args:
         mesh: a mesh of one dimension, as in `mesh["tp"]`.
         pattern: the value's axes as einops writes them, one of them named as the mesh's
             dimension, as in `"batch (tp seq) d"`; None flattens the value and pads it.
-        replicated: `"check"` compares the ranks' values first; `"trust"` does not.
+            `(seq tp)` deals the axis out in turn.
+        replicated: `"check"` compares the ranks' values in the first two calls of a
+            region, and raises `NotReplicatedError` on all ranks where one differs;
+            `"trust"` does not.
 
     Raises:
         TypeError: `mesh` is no device mesh, or `pattern` no text.
         ValueError: the mesh has more dimensions than one, the pattern does not name its
-            dimension, or `replicated` is another word.
+            dimension, or `replicated` is another word; when a value is stored: it has
+            another number of dimensions than the pattern.
+        NotReplicatedError: when a value is stored: it is not the same on all ranks.
 
     Example:
         >>> import torch.distributed as dist
@@ -61,18 +81,65 @@ class Shard(AbstractStorage):
     pattern: str | None = None
     replicated: Literal["check", "trust"] = "check"
 
-    is_available: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """Comes with a later release."""
-        raise NotImplementedError
+        """A copy of this rank's part, which the others' complete when it is restored."""
+        if _is_distributed(value):
+            return self._store_distributed(value, place)
+        cut = self._cut(value, place.order)
+        size = self.mesh.size()
+        if size == 1:
+            if place.call == 0:
+                _warn_of_no_effect(self)
+            return Stored.whole(value)
+        if self.replicated == "check" and place.call < _CHECKED_CALLS:
+            require_replicated(value, self.mesh.get_group(), place)
+        if not value.numel():
+            return Stored.whole(value)
+        part = cut.part(value, size, self.mesh.get_local_rank())
+        return Stored((part,), cut.joined, _Gather(self.mesh))
+
+    def _store_distributed(self, value: Any, place: Place) -> Stored:
+        """Of a DTensor, the local tensor if all ranks of this mesh hold the same one."""
+        placement = _placement_along(value, self.mesh)
+        if placement is not None and placement.is_partial():
+            raise _partial(self, value, place)
+        if placement is not None and not placement.is_replicate():
+            return Stored.whole(value)
+        mesh, placements = value.device_mesh, value.placements
+        shape, stride = value.shape, value.stride()
+        kind: Any = value.__class__
+
+        def decode(parts: Sequence[Tensor]) -> Tensor:
+            return kind.from_local(
+                parts[0], mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+
+        stored = self.store(value.to_local().contiguous(), place)
+        return Stored((stored,), decode)
+
+    def _cut(self, value: Tensor, order: tuple[int, ...] | None) -> "_Cut":
+        """How the value is cut."""
+        if self.pattern is None:
+            return _Cut(value.shape, None, is_dealt=False)
+        groups = _groups(self.pattern)
+        if "…" in groups:
+            place = groups.index("…")
+            groups[place : place + 1] = [[]] * max(value.dim() + 1 - len(groups), 0)
+        if len(groups) != value.dim():
+            raise _other_dimensions(self.pattern, len(groups), value, self.mesh)
+        name = _name_of(self.mesh)
+        axis = next(axis for axis, group in enumerate(groups) if name in group)
+        is_dealt = len(groups[axis]) > 1 and groups[axis][-1] == name
+        return _Cut(value.shape, order.index(axis) if order else axis, is_dealt)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
         _check_mesh(self.mesh)
         if self.pattern is not None:
-            _check_pattern(self.pattern, self.mesh.mesh_dim_names)
+            _check_pattern(self.pattern, _name_of(self.mesh))
         if self.replicated not in _REPLICATED:
             raise refuse(
                 "Shard(replicated=...)",
@@ -102,10 +169,14 @@ def _check_mesh(mesh: object) -> None:
         )
 
 
-def _check_pattern(pattern: object, names: tuple[str, ...] | None) -> None:
+def _name_of(mesh: "DeviceMesh") -> str | None:
+    names = mesh.mesh_dim_names
+    return names[0] if names else None
+
+
+def _check_pattern(pattern: object, name: str | None) -> None:
     argument = "Shard(pattern=...)"
     require_type(argument, pattern, str, wanted='a text such as "batch (tp seq) d"')
-    name = names[0] if names else None
     if name is None:
         raise refuse(
             argument,
@@ -113,10 +184,154 @@ def _check_pattern(pattern: object, names: tuple[str, ...] | None) -> None:
             why="The mesh's dimension has no name, so that no axis can be meant.",
             do="Make the mesh with `mesh_dim_names=...`, or pass None.",
         )
-    if re.findall(r"\w+", str(pattern)).count(name) != 1:
+    try:
+        groups = _groups(str(pattern))
+    except ValueError as error:
+        raise refuse(
+            argument,
+            pattern,
+            why=f"einops cannot read it: {error}",
+            do=f'Write the axes as in "batch ({name} seq) d".',
+        ) from error
+    found = [group for group in groups if name in group]
+    if len(found) != 1:
         raise refuse(
             argument,
             pattern,
             why=f'The mesh\'s dimension is "{name}", and one axis must have that name.',
             do=f'Name the axis that is cut, as in "batch ({name} seq) d".',
         )
+    if name not in (found[0][0], found[0][-1]):
+        raise refuse(
+            argument,
+            pattern,
+            why=f'"{name}" stands between other names, whose lengths nothing tells.',
+            do=f'Write it first or last in its axis, as in "batch ({name} seq) d".',
+        )
+
+
+def _groups(pattern: str) -> list[Any]:
+    """The axes of a pattern, each as the names that it is made of.
+
+    Raises:
+        ValueError: it is no pattern of einops.
+    """
+    try:
+        return list(parsing.ParsedExpression(pattern).composition)
+    except EinopsError as error:
+        raise ValueError(str(error)) from error
+
+
+def _other_dimensions(
+    pattern: str, count: int, value: Tensor, mesh: "DeviceMesh"
+) -> ValueError:
+    return refuse(
+        "Shard(pattern=...)",
+        pattern,
+        why=f"It has {count} axes, and the value to be stored has {value.dim()}: "
+        f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}.",
+        do="Write one axis for each dimension, name the inputs that have these in "
+        f"`saved_inputs`, or pass None, which takes any value: Shard({mesh!r}).",
+    )
+
+
+def _warn_of_no_effect(shard: Shard) -> None:
+    warnings.warn(
+        explain(
+            where=repr(shard),
+            what="has no effect: its mesh has one rank.",
+            why="The part that this rank keeps is the whole value.",
+            do="Pass a mesh of more ranks, or leave `Shard` out.",
+        ),
+        RematWarning,
+        stacklevel=2,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a value is cut into parts, and put together from them.
+
+    Attributes:
+        shape: of the value.
+        axis: which dimension is cut; None cuts the value as one row of numbers.
+        is_dealt: whether neighbors go to different ranks, or stay together.
+    """
+
+    shape: torch.Size
+    axis: int | None
+    is_dealt: bool
+
+    def part(self, value: Tensor, size: int, rank: int) -> Tensor:
+        """A copy of the numbers of one rank of `size`, filled up to equal lengths."""
+        axis = self.axis or 0
+        rows = (value.reshape(-1) if self.axis is None else value).movedim(axis, 0)
+        length = -(-len(rows) // size)
+        own = rows[rank::size] if self.is_dealt else rows[rank * length :][:length]
+        own = own.movedim(0, axis)
+        if own.shape[axis] == length:
+            return own.clone(memory_format=torch.contiguous_format)
+        filled = own.new_zeros([*own.shape[:axis], length, *own.shape[axis + 1 :]])
+        filled.narrow(axis, 0, own.shape[axis]).copy_(own)
+        return filled
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The value from the parts of all ranks, stacked along a first dimension."""
+        axis = self.axis or 0
+        stacked = parts[0].movedim(0, axis + self.is_dealt)
+        length = self.shape.numel() if self.axis is None else self.shape[axis]
+        whole = stacked.flatten(axis, axis + 1).narrow(axis, 0, length)
+        return whole.contiguous().view(self.shape)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Brings the parts of all ranks of a mesh, of any number of values at once."""
+
+    mesh: "DeviceMesh"
+
+    def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Begins to gather; the result waits and gives each part, of all ranks, stacked."""
+        size = self.mesh.size()
+        rows = [part.view(-1).view(torch.uint8) for part in parts]
+        row = rows[0] if len(rows) == 1 else torch.cat(rows)
+        every = row.new_empty(size, row.numel())
+        work = _compat.start_gather(every.view(-1), row, self.mesh.get_group())
+        lengths = [row.numel() for row in rows]
+
+        def end() -> Sequence[Tensor]:
+            work.wait()
+            ends = [*itertools.accumulate(lengths)]
+            return [
+                every[:, end - length : end].view(part.dtype).view(size, *part.shape)
+                for part, length, end in zip(parts, lengths, ends, strict=True)
+            ]
+
+        return end
+
+
+def _is_distributed(value: Tensor) -> bool:
+    """Whether a value is a DTensor; the module that has them is slow to import."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _placement_along(value: Any, mesh: "DeviceMesh") -> Any:
+    """How a DTensor is placed along a mesh's dimension, None if it does not know it."""
+    names = value.device_mesh.mesh_dim_names or ()
+    name = _name_of(mesh)
+    return value.placements[names.index(name)] if name in names else None
+
+
+def _partial(shard: Shard, value: Any, place: Place) -> NotReplicatedError:
+    return NotReplicatedError(
+        explain(
+            where=f"value {place.index} of a region, a DTensor of {[*value.shape]} "
+            f"placed as {value.placements}, stored by {shard!r}",
+            what="is partial: each rank holds one term of a sum.",
+            why="No rank holds the value of which it could keep a part.",
+            do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
+        )
+    )

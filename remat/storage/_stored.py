@@ -1,11 +1,17 @@
-"""What a storage made of one value: the tensors that wait, and the way back."""
+"""What a storage made of one value: the tensors that wait, and the way back.
+
+Some ways back are taken by many values at once, as one collective brings the parts of all
+sharded values of a region: `Restoration` walks all of them together, and may be started
+long before its values are read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
 
@@ -17,17 +23,35 @@ class Place:
     Attributes:
         index: of the value, among the region's inputs or its saved values.
         call: how many calls of the region came before this one.
+        order: the dimensions of the user's value, in the order in which `store` sees them;
+            None if that is their own.
     """
 
     index: int = 0
     call: int = 0
+    order: tuple[int, ...] | None = None
 
 
 FIRST = Place()
 
 
+class Joint(Protocol):
+    """Work that is done for many values at once; hashable, equal ones work together."""
+
+    def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Begins the work on one tensor of each value, all of one dtype and device.
+
+        Args:
+            parts: what waits of each value.
+
+        Returns:
+            What waits for the end of the work and gives a tensor for each.
+        """
+        ...
+
+
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Stored:
     """One value that waits.
 
@@ -35,6 +59,7 @@ class Stored:
         parts: what the value was taken apart into, in the order that `decode` wants; a
             part may itself be stored.
         decode: from the parts to the value.
+        joint: what is done to the only part first, together with those of other values.
 
     Example:
         >>> import torch
@@ -46,6 +71,7 @@ class Stored:
 
     parts: tuple[Tensor | Stored, ...]
     decode: Callable[[Sequence[Tensor]], Tensor]
+    joint: Joint | None = None
 
     @classmethod
     def whole(cls, value: Tensor) -> Stored:
@@ -54,10 +80,8 @@ class Stored:
 
     def restore(self) -> Tensor:
         """The value, as often as it is asked for."""
-        parts = [
-            part.restore() if isinstance(part, Stored) else part for part in self.parts
-        ]
-        return self.decode(parts)
+        (value,) = Restoration((self,)).finish()
+        return value
 
     def each(self, store: Callable[[Tensor], Stored]) -> Stored:
         """The same with each tensor that waits stored in turn."""
@@ -65,7 +89,7 @@ class Stored:
             part.each(store) if isinstance(part, Stored) else store(part)
             for part in self.parts
         ]
-        return Stored(tuple(parts), self.decode)
+        return Stored(tuple(parts), self.decode, self.joint)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -83,3 +107,61 @@ class Stored:
 
 def _only(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
+
+
+@final
+class Restoration:
+    """Several stored values on their way back, in as few steps as their joints allow.
+
+    What waits is walked from the innermost storage outwards; at each level all values
+    with equal joints are brought back by one piece of work. That of the first level is
+    under way when this is made.
+    """
+
+    def __init__(self, storeds: Sequence[Stored]) -> None:
+        self._storeds = storeds
+        self._joined: dict[int, Tensor] = {}
+        self._flights: list[_Flight] = []
+        self._start()
+
+    def finish(self) -> list[Tensor]:
+        """The values, when they have arrived; it is asked for once."""
+        while self._flights:
+            for storeds, end in self._flights:
+                self._joined.update(zip(map(id, storeds), end(), strict=True))
+            self._flights = []
+            self._start()
+        return [self._value(stored) for stored in self._storeds]
+
+    def _start(self) -> None:
+        """Begins the work that nothing stands in the way of."""
+        ready = [each for stored in self._storeds for each in self._ready(stored)]
+        groups: dict[_Group, dict[int, tuple[Stored, Tensor]]] = {}
+        for stored in ready:
+            assert stored.joint is not None
+            (part,) = map(self._value, stored.parts)
+            group = groups.setdefault((stored.joint, part.dtype, part.device), {})
+            group[id(stored)] = stored, part
+        for (joint, *_), group in groups.items():
+            storeds, parts = zip(*group.values(), strict=True)
+            self._flights.append((storeds, joint.start(parts)))
+
+    def _ready(self, part: Tensor | Stored) -> Iterator[Stored]:
+        """Values with a joint that is not done yet, though all is below them."""
+        if isinstance(part, Tensor) or id(part) in self._joined:
+            return
+        below = [each for inner in part.parts for each in self._ready(inner)]
+        yield from below
+        if part.joint is not None and not below:
+            yield part
+
+    def _value(self, part: Tensor | Stored) -> Tensor:
+        if isinstance(part, Tensor):
+            return part
+        if part.joint is not None:
+            return part.decode((self._joined[id(part)],))
+        return part.decode([self._value(inner) for inner in part.parts])
+
+
+_Flight = tuple[Sequence[Stored], Callable[[], Sequence[Tensor]]]
+_Group = tuple[Joint, torch.dtype, torch.device]

@@ -1,0 +1,103 @@
+"""Whether all ranks of a group hold the same value: one small collective says."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import NotReplicatedError, explain
+from remat.storage._stored import Place
+
+if TYPE_CHECKING:  # a torch built without distributed has no such class
+    from torch.distributed import ProcessGroup
+
+_DTYPES = sorted(
+    {each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str
+)
+_MOST_SIZES = 8  # of which a record has room
+_CHUNK = 2**20  # words that are hashed at a time, so that little memory is needed
+
+
+def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> None:
+    """Raises on every rank unless all ranks of the group hold the same value.
+
+    What is sent is a record of fixed size, so that ranks whose values differ in shape or
+    dtype meet in it too.
+
+    Args:
+        value: this rank's value, contiguous, of any shape and dtype.
+        group: the ranks.
+        place: which value it is, for the message.
+
+    Raises:
+        NotReplicatedError: some rank holds another shape, dtype, or other bits.
+    """
+    mine = torch.tensor([*_signature(value, place), 0], device=value.device)
+    mine[-1] = _hash(value)
+    records = _compat.gather_records(mine, group)
+    rows: list[list[int]] = [cast("Any", record).tolist() for record in records]
+    if all(row == rows[0] for row in rows):
+        return
+    first = next(rank for rank, row in enumerate(rows) if row != rows[0])
+    raise _differs(rows[0], rows[first], first, place)
+
+
+def _differs(
+    one: list[int], other: list[int], rank: int, place: Place
+) -> NotReplicatedError:
+    if one[:-1] == other[:-1]:
+        differ = f"holds other numbers on rank {rank} of the mesh than on rank 0."
+    else:
+        differ = f"is {_shown(other)} on rank {rank} of the mesh."
+    return NotReplicatedError(
+        explain(
+            where=f"value {place.index} of a region, {_shown(one)} on rank 0, kept by `Shard`",
+            what=differ,
+            why="Each rank would keep its part, and the backward would read a mixture of "
+            "values.",
+            do="Make the ranks' inputs equal (one seed, one batch, a broadcast), or leave "
+            "this value out of what is sharded.",
+        )
+    )
+
+
+def _signature(value: Tensor, place: Place) -> list[int]:
+    """Which value, dtype and shape, in a fixed number of numbers."""
+    sizes = [*value.shape][:_MOST_SIZES]
+    padding = [0] * (_MOST_SIZES - len(sizes))
+    dtype = _DTYPES.index(value.dtype)
+    return [place.index, dtype, value.dim(), value.numel(), *sizes, *padding]
+
+
+def _shown(record: list[int]) -> str:
+    _, dtype, num_sizes, _, *rest = record
+    sizes = ", ".join(map(str, rest[: min(num_sizes, _MOST_SIZES)]))
+    return f"{str(_DTYPES[dtype]).removeprefix('torch.')}[{sizes}]"
+
+
+def _hash(value: Tensor) -> Tensor:
+    """A number that another change of the bits would give once in 2**64, about.
+
+    The words of the value, each times an odd number that its place scrambles, are summed
+    in whole numbers that wrap around: a change of one word always shows.
+    """
+    flat = value.reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    found = torch.zeros((), dtype=torch.int64, device=value.device)
+    if whole and flat.storage_offset() % 8 == 0:
+        words = flat[:whole].view(torch.int64)
+    else:
+        words = flat[:whole].clone().view(torch.int64)
+    chunks = [words[first:][:_CHUNK] for first in range(0, len(words), _CHUNK)]
+    for chunk in (*chunks, flat[whole:].to(torch.int64)):
+        found = found * 6364136223846793005 + (chunk * _multipliers(chunk)).sum() + 1
+    return found
+
+
+def _multipliers(words: Tensor) -> Tensor:
+    """Odd numbers, one for each place; the constants are those of splitmix64, halved."""
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    mixed = places * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ mixed >> 30) * 0x3F58476D1CE4E5B9
+    return (mixed ^ mixed >> 27) | 1
