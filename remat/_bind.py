@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat import _compat
+from remat import _ahead, _compat
 from remat._derived import Batch
 from remat._errors import SavedTensorModifiedError, explain
 from remat._graph import TensorMeta, layout_of
@@ -28,7 +28,7 @@ from remat._numerics import Numerics
 from remat._program import Program
 from remat._region import AnyRegion, Asked, Forward, Results, Roots
 from remat._trace import View
-from remat._waiting import resume_differentiably, wait_differentiably
+from remat._waiting import joints_of, resume_differentiably, wait_differentiably
 from remat.storage import Place
 
 # Public, but torch has not annotated them.
@@ -136,7 +136,7 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
         operands = list(tensors[skip:])
-        if call.region.inputs:
+        if call.region.inputs and not _compat.is_watched():
             number = next(call.region.calls)
             for index, storage in call.region.inputs.items():
                 place = Place(index, number)
@@ -324,6 +324,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     own = results.saved if call.region.keeps else ()
     ctx.call = call
     ctx.num_states = len(results.states)
+    ctx.waiting = joints_of([*own, *operands])
     ctx.save_for_backward(*own, *operands, *results.states)
     ctx.set_materialize_grads(False)
     if ticket.interpreter is None and _compat.dual_level_is_active():
@@ -336,6 +337,17 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    try:
+        _ahead.start(ctx)
+        return _gradients(ctx, cotangents)
+    except BaseException:
+        _ahead.drop()
+        raise
+
+
+def _gradients(
+    ctx: Any, cotangents: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
     saved = _saved(ctx)
     call: Call = ctx.call
     wanted = ctx.needs_input_grad[1:]
@@ -419,11 +431,17 @@ def _forward_straight(
     return tuple(found[:num_outputs])
 
 
+def _straight_backward(
+    ctx: Any, *cotangents: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, cotangents)
+
+
 class _StraightFunction(torch.autograd.Function):
     """Plain autograd over one program."""
 
     forward = staticmethod(_forward_straight)
-    backward = staticmethod(_backward)
+    backward = staticmethod(_straight_backward)
 
 
 def apply_straight(

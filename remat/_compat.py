@@ -676,6 +676,28 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def graph_task() -> int:
+    """The number of the run of autograd on this thread. Obsolete as `in_backward` is."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_task(function: Callable[[], None]) -> None:
+    """Calls a function when the run of autograd that is under way ends without an error.
+
+    Obsolete when torch makes the engine's callbacks public.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def node_number(node: Any) -> int:
+    """Of two nodes of autograd on one thread the later one has the larger number.
+
+    Obsolete when torch gives `Node._sequence_nr` a public name.
+    """
+    return node._sequence_nr()
+
+
 def schema_of(op: Any) -> Any:
     """The schema of an operator of `torch.ops`. Obsolete when overloads show theirs."""
     return op._schema

@@ -7,13 +7,14 @@ on it. Nothing may compute with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat import _ahead, _compat
 from remat._errors import RematError, explain
 from remat._graph import TensorMeta
 from remat.storage import AbstractStorage, Keep, Place, Stored
@@ -70,7 +71,10 @@ class Waiting(Tensor):
 
     def resume(self) -> Tensor:
         """The value, with the strides that it had."""
-        restored = self.stored.restore()
+        return self.as_it_was(self.stored.restore())
+
+    def as_it_was(self, restored: Tensor) -> Tensor:
+        """What the storage gave back, with the strides that the value had."""
         shape, stride = self.shape, self.stride()
         once = _once(shape, stride)
         if self.stride_order is None:
@@ -96,7 +100,10 @@ def wait(value: Tensor, storage: AbstractStorage, place: Place) -> Tensor:
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
     is_dense = dense.is_contiguous()
-    stored = storage.store(dense if is_dense else numbers.contiguous(), place)
+    if is_dense:
+        stored = storage.store(dense, dataclasses.replace(place, order=tuple(order)))
+    else:
+        stored = storage.store(numbers.contiguous(), place)
     waiting = stored.tensors
     if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
         return value
@@ -114,7 +121,19 @@ def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors, some of which may wait, as they were; no gradient is recorded."""
     if Waiting not in map(type, tensors):
         return tensors
-    return [each.resume() if type(each) is Waiting else each for each in tensors]
+    waiting = [each for each in tensors if type(each) is Waiting]
+    restored = iter(_ahead.finish([each.stored for each in waiting]))
+    return [
+        each.as_it_was(next(restored)) if type(each) is Waiting else each
+        for each in tensors
+    ]
+
+
+def joints_of(tensors: Sequence[Tensor]) -> _ahead.References:
+    """What waits among the tensors of one node of autograd, if it comes back jointly."""
+    if Waiting not in map(type, tensors):
+        return ()
+    return _ahead.references([each.stored for each in tensors if type(each) is Waiting])
 
 
 class _Wait(torch.autograd.Function):

@@ -33,6 +33,7 @@ LAYERS = (
     ("_bindings",),
     ("_composites",),
     ("_program",),
+    ("_ahead",),
     ("_verification", "_waiting"),
     ("_region",),
     ("_bind",),
