@@ -41,7 +41,6 @@ from remat._signature import Signature, Statics, labels, sign
 from remat._trace import is_running, lift
 from remat.policies import nothing_saveable
 from remat.random._checking import is_checking
-from remat.storage import require_available
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -295,7 +294,6 @@ class Region(Generic[_P, _R]):
         entry = make_entry(
             roots, signature, numerics, options, tensor_names, self._where
         )
-        _require_storage(entry, roots)
         cache.misses += 1
         cache.entries.setdefault(key, []).insert(0, entry)
         self._advise_of_statics(cache, signature, names)
@@ -543,11 +541,6 @@ def _all_wanted(signature: Signature) -> Signature:
     )
     args, kwargs = signature.layout.arguments(tensors, signature.objects)
     return sign(lambda: None, args, kwargs, Statics())
-
-
-def _require_storage(entry: Entry, roots: tuple[object, ...]) -> None:
-    for answer in entry.region.decisions(roots).values():
-        require_available(answer.storage, where=f"the policy {entry.region.policy!r}")
 
 
 @overload

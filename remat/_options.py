@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from remat._errors import PolicyError, explain
 from remat._signature import Statics
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
-from remat.storage import AbstractStorage, Keep, require_available
+from remat.storage import AbstractStorage, Keep
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
@@ -134,7 +134,7 @@ def require_later(name: str, value: object, default: object) -> None:
 
 
 def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
-    """How inputs wait, if this release and the engine can carry it out."""
+    """How inputs wait, if the engine can carry it out."""
     if saved_inputs is None:
         return InputStorages()
     if isinstance(saved_inputs, Mapping):
@@ -148,7 +148,6 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
                 f"remat(saved_inputs=...) takes a storage value or a mapping from "
                 f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
             )
-        require_available(storage, where="remat(saved_inputs=...)")
     if engine == "rerun" and any(type(each) is not Keep for each in storages):
         raise ValueError(
             explain(

@@ -1,7 +1,7 @@
 """Storage: how a saved value waits for the backward."""
 
 from remat.storage._cast import Cast
-from remat.storage._contract import AbstractStorage, Chain, require_available
+from remat.storage._contract import AbstractStorage, Chain
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
@@ -21,5 +21,4 @@ __all__ = [
     "Shard",
     "Sparse",
     "Stored",
-    "require_available",
 ]

@@ -36,7 +36,6 @@ class Cast(AbstractStorage):
 
     dtype: torch.dtype
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -13,9 +13,7 @@ What each class promises for a value that it stores and gives back:
 - what waits belongs to the storage: the program neither reads nor writes it meanwhile.
 
 `store` is called once for each value, in the forward, with a tensor that no transform has
-wrapped and that requires no gradient; `Stored.restore` once for each backward. `Shard` is not
-carried out in this release: it can be written down, compared and printed, and
-`require_available` refuses it where a region would have to use it.
+wrapped and that requires no gradient; `Stored.restore` once for each backward.
 """
 
 import abc
@@ -25,7 +23,6 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from remat._errors import explain
 from remat.storage._check import require_type
 from remat.storage._stored import FIRST, Place, Stored
 
@@ -37,7 +34,6 @@ class AbstractStorage(abc.ABC):
     is the code that makes the value; `(a >> b) >> c == a >> (b >> c)`.
 
     Attributes:
-        is_available: whether this release carries the storage out.
         is_exact: whether values come back to the last bit.
 
     Example:
@@ -48,7 +44,6 @@ class AbstractStorage(abc.ABC):
 
     __slots__ = ()
 
-    is_available: ClassVar[bool]
     is_exact: ClassVar[bool]
 
     @abc.abstractmethod
@@ -112,11 +107,6 @@ class Chain(AbstractStorage):
     links: tuple[AbstractStorage, ...]
 
     @property
-    def is_available(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether this release carries every link out."""
-        return all(link.is_available for link in self.links)
-
-    @property
     def is_exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether every link is exact."""
         return all(link.is_exact for link in self.links)
@@ -141,33 +131,6 @@ class Chain(AbstractStorage):
     def __repr__(self) -> str:
         """The code that makes this value."""
         return " >> ".join(map(repr, self.links))
-
-
-def require_available(storage: AbstractStorage, where: str) -> None:
-    """Refuses a storage that this release cannot carry out.
-
-    Args:
-        storage: the storage that a region would have to use.
-        where: what asks for it, for the message, as in `saved_inputs["x"]`.
-
-    Raises:
-        NotImplementedError: the storage comes with a later release.
-
-    Example:
-        >>> from remat import storage
-        >>> storage.require_available(storage.Keep(), where='saved_inputs["x"]')
-    """
-    if storage.is_available:
-        return
-    name = type(storage).__name__
-    raise NotImplementedError(
-        explain(
-            where=where,
-            what=f"asks for {storage!r}.",
-            why=f"`storage.{name}` comes with a later release of remat.",
-            do="Use `storage.Keep()` until then.",
-        )
-    )
 
 
 def _links(storage: AbstractStorage) -> tuple[AbstractStorage, ...]:

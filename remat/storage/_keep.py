@@ -22,7 +22,6 @@ class Keep(AbstractStorage):
         True
     """
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:

@@ -56,7 +56,6 @@ class Offload(AbstractStorage):
     prefetch: int = 1
     path: str | None = None
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:

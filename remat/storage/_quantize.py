@@ -60,7 +60,6 @@ class Quantize(AbstractStorage):
     stochastic: bool = False
     key: torch.Tensor | None = None
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:

@@ -81,7 +81,6 @@ class Shard(AbstractStorage):
     pattern: str | None = None
     replicated: Literal["check", "trust"] = "check"
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
@@ -190,7 +189,7 @@ def _check_pattern(pattern: object, name: str | None) -> None:
         raise refuse(
             argument,
             pattern,
-            why=f"einops cannot read it: {error}",
+            why=f"einops cannot read it: {str(error).rstrip('.')}.",
             do=f'Write the axes as in "batch ({name} seq) d".',
         ) from error
     found = [group for group in groups if name in group]

@@ -45,7 +45,6 @@ class Sparse(AbstractStorage):
 
     min_saving: float = 0.25
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -60,6 +60,39 @@ def test_an_unimplemented_option_names_itself(options: Any, named: str) -> None:
         remat(attend, **options)(leaf())
 
 
+OFFLOADING = {
+    "names": lambda: policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["attn"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "dots": lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "stored": lambda: names("attn").stored(storage.Offload()),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
+def test_a_policy_that_offloads_to_where_values_are_says_so(policy: Any) -> None:
+    """On a CPU alone, values wait in its memory anyway."""
+    region = remat(lambda x, w: attend(x @ w), policy=policy())
+
+    texts = warned(lambda: region(leaf(2, 2), leaf(2, 2)))
+
+    assert any("Offload" in text and "no effect" in text for text in texts)
+
+
+@pytest.mark.contract
+def test_an_inputs_storage_without_effect_says_so() -> None:
+    """So does storage for inputs."""
+    region = remat(attend, saved_inputs=storage.Offload())
+
+    texts = warned(lambda: region(leaf()))
+
+    assert any("Offload" in text and "no effect" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
 )
