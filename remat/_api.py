@@ -35,7 +35,7 @@ from remat._options import (
     statics_of,
 )
 from remat._program import Program
-from remat._region import Asked
+from remat._region import Asked, Calls
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
 from remat._trace import is_running, lift
@@ -74,6 +74,7 @@ class _Cache:
     def clear(self) -> None:
         """Forgets all of them."""
         self.entries: dict[Hashable, list[Entry]] = {}
+        self.calls = Calls()
         self.guards: list[_Known] = []
         self.hits = 0
         self.misses = 0
@@ -290,6 +291,7 @@ class Region(Generic[_P, _R]):
             self._rng,
             self.settings.verify,
             self.settings.inputs.of,
+            cache.calls,
         )
         entry = make_entry(
             roots, signature, numerics, options, tensor_names, self._where

@@ -137,7 +137,7 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         ticket = _Ticket(call, tensors[:skip], None)
         operands = list(tensors[skip:])
         if call.region.inputs and not _compat.is_watched():
-            number = next(call.region.calls)
+            number = next(call.region.calls.inputs)
             for index, storage in call.region.inputs.items():
                 place = Place(index, number)
                 operands[index] = wait_differentiably(operands[index], storage, place)

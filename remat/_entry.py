@@ -28,7 +28,7 @@ from remat._errors import (
 )
 from remat._graph import TensorMeta, label
 from remat._numerics import Numerics
-from remat._region import Function, Region, Roots
+from remat._region import Calls, Function, Region, Roots
 from remat._signature import Layout, Signature
 from remat._trace import Flat, Joint, Request, Traced, substituting, trace
 from remat.policies import AbstractPolicy
@@ -57,12 +57,22 @@ class Output:
 @final
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `remat` that decide what is traced."""
+    """What decides what is traced, and what all traces of a function share.
+
+    Attributes:
+        policy: what may be saved.
+        rng: "keys" or "preserve".
+        verify: whether saved values are compared with recomputed ones.
+        input_storage: how an input waits, by its path.
+        calls: numbers the calls that store something. All traces of the function share it:
+            what ranks do by it, they do together, although one traces and another not.
+    """
 
     policy: AbstractPolicy
     rng: str
     verify: bool
     input_storage: Callable[[str, Tensor], AbstractStorage]
+    calls: Calls
 
 
 @final
@@ -250,6 +260,7 @@ def make_entry(
             inputs=_input_storages(
                 options, names, [*signature.tensors, *traced.captured]
             ),
+            calls=options.calls,
         ),
         output=flattened.output,
         labels=names,

@@ -156,6 +156,22 @@ class Results(NamedTuple):
 
 
 @final
+class Calls:
+    """Numbers the calls of a function in which something was stored, all traces alike.
+
+    Attributes:
+        inputs: those in which inputs were.
+        saved: those in which saved values were.
+    """
+
+    __slots__ = ("inputs", "saved")
+
+    def __init__(self) -> None:
+        self.inputs = itertools.count()
+        self.saved = itertools.count()
+
+
+@final
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """A program for a region's forward.
@@ -259,7 +275,7 @@ class AnyRegion(Protocol):
     @property
     def inputs(self) -> Mapping[int, AbstractStorage]: ...
     @property
-    def calls(self) -> Iterator[int]: ...
+    def calls(self) -> Calls: ...
     @property
     def program(self) -> Program | None: ...
     def straight(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
@@ -290,6 +306,7 @@ class Region:
         states: tuple[int, ...] = (),
         verify: bool = False,
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
+        calls: Calls | None = None,
     ) -> None:
         """Makes a region; nothing is traced yet.
 
@@ -302,10 +319,11 @@ class Region:
             states: which operands are generator states for its draws, in order.
             verify: whether the backward compares saved values with recomputed ones.
             inputs: the operands that wait otherwise than as they are, and how.
+            calls: numbers the calls of the function; those of its derivatives too.
         """
         self.verify = verify
         self.inputs = inputs
-        self.calls = itertools.count()
+        self.calls = calls or Calls()
         self.function = function
         self.operands = operands
         self.policy = policy
@@ -407,6 +425,7 @@ class Region:
             flows=None if all(joint.differentiable) else joint.differentiable,
             untracked=untracked,
             storages=self._storages(roots) if save else (),
+            calls=self.calls.saved,
         )
 
     def _storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
@@ -500,6 +519,7 @@ class Region:
             given=given,
             states=self._states_after(asked.num_states),
             inputs=self.inputs,
+            calls=self.calls,
         )
         forward = given.forward
         if (
@@ -611,6 +631,7 @@ class Region:
             operands,
             self.policy,
             states=self._states_after(num_states),
+            calls=self.calls,
         )
         return region, moved
 
@@ -638,6 +659,7 @@ class Region:
                 self.policy,
                 states=self.states,
                 inputs=self.inputs,
+                calls=self.calls,
             )
             written = [operand for operand, _ in region._light(roots).mutations]
             dims = [0] * len(chosen) + [batch.dims[operand] for operand in written]
@@ -658,6 +680,7 @@ class Region:
             ),
             states=self.states,
             inputs=self.inputs,
+            calls=self.calls,
         )
         return Batched(region, dims)
 

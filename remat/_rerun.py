@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -28,7 +28,7 @@ from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
 from remat._lines import user_line
 from remat._numerics import Numerics
-from remat._region import Asked, Batched, Results, Roots
+from remat._region import Asked, Batched, Calls, Results, Roots
 from remat._trace import Flat, View, is_running
 from remat.policies._operators import function_name
 from remat.storage import AbstractStorage
@@ -306,9 +306,9 @@ class _Rerun:
         return {}
 
     @property
-    def calls(self) -> Iterator[int]:
+    def calls(self) -> Calls:
         """They are not counted."""
-        return iter(())
+        return Calls()
 
     @property
     def program(self) -> None:

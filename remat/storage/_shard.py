@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # a torch built without distributed has no such module
     from torch.distributed.device_mesh import DeviceMesh
 
 _REPLICATED = ("check", "trust")
-_CHECKED_CALLS = 2  # of each region: the trace, and a call that finds it
+_CHECKED_CALLS = 8  # of each function: several layers, or a first step and some more
 
 
 @final
@@ -55,8 +55,8 @@ class Shard(AbstractStorage):
         pattern: the value's axes as einops writes them, one of them named as the mesh's
             dimension, as in `"batch (tp seq) d"`; None flattens the value and pads it.
             `(seq tp)` deals the axis out in turn.
-        replicated: `"check"` compares the ranks' values in the first two calls of a
-            region, and raises `NotReplicatedError` on all ranks where one differs;
+        replicated: `"check"` compares the ranks' values in the first eight calls of a
+            function, and raises `NotReplicatedError` on all ranks where one differs;
             `"trust"` does not.
 
     Raises:

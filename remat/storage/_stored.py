@@ -22,7 +22,7 @@ class Place:
 
     Attributes:
         index: of the value, among the region's inputs or its saved values.
-        call: how many calls of the region came before this one.
+        call: how many times values of the function were stored before, at any signature.
         order: the dimensions of the user's value, in the order in which `store` sees them;
             None if that is their own.
     """
