@@ -1,0 +1,509 @@
+"""What must hold of `Shard` on each rank of a world; `test_shard.py` runs it."""
+
+import gc
+import math
+import time
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Placed
+
+from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
+from remat.storage import Cast, Place, Quantize, Shard, Sparse
+from tests.storage.parallel import (
+    WIDTH,
+    assert_same,
+    block,
+    gathers,
+    gradient,
+    leaves,
+    parameters,
+    parts_in,
+    step,
+    waiting_in,
+)
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,
+    torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float8_e4m3fn,
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (3,), (8,), (2, 0, 3), (1, 5, 3), (4, 7, 2), (2, 3, 2, 3)]
+BATCH, SEQ = 2, 7
+
+
+def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
+    """What all ranks hold."""
+    return torch.randn(BATCH, SEQ, WIDTH, dtype=dtype)
+
+
+def curve(x: Tensor) -> Tensor:
+    """Needs its input in the backward, and the sine of it."""
+    return torch.sin(checkpoint_name(torch.sin(x) * 2, "mid")).cos()
+
+
+def check_round_trips_of_every_dtype_and_shape(mesh: Any) -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            count = math.prod(shape)
+            value = torch.randint(0, 100, shape).to(dtype)
+            stored = Shard(mesh).store(value)
+
+            (part,) = stored.tensors
+            assert part.numel() == math.ceil(count / mesh.size())
+            back = stored.restore()
+            assert back.dtype == value.dtype
+            assert back.shape == value.shape
+            assert _compat.same_bits(back, value), (dtype, shape)
+            assert _compat.same_bits(stored.restore(), value), (dtype, shape)
+
+
+def check_bits_that_no_number_has_come_back(mesh: Any) -> None:
+    bits = torch.tensor([0x7FC00001, -1, -(2**31), 0x7F800001, 3], dtype=torch.int32)
+
+    back = Shard(mesh).store(bits.view(torch.float32)).restore()
+
+    assert torch.equal(back.view(torch.int32), bits)
+
+
+def check_patterns_cut_the_axis_that_they_name(mesh: Any) -> None:
+    value = torch.randn(3, 7, 5)
+    t = mesh.size()
+    for pattern, count in {
+        "batch (tp seq) d": 3 * math.ceil(7 / t) * 5,
+        "batch (seq tp) d": 3 * math.ceil(7 / t) * 5,
+        "(tp batch) ...": math.ceil(3 / t) * 7 * 5,
+        "... (tp d)": 3 * 7 * math.ceil(5 / t),
+        "batch tp d": 3 * math.ceil(7 / t) * 5,
+    }.items():
+        stored = Shard(mesh, pattern).store(value)
+
+        assert stored.tensors[0].numel() == count
+        assert torch.equal(stored.restore(), value)
+    first = Shard(mesh, "batch (tp seq) d").store(value).tensors[0]
+    rank, length = mesh.get_local_rank(), math.ceil(7 / t)
+    expected = value[:, rank * length :][:, :length]
+    assert torch.equal(first[:, : expected.shape[1]], expected)
+
+
+def check_a_pattern_of_other_dimensions_is_refused(mesh: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"It has 2 axes, and the value .* has 3: float32"
+    ):
+        Shard(mesh, "(tp seq) d").store(torch.ones(2, 3, 4))
+
+
+def check_patterns_are_of_the_users_axes(mesh: Any) -> None:
+    x = torch.randn(SEQ, BATCH, WIDTH).transpose(0, 1).requires_grad_()
+    region = remat(curve, saved_inputs=Shard(mesh, "batch (tp seq) d"))
+
+    y = region(x)
+
+    (part,) = parts_in(y)
+    assert part.numel() == BATCH * math.ceil(SEQ / mesh.size()) * WIDTH
+    y.sum().backward()
+    plain = x.detach().requires_grad_()
+    curve(plain).sum().backward()
+    assert_same([gradient(x)], [gradient(plain)])
+
+
+def check_a_blocks_gradients_are_those_without_sharding(mesh: Any) -> None:
+    params, x = parameters(mesh), tokens()
+    plain = step(remat(block), params, x)
+    torch.testing.assert_close(step(block, params, x), plain, rtol=1e-4, atol=1e-4)
+    for shard in (Shard(mesh), Shard(mesh, "batch (tp seq) d", replicated="trust")):
+        for _ in range(2):
+            assert_same(step(remat(block, saved_inputs={"x": shard}), params, x), plain)
+        policy = policies.save_only_these_names("mid").stored(shard)
+        both = remat(block, policy=policy, saved_inputs={"x": shard})
+        assert_same(step(both, params, x), plain)
+
+
+def check_what_waits_is_one_part(mesh: Any) -> None:
+    size = mesh.size()
+    lengths: dict[str | None, int] = {None: math.ceil(BATCH * SEQ * WIDTH / size)}
+    lengths["batch (tp seq) d"] = BATCH * math.ceil(SEQ / size) * WIDTH
+    for pattern, count in lengths.items():
+        shard = Shard(mesh, pattern)
+        params, x = leaves(parameters(mesh), tokens())
+
+        y = remat(block, saved_inputs={"x": shard})(params, x)
+        assert [part.numel() for part in parts_in(y)] == [count]
+
+        policy = policies.save_only_these_names("mid").stored(shard)
+        y = remat(block, policy=policy, saved_inputs={"x": shard})(params, x)
+        assert [part.numel() for part in parts_in(y)] == [count, count]
+
+
+def check_sizes_around_the_mesh(mesh: Any) -> None:
+    for count in range(1, 2 * mesh.size() + 2):
+        x = torch.randn(count, requires_grad=True)
+        y = remat(curve, saved_inputs=Shard(mesh))(x)
+        y.sum().backward()
+        plain = x.detach().requires_grad_()
+        curve(plain).sum().backward()
+        assert_same([gradient(x)], [gradient(plain)])
+
+
+def check_the_callers_tensor_is_left_alone_and_let_go(mesh: Any) -> None:
+    x = torch.randn(12)
+    before, memory = x.clone(), x.untyped_storage().data_ptr()
+    leaf = x.clone().requires_grad_()
+    hidden = leaf * 1
+    y = remat(curve, saved_inputs=Shard(mesh))(hidden)
+    with torch.no_grad():
+        remat(curve, saved_inputs=Shard(mesh))(x)
+
+    (part,) = parts_in(y)
+    assert part.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr()
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert hidden.shape == (12,)
+    assert torch.equal(hidden, before)
+    assert x.untyped_storage().data_ptr() == memory
+    memory_of_x = weakref.ref(hidden.untyped_storage())
+    del hidden
+    gc.collect()
+    assert memory_of_x() is None
+    y.sum().backward()
+
+
+def check_parts_are_freed_by_the_backward(mesh: Any) -> None:
+    x = torch.randn(12, requires_grad=True)
+    y = remat(curve, saved_inputs=Shard(mesh))(x)
+    parts = [weakref.ref(part) for part in parts_in(y)]
+
+    y.sum().backward()
+
+    assert [part() for part in parts] == [None]
+
+
+def check_keywords_and_containers(mesh: Any) -> None:
+    def keyed(x: Tensor, *, other: Tensor) -> Tensor:
+        return torch.sin(x) * torch.sin(other)
+
+    def held(batch: dict[str, Tensor]) -> Tensor:
+        return torch.sin(batch["tokens"]) * torch.sin(batch["mask"])
+
+    for call in (
+        lambda x, y: remat(keyed, saved_inputs={"other": Shard(mesh)})(x, other=y),
+        lambda x, y: remat(held, saved_inputs={"batch.tokens": Shard(mesh)})(
+            {"mask": x, "tokens": y}
+        ),
+    ):
+        x, y = (torch.randn(5, requires_grad=True) for _ in range(2))
+        out = call(x, y)
+        assert [part.numel() for part in parts_in(out)] == [math.ceil(5 / mesh.size())]
+        out.sum().backward()
+        expected = torch.autograd.grad((torch.sin(x) * torch.sin(y)).sum(), (x, y))
+        assert_same([gradient(x), gradient(y)], expected)
+
+
+def check_an_integer_first_argument_stays_itself(mesh: Any) -> None:
+    def masked(mask: Tensor, x: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x) * mask)
+
+    mask, x = torch.tensor([1, 0, 1]), torch.randn(3, requires_grad=True)
+    out = remat(masked, saved_inputs=Shard(mesh))(mask, x)
+    out.sum().backward()
+
+    assert mask.tolist() == [1, 0, 1]
+    plain = torch.autograd.grad(masked(mask, x).sum(), x)
+    assert_same([gradient(x)], plain)
+
+
+def check_parameters_stay_whole_unless_named(mesh: Any) -> None:
+    linear = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def apply(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(x @ w).sin()
+
+    out = remat(apply, saved_inputs=Shard(mesh))(x, linear.weight)
+    assert [each.shape for each in waiting_in(out)] == [x.shape]
+    out = remat(apply, saved_inputs={"w": Shard(mesh)})(x, linear.weight)
+    assert [each.shape for each in waiting_in(out)] == [linear.weight.shape]
+
+
+def check_a_second_backward(mesh: Any) -> None:
+    params, x = leaves(parameters(mesh), tokens())
+    layer = remat(block, saved_inputs={"x": Shard(mesh)})
+    y = layer(params, layer(params, x))
+
+    with gathers() as log:
+        first = torch.autograd.grad(y.sum(), (x, *params.values()), retain_graph=True)
+        second = torch.autograd.grad(y.sum(), (x, *params.values()))
+
+    assert_same(first, second)
+    assert len(log.sizes) == 4
+
+
+def check_a_second_derivative(mesh: Any) -> None:
+    def second(function: Any) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+        y = function(function(x))
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return [grad.detach(), *torch.autograd.grad(grad.square().sum(), x)]
+
+    policy = policies.save_only_these_names("mid").stored(Shard(mesh))
+    ours = second(remat(curve, policy=policy, saved_inputs=Shard(mesh)))
+
+    torch.testing.assert_close(ours, second(curve))
+
+
+def check_transforms(mesh: Any) -> None:
+    policy = policies.save_only_these_names("mid").stored(Shard(mesh))
+    region = remat(curve, policy=policy, saved_inputs=Shard(mesh))
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+
+    def compare(transform: Any) -> None:
+        torch.testing.assert_close(transform(region)(x), transform(curve)(x))
+
+    compare(lambda f: torch.func.grad(lambda x: f(x).sum()))
+    compare(lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum())))
+    compare(lambda f: torch.func.jacrev(f))
+    grad = lambda f: torch.func.grad(lambda x: f(x).sum())  # noqa: E731
+    compare(lambda f: lambda x: torch.func.jvp(grad(f), (x,), (x,))[1])
+    compare(lambda f: torch.func.grad(lambda x: grad(f)(x).square().sum()))
+
+
+def check_nested_regions(mesh: Any) -> None:
+    inner = remat(curve, saved_inputs=Shard(mesh))
+    outer = remat(lambda x: inner(inner(x)), saved_inputs=Shard(mesh))
+    x = torch.randn(7, requires_grad=True)
+
+    (ours,) = torch.autograd.grad(outer(x).sum(), x)
+
+    assert_same([ours], torch.autograd.grad(curve(curve(x)).sum(), x))
+
+
+def check_chains(mesh: Any) -> None:
+    value = torch.randn(50)
+    whole = Cast(torch.bfloat16).store(value).restore()
+    assert torch.equal(
+        (Cast(torch.bfloat16) >> Shard(mesh)).store(value).restore(), whole
+    )
+    chain = Shard(mesh) >> Sparse(0)
+    sparse = torch.where(value > 1, value, 0.0)
+    assert torch.equal(chain.store(sparse).restore(), sparse)
+    near = (Shard(mesh) >> Quantize(8)).store(value)
+    torch.testing.assert_close(near.restore(), value, atol=0.05, rtol=0.0)
+    x = torch.randn(50, requires_grad=True)
+    layers = [
+        remat(curve, saved_inputs=Shard(mesh) >> Quantize(8)),
+        remat(curve, saved_inputs=Quantize(8) >> Shard(mesh)),
+    ]
+    with gathers() as log:
+        layers[1](layers[0](x)).sum().backward()
+    # Numbers, steps and minima: of two dtypes; and one value as it is.
+    assert len(log.sizes) == 3
+
+
+def check_one_gather_for_each_dtype(mesh: Any) -> None:
+    def mix(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return torch.sin(torch.sin(a) * b) * torch.sin(c.to(a.dtype)) * d
+
+    region = remat(mix, saved_inputs=Shard(mesh))
+    a, b = (torch.randn(5, requires_grad=True) for _ in range(2))
+    c, d = torch.randn(5, dtype=torch.float64), torch.arange(5)
+    expected = torch.autograd.grad(mix(a, b, c, d).sum(), (a, b))
+    with gathers() as log:
+        out = region(a, b, c, d)
+        assert log.sizes == []
+        out.sum().backward()
+    length = math.ceil(5 / mesh.size())
+    assert sorted(log.sizes) == [2 * 4 * length, 8 * length, 8 * length]
+    assert_same([gradient(a), gradient(b)], expected)
+
+
+def check_no_collective_without_gradients(mesh: Any) -> None:
+    region = remat(curve, saved_inputs=Shard(mesh))
+    with gathers() as log, torch.no_grad():
+        region(torch.randn(5, requires_grad=True))
+    with gathers() as other:
+        region(torch.randn(5))
+    assert (log.sizes, log.num_checks) == ([], 0)
+    assert (other.sizes, other.num_checks) == ([], 0)
+
+
+def check_checks_come_in_the_first_calls_only(mesh: Any) -> None:
+    function = lambda x: torch.sin(x).sin()  # noqa: E731
+    for shard, expected in ((Shard(mesh), 8), (Shard(mesh, replicated="trust"), 0)):
+        region = remat(function, saved_inputs=shard)
+        with gathers() as log:
+            for size in (3, 4, 3, 4, 5, 3, 3, 3, 3, 3, 6):
+                region(torch.randn(size, requires_grad=True))
+        assert log.num_checks == expected
+
+
+def check_ranks_that_differ_raise_everywhere(mesh: Any) -> None:
+    rank, last = mesh.get_local_rank(), mesh.size() - 1
+    odd = {
+        "numbers": torch.ones(6) + 1e-7 * (rank == last),
+        "shape": torch.ones(6 + (rank == last)),
+        "dimensions": torch.ones(6).view((6,) if rank else (2, 3)),
+        "dtype": torch.ones(6, dtype=torch.float64 if rank == last else torch.float32),
+        "zero": torch.zeros(6) * (-1 if rank == last else 1),
+    }
+    for what, value in odd.items():
+        # One function for each: its first calls are what is checked.
+        function = eval("lambda x: x.sin().sin()", {"what": what})
+        region = remat(function, saved_inputs=Shard(mesh))
+        with pytest.raises(
+            NotReplicatedError, match=f"rank {last} of|rank 1 of"
+        ) as caught:
+            region(value.requires_grad_())
+        assert "float32" in str(caught.value)
+        for start in ("Each rank would", "Make the ranks' inputs equal"):
+            assert start in str(caught.value)
+    trusting = Shard(mesh, replicated="trust")
+    x = (torch.ones(6) + rank).requires_grad_()
+    remat(curve, saved_inputs=trusting)(x).sum().backward()
+
+
+def check_a_saved_value_that_differs_raises_everywhere(mesh: Any) -> None:
+    policy = policies.save_only_these_names("mid").stored(Shard(mesh))
+    x = (torch.ones(6) + mesh.get_local_rank()).requires_grad_()
+    region = remat(lambda x: curve(x), policy=policy)
+    with pytest.raises(NotReplicatedError, match="holds other numbers"):
+        region(x)
+
+
+def check_an_error_in_the_forward_leaves_nothing(mesh: Any) -> None:
+    params, x = parameters(mesh), tokens()
+    plain = step(remat(block), params, x)
+    layer = remat(block, saved_inputs={"x": Shard(mesh)})
+    held: list[Any] = []
+
+    def fails(params: dict[str, Tensor], y: Tensor) -> Tensor:
+        held.append(layer(params, y))
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            step(fails, params, x)
+        if mesh.get_local_rank():
+            held.clear()  # one rank may forget what another still holds
+        assert_same(step(layer, params, x), plain)
+
+
+def check_an_error_in_the_backward_leaves_nothing(mesh: Any) -> None:
+    params, x = parameters(mesh), tokens()
+    plain = step(remat(block), params, x)
+    layer = remat(block, saved_inputs={"x": Shard(mesh)})
+
+    def hooked(params: dict[str, Tensor], y: Tensor) -> Tensor:
+        out = layer(params, y)
+        out.register_hook(lambda grad: 1 / 0)
+        return out
+
+    layers = iter([layer, hooked, layer])
+    with pytest.raises(ZeroDivisionError):
+        step(lambda params, y: next(layers)(params, y), params, x)
+
+    assert_same(step(layer, params, x), plain)
+    assert not _ahead._thread.flights
+
+
+def check_a_backward_of_a_part_leaves_nothing(mesh: Any) -> None:
+    x = torch.randn(6, requires_grad=True)
+    layer = remat(curve, saved_inputs=Shard(mesh))
+    y = layer(x)
+    z = layer(y)
+
+    torch.autograd.grad(z.sum(), y, retain_graph=True)
+
+    assert not _ahead._thread.flights
+    (ours,) = torch.autograd.grad(z.sum(), x)
+    assert_same([ours], torch.autograd.grad(curve(curve(x)).sum(), x))
+
+
+def check_the_gather_is_ahead(mesh: Any) -> None:
+    layers = [remat(curve, saved_inputs=Shard(mesh)) for _ in range(8)]
+    x = torch.randn(64, requires_grad=True)
+
+    def backward(delay_s: float) -> tuple[float, Any]:
+        y = x
+        for layer in layers:
+            y = y + layer(y)
+        with gathers(delay_s) as log:
+            start = time.monotonic()
+            y.sum().backward()
+            return time.monotonic() - start, log
+
+    backward(0.0)
+    dist.barrier()
+    undelayed, _ = backward(0.0)
+    dist.barrier()
+    delayed, log = backward(0.05)
+
+    assert len(log.sizes) == 8
+    assert log.most_pending == 2
+    assert log.pending == 0
+    assert delayed < 0.7 * (undelayed + 8 * 0.05), (delayed, undelayed)
+
+
+def check_every_rank_gathers_in_the_same_order(mesh: Any) -> None:
+    layer = remat(curve, saved_inputs=Shard(mesh))
+    x = torch.randn(24, requires_grad=True)
+    # Two branches of unlike sizes, and a region that nothing follows.
+    left = layer(layer(x[:6]))
+    right = layer(layer(x[4:21]))
+    with gathers() as log:
+        (layer(left.sum() + right) * right).sum().backward()
+    every: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(every, log.sizes)
+    assert all(sizes == every[0] for sizes in every)
+    assert len(log.sizes) == 5
+
+
+def check_distributed_tensors(mesh: Any) -> None:
+    whole = torch.randn(4, 5)
+    region = remat(curve, saved_inputs=Shard(mesh))
+    for placement, num_elements in (
+        (Replicate(), math.ceil(20 / mesh.size())),
+        (Placed(0), None),
+    ):
+        x = DTensor.from_local(whole, mesh, [placement]).requires_grad_()
+        y = region(x)
+        found = [part.numel() for part in parts_in(y)]
+        assert found == ([] if num_elements is None else [num_elements])
+        y.sum().backward()
+        plain = x.detach().requires_grad_()
+        curve(plain).sum().backward()
+        grad: Any = gradient(x)
+        assert isinstance(grad, DTensor)
+        assert grad.placements == (placement,)
+        assert_same([grad.to_local()], [gradient(plain).to_local()])  # type: ignore[attr-defined]
+    partial = DTensor.from_local(whole, mesh, [Partial()]).requires_grad_()
+    with pytest.raises(
+        NotReplicatedError, match="is partial: each rank holds one term"
+    ):
+        region(partial)
+
+
+def check_collectives_of_torch_in_a_region_are_waited_for(mesh: Any) -> None:
+    def reduced(x: Tensor) -> Tensor:
+        x = x.sin()
+        before = x.clone()
+        dist.all_reduce(x)
+        gathered = x.new_empty(mesh.size() * len(x))
+        dist.all_gather_single(gathered, before)
+        return (before * x).sin() * gathered.view(mesh.size(), -1).sum(0)
+
+    x = torch.randn(40_000) + mesh.get_local_rank()
+    with warnings.catch_warnings():
+        # torch says that these have no derivative; none is asked for.
+        warnings.simplefilter("ignore")
+        ours = remat(lambda x, y: reduced(x) * y)(x, torch.ones((), requires_grad=True))
+    assert_same([ours.detach()], [reduced(x)])
+
+
+def check_the_place_does_not_matter(mesh: Any) -> None:
+    value = torch.randn(2, 5, 3)
+    stored = Shard(mesh, "b (tp s) d").store(value, Place(3, 1, order=(0, 1, 2)))
+    assert torch.equal(stored.restore(), value)
