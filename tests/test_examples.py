@@ -2,8 +2,11 @@
 
 import doctest
 import importlib
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,9 +37,33 @@ def test_docstring_examples(name: str):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_examples(page: Path, tmp_path: Path):
-    """The Python blocks of a page run from top to bottom, as one program."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    """The Python blocks of a page run from top to bottom, as one program.
+
+    A page that says `<!-- ranks: 2 -->` is run by as many processes.
+    """
+    text = page.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     program = tmp_path / f"{page.stem}_example.py"
     program.write_text("\n".join(blocks))
 
-    runpy.run_path(str(program))
+    ranks = re.search(r"^<!-- ranks: (\d+) -->$", text, re.M)
+    if ranks is None:
+        runpy.run_path(str(program))
+    else:
+        run_in_ranks(program, int(ranks[1]))
+
+
+def run_in_ranks(program: Path, num_ranks: int) -> None:
+    """Runs a program as torchrun does, with a limit of time."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    agent = subprocess.Popen(
+        [*torchrun, f"--nproc-per-node={num_ranks}", str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        code = agent.wait(120)
+    finally:
+        agent.terminate()  # and with it the ranks
+        agent.wait(30)
+
+    assert code == 0

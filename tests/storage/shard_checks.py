@@ -365,6 +365,16 @@ def check_ranks_that_differ_raise_everywhere(mesh: Any) -> None:
     remat(curve, saved_inputs=trusting)(x).sum().backward()
 
 
+def check_a_rank_that_traces_anew_meets_the_others(mesh: Any) -> None:
+    region = remat(lambda x: x.sin().cos().sin(), saved_inputs=Shard(mesh))
+    for _ in range(3):
+        region(torch.ones(6, requires_grad=True)).sum().backward()
+    size = 7 if mesh.get_local_rank() == 1 else 6
+
+    with pytest.raises(NotReplicatedError, match=r"float32\[7\] on rank 1 of the mesh"):
+        region(torch.ones(size, requires_grad=True))
+
+
 def check_a_saved_value_that_differs_raises_everywhere(mesh: Any) -> None:
     policy = policies.save_only_these_names("mid").stored(Shard(mesh))
     x = (torch.ones(6) + mesh.get_local_rank()).requires_grad_()
