@@ -17,8 +17,14 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from types import FrameType
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -413,15 +419,25 @@ def _shared_dual_level() -> Generator[None]:
         _transforms.JVP_NESTING -= 1
 
 
-def make_fx(function: Callable[..., Any], args: Sequence[Tensor]) -> fx.GraphModule:
-    """The operators below autograd that `function` runs on the fake tensors `args`."""
+def make_fx(
+    function: Callable[..., Any],
+    args: Sequence[Tensor],
+    twins: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+) -> fx.GraphModule:
+    """The operators below autograd that `function` runs on the fake tensors `args`.
+
+    Those that have a twin are recorded as what the twin runs.
+    """
 
     def run(*inputs: Tensor) -> Any:
         with _ShapesAside():
             return function(*inputs)
 
     return proxy_tensor.make_fx(
-        run, tracing_mode="real", _error_on_data_dependent_ops=True
+        run,
+        decomposition_table=dict(twins),
+        tracing_mode="real",
+        _error_on_data_dependent_ops=True,
     )(*args)
 
 
@@ -441,6 +457,44 @@ class _ShapesAside(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs or {})
         return func(*args, **kwargs or {})
+
+
+@functools.cache
+def collective_operators() -> dict[str, Any]:
+    """The operators that functions of `torch.distributed` run on tensors, by name.
+
+    Obsolete when their schemas say what they write, and waiting is an operator.
+    """
+    if not dist.is_available():
+        return {}
+    packets = (
+        "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
+        "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ "
+        "_reduce_scatter_base_ reduce_scatter_tensor_coalesced_ gather_ scatter_ alltoall_ "
+        "alltoall_base_ send recv_ recv_any_source_"
+    )
+    c10d: Any = torch.ops.c10d
+    return {
+        name: getattr(c10d, name).default
+        for name in packets.split(" ")
+        if hasattr(c10d, name)
+    }
+
+
+def group_of(boxed: Any) -> Any:
+    """The process group that an operator is given. Obsolete as the above is."""
+    return _dist.ProcessGroup.unbox(boxed)
+
+
+def reduction(boxed: Any) -> str:
+    """What functional collectives call a reduction. Obsolete as the above is."""
+    return _dist.ReduceOp.RedOpType(boxed.op()).name.lower()
+
+
+def finished_work() -> Any:
+    """Work that needs no waiting for, as an operator returns it. Obsolete as the above is."""
+    work = importlib.import_module("torch._C._distributed_c10d").FakeWork()
+    return work.boxed()
 
 
 def is_watched() -> bool:
@@ -488,32 +542,6 @@ def with_grad_mode(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
             return op(*args, **kwargs)
-
-    return run
-
-
-def is_collective(op: Any) -> bool:
-    """Whether an operator is what a function of `torch.distributed` begins and waits for.
-
-    Functional collectives are not: they are traced with their waiting.
-    """
-    return isinstance(op, OpOverload) and op.namespace == "c10d"
-
-
-def awaited(op: Any) -> Callable[..., Any]:
-    """The collective, and the waiting for its end.
-
-    `torch.distributed` waits in Python, which a trace does not see. Obsolete when its
-    functions can be traced whole.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = op(*args, **kwargs)
-        for each in pytree.tree_leaves(found):
-            if isinstance(each, torch.ScriptObject):
-                work: Any = each
-                work.wait()
-        return found
 
     return run
 

@@ -159,8 +159,6 @@ class _Writer:
             )
         elif _compat.needs_grad_mode(value.op):
             op = _compat.with_grad_mode(value.op)
-        elif _compat.is_collective(value.op):
-            op = _compat.awaited(value.op)
         name = operators.short_name(value.op).replace(".", "_")
         return f"{self._bind(name, op)}({', '.join(arguments)})"
 

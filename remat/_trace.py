@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from remat import _compat, _import_fx, _streams, _trackers
+from remat import _collectives, _compat, _import_fx, _streams, _trackers
 from remat._errors import (
     CapturedTensorError,
     RematError,
@@ -490,7 +490,7 @@ def _record(run: _Run) -> fx.GraphModule:
     operands = [_fake(meta) for meta in run.request.operands]
     running.fakes.extend(weakref.ref(fake) for fake in operands)
     try:
-        module = _compat.make_fx(run, operands)
+        module = _compat.make_fx(run, operands, _collectives.functional_twins())
         run.cut = _import_fx.cut_outputs(module.graph)
         if _import_fx.has_mutations(module.graph):
             module = _import_fx.functionalize(module, operands)

@@ -26,7 +26,7 @@ LAYERS = (
     ("policies",),
     ("_graph", "_names"),
     ("_import_fx",),
-    ("_captures", "_signature"),
+    ("_captures", "_collectives", "_signature"),
     ("_guards",),
     ("_trace",),
     ("_partition", "_derived"),

@@ -3,7 +3,6 @@
 import gc
 import math
 import time
-import warnings
 import weakref
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Placed
 
 from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
-from remat.storage import Cast, Place, Quantize, Shard, Sparse
+from remat.storage import Cast, Quantize, Shard, Sparse
 from tests.storage.parallel import (
     WIDTH,
     assert_same,
@@ -494,26 +493,3 @@ def check_distributed_tensors(mesh: Any) -> None:
         NotReplicatedError, match="is partial: each rank holds one term"
     ):
         region(partial)
-
-
-def check_collectives_of_torch_in_a_region_are_waited_for(mesh: Any) -> None:
-    def reduced(x: Tensor) -> Tensor:
-        x = x.sin()
-        before = x.clone()
-        dist.all_reduce(x)
-        gathered = x.new_empty(mesh.size() * len(x))
-        dist.all_gather_single(gathered, before)
-        return (before * x).sin() * gathered.view(mesh.size(), -1).sum(0)
-
-    x = torch.randn(40_000) + mesh.get_local_rank()
-    with warnings.catch_warnings():
-        # torch says that these have no derivative; none is asked for.
-        warnings.simplefilter("ignore")
-        ours = remat(lambda x, y: reduced(x) * y)(x, torch.ones((), requires_grad=True))
-    assert_same([ours.detach()], [reduced(x)])
-
-
-def check_the_place_does_not_matter(mesh: Any) -> None:
-    value = torch.randn(2, 5, 3)
-    stored = Shard(mesh, "b (tp s) d").store(value, Place(3, 1, order=(0, 1, 2)))
-    assert torch.equal(stored.restore(), value)

@@ -1,12 +1,17 @@
-"""`Shard` in worlds of two and four ranks; `shard_checks.py` has what each rank checks."""
+"""`Shard`, and collectives in regions, in worlds of two and four ranks.
+
+`shard_checks.py` and `collective_checks.py` have what each rank checks.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.storage import shard_checks
-from tests.storage.worlds import names_in, run
+from tests.storage import collective_checks, shard_checks
+from tests.storage.worlds import checks_in, run
+
+MODULES = (shard_checks, collective_checks)
 
 Outcomes = dict[int, dict[str, list[str]]]
 
@@ -21,7 +26,7 @@ def ended(
     def outcomes(size: int) -> dict[str, list[str]]:
         if size not in known:
             folder: Path = tmp_path_factory.mktemp(f"world_{size}")
-            known[size] = run(shard_checks, size, folder, limit_s=120)
+            known[size] = run(MODULES, size, folder, limit_s=120)
         return known[size]
 
     return outcomes
@@ -29,7 +34,7 @@ def ended(
 
 @pytest.mark.contract
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", names_in(shard_checks))
+@pytest.mark.parametrize("name", checks_in(MODULES))
 def test_on_every_rank(
     ended: Callable[[int], dict[str, list[str]]], name: str, size: int
 ) -> None:

@@ -1,7 +1,7 @@
 """Runs checks in real processes: a world of ranks over gloo, with a limit of time.
 
-`python -m tests.storage.worlds MODULE RANK SIZE FOLDER` is one rank: it runs each function
-`check_*` of a module, in order, and writes down how it ended. `run` starts all ranks, waits
+`python -m tests.storage.worlds RANK SIZE FOLDER MODULE ...` is one rank: it runs each function
+`check_*` of the modules, in order, and writes down how it ended. `run` starts all ranks, waits
 for them, and leaves none behind.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,22 @@ from torch.distributed.device_mesh import init_device_mesh
 ROOT = Path(__file__).parent.parent.parent
 
 
-def names_in(module: Any) -> list[str]:
-    """The checks of a module, in the order in which they stand."""
-    return [name for name in vars(module) if name.startswith("check_")]
+def checks_in(modules: Iterable[Any]) -> dict[str, Callable[[Any], None]]:
+    """The checks of modules, in the order in which they stand."""
+    return {
+        name: thing
+        for module in modules
+        for name, thing in vars(module).items()
+        if name.startswith("check_")
+    }
 
 
-def run(module: Any, size: int, folder: Path, limit_s: float) -> dict[str, list[str]]:
+def run(
+    modules: Sequence[Any], size: int, folder: Path, limit_s: float
+) -> dict[str, list[str]]:
     """How each check ended on each rank: "" or a traceback."""
-    ranks = [_start(module.__name__, rank, size, folder) for rank in range(size)]
+    names = [module.__name__ for module in modules]
+    ranks = [_start(names, rank, size, folder) for rank in range(size)]
     try:
         _wait(ranks, time.monotonic() + limit_s)
     finally:
@@ -42,13 +50,15 @@ def run(module: Any, size: int, folder: Path, limit_s: float) -> dict[str, list[
     found = [_outcome(folder, rank) for rank in range(size)]
     return {
         name: [outcome.get(name, "did not end") for outcome in found]
-        for name in names_in(module)
+        for name in checks_in(modules)
     }
 
 
-def _start(name: str, rank: int, size: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start(
+    names: list[str], rank: int, size: int, folder: Path
+) -> subprocess.Popen[bytes]:
     here = "tests.storage.worlds"
-    command = [sys.executable, "-m", here, name, str(rank), str(size), str(folder)]
+    command = [sys.executable, "-m", here, str(rank), str(size), str(folder), *names]
     with (folder / f"output_{rank}").open("w") as output:
         return subprocess.Popen(
             command,
@@ -76,13 +86,13 @@ def _outcome(folder: Path, rank: int) -> dict[str, str]:
     return found
 
 
-def main(name: str, rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
     """One rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # torch's own, when it first needs forward mode.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-    checks = importlib.import_module(name)
+    checks = checks_in(map(importlib.import_module, names))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -92,11 +102,9 @@ def main(name: str, rank: int, size: int, folder: Path) -> None:
     )
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
     with (folder / f"outcome_{rank}").open("w", buffering=1) as outcome:
-        for check in names_in(checks):
-            print(json.dumps(["started", check]), file=outcome)
-            print(
-                json.dumps([check, _ended(getattr(checks, check), mesh)]), file=outcome
-            )
+        for name, check in checks.items():
+            print(json.dumps(["started", name]), file=outcome)
+            print(json.dumps([name, _ended(check, mesh)]), file=outcome)
     dist.destroy_process_group()
 
 
@@ -110,4 +118,4 @@ def _ended(check: Callable[[Any], None], mesh: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

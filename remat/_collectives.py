@@ -1,0 +1,105 @@
+"""The in-place collectives of `torch.distributed` as pure operators, for a trace.
+
+`dist.all_reduce(x)` overwrites x, which its schema does not say, and is waited for in
+Python, which a trace does not see. So a program would read sums that are not there yet,
+save what is overwritten later, and sum twice what its backward recomputes. In a trace each
+becomes its functional twin, which returns a new tensor, a wait, and a copy into the tensor
+that it overwrites, which all else here knows how to handle. What goes over the wire is the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import TraceError, explain
+
+_functional: Any = torch.ops._c10d_functional
+
+
+def functional_twins() -> Mapping[Any, Callable[..., Any]]:
+    """For each operator behind a collective of `torch.distributed` what a trace runs."""
+    namespace = _compat.collective_operators()
+    found = {
+        namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
+    }
+    others = set(namespace.values()) - set(found)
+    return {**found, **{op: _refusal(op) for op in others}}
+
+
+def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
+    name = _compat.group_of(group).group_name
+    for tensor in tensors:
+        _write(tensor, _functional.all_reduce(tensor, _compat.reduction(op), name))
+    return tensors, _compat.finished_work()
+
+
+def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> Any:
+    name = _compat.group_of(group).group_name
+    for tensor in tensors:
+        _write(tensor, _functional.broadcast(tensor, root, name))
+    return tensors, _compat.finished_work()
+
+
+def _gather(out: Tensor, part: Tensor, group: Any, *_: Any) -> Any:
+    _write(out, _gathered(part, group))
+    return out, _compat.finished_work()
+
+
+def _gather_list(
+    outs: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], group: Any, *_: Any
+) -> Any:
+    for row, part in zip(outs, parts, strict=True):
+        found = _gathered(part, group).view(len(row), *part.shape)
+        for out, each in zip(row, found.unbind(), strict=True):
+            out.copy_(each)
+    return outs, _compat.finished_work()
+
+
+def _gathered(part: Tensor, group: Any) -> Tensor:
+    group = _compat.group_of(group)
+    flat = part.reshape(-1)
+    found = _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
+    return _functional.wait_tensor(found)
+
+
+def _reduce_scatter(out: Tensor, whole: Tensor, group: Any, op: Any, *_: Any) -> Any:
+    group, name = _compat.group_of(group), _compat.reduction(op)
+    flat = whole.reshape(-1)
+    size = group.size()
+    _write(out, _functional.reduce_scatter_tensor(flat, name, size, group.group_name))
+    return out, _compat.finished_work()
+
+
+def _write(out: Tensor, found: Tensor) -> None:
+    """Overwrites a tensor by what a functional collective began to make."""
+    out.copy_(_functional.wait_tensor(found).view(out.shape))
+
+
+_TWINS: dict[str, Callable[..., Any]] = {
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "_allgather_base_": _gather,
+    "allgather_": _gather_list,
+    "_reduce_scatter_base_": _reduce_scatter,
+}
+
+
+def _refusal(op: Any) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TraceError(
+            explain(
+                where=f"a call of torch.distributed that runs {op}",
+                what="cannot be traced.",
+                why="It overwrites or sends tensors in a way that no graph shows.",
+                do="Use all_reduce, broadcast, all_gather, all_gather_single or "
+                'reduce_scatter_single, or engine="rerun".',
+            )
+        )
+
+    return refuse
