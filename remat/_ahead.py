@@ -45,9 +45,15 @@ _thread = _Thread()
 
 
 def references(storeds: Sequence[Stored]) -> References:
-    """References to what comes back jointly: only that is worth sending for."""
+    """References to what a forward stored, if some of it comes back jointly.
+
+    Only that is worth sending for.
+    """
     if not any(map(_is_joint, storeds)):
         return ()
+    if not _compat.in_backward():
+        # Left by a backward that ended in an error outside of all regions.
+        drop()
     return tuple(map(weakref.ref, storeds))
 
 

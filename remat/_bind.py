@@ -339,15 +339,13 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         _ahead.start(ctx)
-        return _gradients(ctx, cotangents)
+        return _gradients(ctx, *cotangents)
     except BaseException:
         _ahead.drop()
         raise
 
 
-def _gradients(
-    ctx: Any, cotangents: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = _saved(ctx)
     call: Call = ctx.call
     wanted = ctx.needs_input_grad[1:]
@@ -431,17 +429,11 @@ def _forward_straight(
     return tuple(found[:num_outputs])
 
 
-def _straight_backward(
-    ctx: Any, *cotangents: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, cotangents)
-
-
 class _StraightFunction(torch.autograd.Function):
     """Plain autograd over one program."""
 
     forward = staticmethod(_forward_straight)
-    backward = staticmethod(_straight_backward)
+    backward = staticmethod(_gradients)
 
 
 def apply_straight(

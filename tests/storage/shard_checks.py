@@ -413,6 +413,8 @@ def check_an_error_in_the_backward_leaves_nothing(mesh: Any) -> None:
     layers = iter([layer, hooked, layer])
     with pytest.raises(ZeroDivisionError):
         step(lambda params, y: next(layers)(params, y), params, x)
+    layer(*leaves(params, x))
+    assert not _ahead._thread.flights
 
     assert_same(step(layer, params, x), plain)
     assert not _ahead._thread.flights
@@ -444,15 +446,17 @@ def check_the_gather_is_ahead(mesh: Any) -> None:
             y.sum().backward()
             return time.monotonic() - start, log
 
-    backward(0.0)
-    dist.barrier()
-    undelayed, _ = backward(0.0)
-    dist.barrier()
-    delayed, log = backward(0.05)
+    def fastest(delay_s: float) -> float:
+        # Of three: others use the machine too.
+        times: list[float] = []
+        for _ in range(3):
+            dist.barrier()
+            elapsed, log = backward(delay_s)
+            assert (len(log.sizes), log.most_pending, log.pending) == (8, 2, 0)
+            times.append(elapsed)
+        return min(times)
 
-    assert len(log.sizes) == 8
-    assert log.most_pending == 2
-    assert log.pending == 0
+    undelayed, delayed = fastest(0.0), fastest(0.05)
     assert delayed < 0.7 * (undelayed + 8 * 0.05), (delayed, undelayed)
 
 
