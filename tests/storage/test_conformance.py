@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import checkpoint_name, disabled, policies, remat, storage
+from remat import (
+    _region,
+    _waiting,
+    checkpoint_name,
+    disabled,
+    policies,
+    remat,
+    storage,
+)
 from remat._compat import same_bits
 from remat._errors import RematError
 from remat._waiting import Waiting, wait
@@ -235,16 +243,20 @@ def test_gradients_under_every_transform(way: Any, name: str) -> None:
 def test_a_value_waits_for_the_backward_alone(name: str) -> None:
     """After it, nothing of what waited is alive."""
     seen: list[weakref.ref[Tensor]] = []
-    honest = Stored.restore
 
-    def restore(self: Stored) -> Tensor:
-        seen.extend(map(weakref.ref, self.tensors))
-        return honest(self)
+    def noted(value: Tensor, how: AbstractStorage, place: Place) -> Tensor:
+        waiting = wait(value, how, place)
+        if isinstance(waiting, Waiting):
+            seen.extend(map(weakref.ref, waiting.stored.tensors))
+        return waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stored, "restore", restore)
+        patch.setattr(_region, "wait", noted)
+        patch.setattr(_waiting, "wait", noted)
         w = W.clone().requires_grad_()
-        region(name)(w, X).sum().backward()
+        y = region(name)(w, X).sum()
+        assert all(each() is not None for each in seen)
+        y.backward()
     gc.collect()
 
     assert seen or name == "keep"
@@ -279,7 +291,8 @@ def test_places_tell_values_and_calls_apart() -> None:
         own(W.clone().requires_grad_(), X)
 
     half = len(places) // 2
-    assert places == [Place(k, 0) for k in range(half)] + [
+    found = [Place(each.index, each.call) for each in places]
+    assert found == [Place(k, 0) for k in range(half)] + [
         Place(k, 1) for k in range(half)
     ]
 
