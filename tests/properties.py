@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from hypothesis import settings, strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from remat import remat, saved_residuals
 from remat.policies import AbstractPolicy
@@ -16,7 +16,14 @@ from remat.testing.strategies import Cotangents, Program
 from tests import oracle
 from tests.support import backward_operators
 
-BUDGET = settings(max_examples=140, deadline=None, derandomize=True, database=None)
+BUDGET = settings(
+    max_examples=140,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    # Each statement is run when it is drawn, on machines that may be busy.
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
