@@ -83,6 +83,7 @@ class Entry:
     Attributes:
         covered: what it rested on, and where its captured tensors are found.
         captured: their metadata.
+        guard: whether tensors have this metadata, checked in C; None where it cannot be.
         region: what it traced.
         output: how the result is put together.
         labels: what messages call the operands.
@@ -94,6 +95,7 @@ class Entry:
 
     covered: _captures.Covered
     captured: tuple[TensorMeta, ...]
+    guard: Callable[..., bool] | None
     region: Region
     output: Output
     labels: tuple[str, ...]
@@ -107,7 +109,7 @@ class Entry:
         if not all(map(_streams.exists, self.streams)):
             return None
         tensors = self.covered.gather(roots)
-        if not tensors:
+        if not tensors or (self.guard is not None and self.guard(*tensors)):
             return tensors
         for tensor, meta in zip(tensors, self.captured, strict=True):
             if (
@@ -251,6 +253,7 @@ def make_entry(
     return Entry(
         covered=covered,
         captured=_captured_metas(traced),
+        guard=_guard(traced.captured),
         region=Region(
             function,
             operands,
@@ -306,6 +309,11 @@ def _trace_once(
     )
     with numerics.applied(), _captures.recording(survey) as reads:
         return trace(request), reads
+
+
+def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
+    is_plain = bool(captured) and all(map(_compat.is_plain, captured))
+    return _compat.tensor_guard(captured) if is_plain else None
 
 
 def _captured_metas(traced: Traced) -> tuple[TensorMeta, ...]:
