@@ -255,6 +255,9 @@ def _run_under_vmap(
     region, roots = call.region, call.roots
     physical, dims = _compat.unwrap_batched(tensors, level)
     randomness = interpreter.randomness()
+    if randomness == "error" and region.states:
+        # Nothing is drawn, only drawn again: what was drawn outside of this level.
+        randomness = "same"
     draws_apart = randomness != "same" and region.num_draws(roots) > 0
     with _compat.lowered_vmap(interpreter):
         if all(dim is None for dim in dims) and not draws_apart:

@@ -301,6 +301,11 @@ class _Rerun:
         return self.returned
 
     @property
+    def states(self) -> tuple[int, ...]:
+        """Generator states are kept aside."""
+        return ()
+
+    @property
     def inputs(self) -> dict[int, AbstractStorage]:
         """They are kept as they are."""
         return {}

@@ -80,13 +80,17 @@ def check(case):
 
 
 def transforms_of(case):
-    """The case's transform, unless it runs what plain torch would do no more.
+    """The case's transform, unless it is one of two that docs/limits.md names.
 
     torch.func.linearize calls a function once and keeps its trace: how often a buffer in
-    it is updated is up to torch.
+    it is updated is up to torch. And forward mode over forward mode refuses a region in a
+    region that reaches tensors by itself.
     """
-    is_frozen = "linearize" in case.transform and "state" in case.program.kinds
-    return () if is_frozen else (case.transform,)
+    program, transform = case.program, case.transform
+    is_frozen = "linearize" in transform and "state" in program.kinds
+    num_forward = sum(transform.count(name) for name in ("jvp", "jacfwd", "linearize"))
+    is_refused = num_forward > 1 and program.inner and program.captures
+    return () if is_frozen or is_refused else (transform,)
 
 
 def compare(case, region, transforms):

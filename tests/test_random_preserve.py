@@ -393,3 +393,22 @@ def test_a_rerun_puts_a_devices_generator_back(fake_device: FakeDevice) -> None:
 
     assert starts == [0, 1, 0]
     assert int(fake_device.states[0][0]) == 2
+
+
+@pytest.mark.contract
+def test_a_redraw_under_a_vmap_that_forbids_draws() -> None:
+    """jacrev maps a backward without randomness: a draw that runs again there is no draw."""
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.rand(x.shape, dtype=x.dtype)).sin()
+
+    x = torch.arange(3.0, dtype=torch.float64)
+
+    def moved(f):
+        torch.manual_seed(0)
+        return torch.func.jvp(torch.func.jacrev(f), (x,), (x.cos(),))
+
+    found, expected = moved(remat(fun, rng="preserve")), moved(fun)
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
