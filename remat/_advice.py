@@ -38,6 +38,7 @@ def advise(
         *_bypassed(region, roots),
         *_useless(region, roots),
         *(_unverified(region, roots) if verify else ()),
+        *_uncompiled(region, roots),
     ]
     for topic, what, why, do in found:
         key = (function, policy, topic)
@@ -157,4 +158,16 @@ def _unverified(region: Region, roots: Roots) -> _Advice:
             f"The policy {region.policy!r} saves no value that could be recomputed "
             "and compared.",
             "Verify with policies.everything_saveable, then return to this policy.",
+        )
+
+
+def _uncompiled(region: Region, roots: Roots) -> _Advice:
+    program = region.forward(roots, save=True).program
+    if program.backend is not None and not program.is_compiled:
+        yield (
+            "backend",
+            f"backend={program.backend!r} has no effect.",
+            "The region draws random numbers from a generator, checks its values, or has "
+            "no data (device meta); such programs run operator by operator.",
+            "Draw from keys (remat.random), or leave `backend` out.",
         )

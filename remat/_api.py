@@ -30,6 +30,7 @@ from remat._options import (
     inputs_for,
     policy_for,
     require_choice,
+    require_compilable,
     require_later,
     require_parameters,
     statics_of,
@@ -241,6 +242,7 @@ class Region(Generic[_P, _R]):
             self.settings.engine,
             self.settings.statics,
             self.settings.verify,
+            self.settings.backend,
             self.settings.inputs,
         )
         return _caches.setdefault(key, _Cache())
@@ -290,6 +292,7 @@ class Region(Generic[_P, _R]):
             self.settings.policy,
             self._rng,
             self.settings.verify,
+            self.settings.backend,
             self.settings.inputs.of,
             cache.calls,
         )
@@ -612,7 +615,8 @@ def remat(
             "keys" for functions, "preserve" for modules and their methods.
         engine: "trace"; or "rerun", which runs the Python function again in the backward,
             for what cannot be traced.
-        backend: not in this release.
+        backend: "inductor" compiles the region's programs, so that it runs fused, under
+            torch.func too; its numbers agree to rounding. None runs operator by operator.
         dynamic_shapes: not in this release; each shape is traced once.
         static_argnums: positions of arguments that are compared as a whole.
         static_argnames: names of such arguments, however they are passed.
@@ -645,7 +649,7 @@ def remat(
     require_choice("rng", rng, (None, "keys", "preserve"))
     require_choice("engine", engine, ("trace", "rerun"))
     require_choice("backend", backend, (None, "inductor"))
-    require_later("backend", backend, None)
+    require_compilable(backend, engine, verify)
     require_later("dynamic_shapes", dynamic_shapes, False)
     settings = Settings(
         policy_for(policy, engine),
@@ -653,6 +657,7 @@ def remat(
         engine,
         statics_of(static_argnums, static_argnames),
         verify,
+        backend,
         inputs_for(saved_inputs, engine),
     )
     if fun is None:

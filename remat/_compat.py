@@ -897,6 +897,16 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return not bits or torch.equal(*bits)
 
 
+def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """A graph compiled for tensors like these.
+
+    Sizes were checked where the graph was chosen. Obsolete when `torch._inductor.compile`,
+    which torch documents, loses its underscore.
+    """
+    compiler: Any = importlib.import_module("torch._inductor")
+    return compiler.compile(module, list(inputs), options={"size_asserts": False})
+
+
 def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
     """Begins to gather the parts of all ranks into `out`; the result has `wait`.
 

@@ -63,6 +63,7 @@ class Options:
         policy: what may be saved.
         rng: "keys" or "preserve".
         verify: whether saved values are compared with recomputed ones.
+        backend: what compiles the programs, if anything.
         input_storage: how an input waits, by its path.
         calls: numbers the calls that store something. All traces of the function share it:
             what ranks do by it, they do together, although one traces and another not.
@@ -71,6 +72,7 @@ class Options:
     policy: AbstractPolicy
     rng: str
     verify: bool
+    backend: str | None
     input_storage: Callable[[str, Tensor], AbstractStorage]
     calls: Calls
 
@@ -248,6 +250,7 @@ def make_entry(
         lambda roots: flattened.build(roots, covered.fetch),
         covered.restored,
         numerics,
+        options.backend,
     )
     graph = traced.joints[0].graph
     return Entry(

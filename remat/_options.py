@@ -55,6 +55,7 @@ class Settings:
     engine: str
     statics: Statics
     verify: bool
+    backend: str | None = None
     inputs: InputStorages = InputStorages()
 
 
@@ -129,6 +130,31 @@ def require_later(name: str, value: object, default: object) -> None:
                 what="is not carried out in this release.",
                 why="It is part of the design and comes with a later one.",
                 do=f"Leave `{name}` out until then.",
+            )
+        )
+
+
+def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
+    """Refuses a backend where there is no program, or where bits are compared."""
+    if backend is None:
+        return
+    if engine == "rerun":
+        raise ValueError(
+            explain(
+                where=f'remat(engine="rerun", backend={backend!r})',
+                what="has nothing to compile.",
+                why="This engine runs the Python function again; it has no programs.",
+                do='Leave `backend` out, or use engine="trace".',
+            )
+        )
+    if verify:
+        raise ValueError(
+            explain(
+                where=f"remat(verify=True, backend={backend!r})",
+                what="cannot tell a fault from rounding.",
+                why="verify=True compares bits, and compiled programs round otherwise than "
+                "their operators one by one.",
+                do="Verify without `backend`.",
             )
         )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from remat import (
+    _backend,
     _batching,
     _compat,
     _import_fx,
@@ -40,16 +41,20 @@ class Program:
     Attributes:
         graph: what it runs.
         title: the name of the function in its printed form.
+        backend: "inductor", or None to run operator by operator.
     """
 
     graph: Graph
     title: str
+    backend: str | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
         if self._shares_memory:
             # Whoever changes one of them in place must be seen by the others.
             with torch.no_grad():
+                if self.is_compiled and not _compat.is_watched():
+                    return self._short(*inputs)
                 return self.with_gradient(inputs)
         with _compat.below_autograd():
             if _compat.is_watched():
@@ -61,6 +66,11 @@ class Program:
         if _compat.proxy_is_active():
             return _interpret(self.graph, inputs)
         return self._run(*inputs)
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Whether the backend runs it, where nobody listens for single operators."""
+        return self.backend is not None and _backend.can_compile(self.graph)
 
     @functools.cached_property
     def _shares_memory(self) -> bool:
@@ -88,6 +98,8 @@ class Program:
     @functools.cached_property
     def _short(self) -> Callable[..., list[Any]]:
         """The same in fewer calls, for where nobody listens for single operators."""
+        if self.is_compiled:
+            return _backend.Compiled(self.graph)
         return self._compiled(fold(self.graph))
 
     def _compiled(self, graph: Graph) -> Callable[..., list[Any]]:

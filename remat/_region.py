@@ -61,11 +61,13 @@ class Function:
         build: from a call's roots to the function, tensors in and tensors out.
         restored: a context in which the state that the function reads is what it was.
         numerics: the switches under which the forward runs.
+        backend: what compiles its programs, and those of its derivatives.
     """
 
     build: Callable[[Roots], Flat]
     restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
     numerics: Numerics
+    backend: str | None = None
 
     def derive(self, transform: Callable[[Flat], Flat]) -> Function:
         """The same with another function made from this one."""
@@ -421,7 +423,7 @@ class Region:
             len(joint.states),
         )
         return Forward(
-            Program(graph, "forward"),
+            Program(graph, "forward", self.function.backend),
             shape,
             self.function.numerics,
             flows=None if all(joint.differentiable) else joint.differentiable,
@@ -547,7 +549,7 @@ class Region:
         graph = backward_graph(analysis.joint, found, saved, handed_out)
         unique, views = unique_outputs(graph, len(saved))
         forward = Forward(
-            Program(unique, "backward"),
+            Program(unique, "backward", self.function.backend),
             (len(unique.outputs), 0, 0, 0),
             self.function.numerics,
             len(saved),
@@ -715,7 +717,8 @@ def _map_program(
         return [*outputs, *found[count:]]
 
     graph = record(run, batch.metas)
-    return Program(graph, f"mapped_{forward.program.title}"), tuple(dims)
+    title, backend = f"mapped_{forward.program.title}", forward.program.backend
+    return Program(graph, title, backend), tuple(dims)
 
 
 def _wanting(meta: TensorMeta) -> TensorMeta:

@@ -30,7 +30,7 @@ LAYERS = (
     ("_guards",),
     ("_trace",),
     ("_partition", "_derived"),
-    ("_bindings",),
+    ("_backend", "_bindings"),
     ("_composites",),
     ("_program",),
     ("_ahead",),

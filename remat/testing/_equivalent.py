@@ -89,7 +89,7 @@ def assert_equivalent(
         cotangents: (index of an output, output) -> the cotangent of its shape under
             "backward", None for none; random and contiguous by default.
         exact: whether bits are compared where law 1 promises them; None means where `g`
-            is a region.
+            is a region without a backend.
 
     Returns:
         A function of the arguments of a call, which returns an `Equivalence`: what was
@@ -113,8 +113,7 @@ def assert_equivalent(
     """
     names = tuple(USUAL if transforms is None else transforms)
     parsed = {name: parse(name) for name in names}
-    regions = (_api.Region, _api.BoundRegion, _api.RematModule)
-    is_exact = isinstance(g, regions) if exact is None else exact
+    is_exact = _promises_bits(g) if exact is None else exact
 
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
         pair = _Pair(f, g, Arguments.of(f, args, kwargs), cotangents, is_exact)
@@ -131,6 +130,11 @@ def assert_equivalent(
         return Equivalence(tuple(compared), tuple(excused))
 
     return compare
+
+
+def _promises_bits(g: object) -> bool:
+    regions = (_api.Region, _api.BoundRegion, _api.RematModule)
+    return isinstance(g, regions) and g.settings.backend is None
 
 
 def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:

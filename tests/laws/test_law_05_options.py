@@ -45,7 +45,6 @@ def attend(x: Tensor) -> Tensor:
 
 
 UNIMPLEMENTED = {
-    "backend": ({"backend": "inductor"}, "inductor"),
     "dynamic_shapes": ({"dynamic_shapes": True}, "dynamic_shapes"),
 }
 
@@ -111,6 +110,8 @@ WRONG = {
     "engine": {"engine": "magic"},
     "rng": {"rng": "global"},
     "backend": {"backend": "bogus"},
+    "backend_of_rerun": {"backend": "inductor", "engine": "rerun"},
+    "backend_of_verify": {"backend": "inductor", "verify": True},
     "policy_string": {"policy": "matmuls"},
     "policy_number": {"policy": 3},
     "static_argnames": {"static_argnames": ("nope",)},
