@@ -16,7 +16,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat, _names, _operators as operators, _rng, _streams
+from remat import _compat, _in_place, _names, _operators as operators, _rng, _streams
 from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 
 _aten = torch.ops.aten
@@ -77,11 +77,6 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
-def has_mutations(graph: fx.Graph) -> bool:
-    """Whether some node writes in place."""
-    return any(operators.is_mutable(node.target) for node in graph.nodes)
-
-
 class _Annotated(fx.Interpreter):
     """Runs a graph under a second trace and hands the notes on."""
 
@@ -99,6 +94,11 @@ class _Annotated(fx.Interpreter):
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
     """The same graph with its in-place operators replaced, its views kept."""
+    for old, new in _in_place.rename_fresh(module.graph):
+        if "remat" in old.meta:
+            new.meta["remat"] = dataclasses.replace(old.meta["remat"], in_place=True)
+    if not _in_place.has_mutations(module.graph):
+        return module
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     examples = [*operands, *examples[len(operands) :]]
     with torch.no_grad(), _compat.no_dual_level():

@@ -125,6 +125,14 @@ _IN_PLACE = {
 }
 
 
+def pure_variant(op: Any) -> Any | None:
+    """The inverse of `in_place_variant`."""
+    return _PURE.get(op)
+
+
+_PURE = {in_place: pure for pure, in_place in _IN_PLACE.items()}
+
+
 def draws_from(value: Step) -> torch.Generator | None:
     """The generator that an operator is told to draw from, None for the default one."""
     given = (*value.args, *(each for _, each in value.kwargs))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from remat import _collectives, _compat, _import_fx, _streams, _trackers
+from remat import _collectives, _compat, _import_fx, _in_place, _streams, _trackers
 from remat._errors import (
     CapturedTensorError,
     RematError,
@@ -492,7 +492,7 @@ def _record(run: _Run) -> fx.GraphModule:
     try:
         module = _compat.make_fx(run, operands, _collectives.functional_twins())
         run.cut = _import_fx.cut_outputs(module.graph)
-        if _import_fx.has_mutations(module.graph):
+        if _in_place.has_mutations(module.graph):
             module = _import_fx.functionalize(module, operands)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         if isinstance(error, RematError):
@@ -618,7 +618,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     with _compat.isolated(), mode, torch.no_grad():
         fakes = [_fake(meta) for meta in metas]
         module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
-        if _import_fx.has_mutations(module.graph):
+        if _in_place.has_mutations(module.graph):
             module = _import_fx.functionalize(module, fakes)
     imported = _import_fx.import_graph(module)
     values = tuple(

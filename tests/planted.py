@@ -17,7 +17,7 @@ from remat import (
     _compat,
     _entry,
     _graph,
-    _import_fx,
+    _in_place,
     _names,
     _region,
     _trace,
@@ -89,7 +89,7 @@ def in_place_left_in():
     """In-place operators stay in the graph, and the check lets them pass."""
     stack = contextlib.ExitStack()
     stack.enter_context(
-        mock.patch.object(_import_fx, "has_mutations", return_value=False)
+        mock.patch.object(_in_place, "has_mutations", return_value=False)
     )
     stack.enter_context(
         mock.patch.object(_graph.operators, "is_mutable", return_value=False)

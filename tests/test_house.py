@@ -25,6 +25,7 @@ LAYERS = (
     ("storage",),
     ("policies",),
     ("_graph", "_names"),
+    ("_in_place",),
     ("_import_fx",),
     ("_captures", "_collectives", "_signature"),
     ("_guards",),

@@ -1,0 +1,97 @@
+"""In-place operators in a traced graph -> pure ones.
+
+Most write to a tensor that nothing else has seen yet: dropout's mask, an activation's fresh
+input. There it is a change of names. What is left (writes to operands, through views, under
+an alias) goes through torch's functionalization, which is a second trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat import _compat, _operators as operators
+from remat._graph import TensorMeta
+
+_aten = torch.ops.aten
+
+
+def has_mutations(graph: fx.Graph) -> bool:
+    """Whether some node writes in place."""
+    return any(operators.is_mutable(node.target) for node in graph.nodes)
+
+
+def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Replaces writes to tensors that nothing else has seen; each, and its replacement."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        pure = _pure_variant(node.target)
+        if pure is None or not _is_fresh(node.args[0], order, order[node]):
+            continue
+        value = _result(pure, node)
+        if value is None:
+            continue
+        with graph.inserting_after(node):
+            new = graph.call_function(pure, node.args, node.kwargs)
+        new.meta["val"] = value
+        order[new] = order[node]
+        yield node, new
+        written: Any = node.args[0]
+        written.replace_all_uses_with(
+            new, lambda user, last=order[node]: order[user] > last
+        )
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _pure_variant(op: Any) -> Any | None:
+    """aten.div.Scalar for aten.div_.Scalar, where it writes its first argument alone."""
+    if not operators.is_mutable(op):
+        return None
+    schema = _compat.schema_of(op)
+    writes = [
+        each.alias_info is not None and each.alias_info.is_write
+        for each in schema.arguments
+    ]
+    name = op.overloadpacket.__name__
+    if writes[0] and sum(writes) == 1 and len(schema.returns) == 1:
+        packet = getattr(_aten, name.removesuffix("_"), None)
+        overload = _compat.schema_of(op).overload_name or "default"
+        same = getattr(packet, overload, None) if name.endswith("_") else None
+        return operators.pure_variant(op) or same
+    return None
+
+
+def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
+    """Whether a node made a tensor with memory of its own, under one name until then."""
+    if not isinstance(node, fx.Node) or not _owns_memory(node):
+        return False
+    return all(_owns_memory(user) for user in node.users if order[user] < moment)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    """Whether what a node returns is one tensor that shares memory with no other."""
+    op: Any = node.target
+    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+        return False
+    returned = _compat.schema_of(op).returns
+    is_tensor = len(returned) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
+    return (
+        is_tensor and returned[0].alias_info is None and not operators.returns_view(op)
+    )
+
+
+def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
+    """What the pure operator gives, if that is laid out as what the write left behind."""
+    written = node.meta["val"]
+    if operators.may_draw(pure):
+        # Whatever the pure operator does, a program fills a tensor like the argument.
+        return written
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    with torch.no_grad():
+        found = pure(*args, **kwargs)
+    is_alike = TensorMeta.of(found) == TensorMeta.of(written, requires_grad=False)
+    return found if is_alike else None

@@ -1,0 +1,104 @@
+"""In-place operators become pure ones by name where nothing else has seen the tensor."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import _import_fx, remat
+from tests.support import seeded
+
+pytestmark = pytest.mark.contract
+
+
+def fresh(x: Tensor) -> Tensor:
+    """Two writes to a tensor of its own, read in between and after."""
+    y = x.sin()
+    y.mul_(x)
+    z = y.exp()
+    return y.add_(1).cos() + z
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    """A write to a part."""
+    y = x.sin()
+    y[0].mul_(3)
+    return y.cos()
+
+
+def under_an_alias(x: Tensor) -> Tensor:
+    """A write that a view made before shows."""
+    y = x.sin()
+    part = y[:1]
+    y.mul_(3)
+    return part.cos() + y.sum()
+
+
+def promoted(x: Tensor) -> Tensor:
+    """The pure operator's result would be of another dtype."""
+    y = x.sin().float()
+    y.mul_(x.double())
+    return y.cos()
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The written tensor was an input's; a copy of it is fresh."""
+    y = x.clone()
+    y.fill_(2.0)
+    return (y * x).sin()
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "fresh": (fresh, True),
+    "filled": (expanded, True),
+    "view": (through_a_view, False),
+    "alias": (under_an_alias, False),
+    "dtype": (promoted, False),
+}
+
+
+@pytest.fixture
+def second_traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What went through torch's functionalization."""
+    known: list[Any] = []
+    functionalized = _import_fx._compat.functionalized
+
+    def noticed(function: Any) -> Any:
+        known.append(function)
+        return functionalized(function)
+
+    monkeypatch.setattr(_import_fx._compat, "functionalized", noticed)
+    return known
+
+
+@pytest.mark.parametrize(("fun", "is_renamed"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_writes_inside_a_region(
+    fun: Callable[[Tensor], Tensor], is_renamed: bool, second_traces: list[Any]
+) -> None:
+    """The numbers are plain autograd's, whichever way a write goes."""
+    x = seeded(3, 4).requires_grad_()
+
+    y = remat(fun)(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+
+    assert torch.equal(y, fun(x))
+    assert torch.equal(found, torch.autograd.grad(fun(x).sum(), x)[0])
+    assert (not second_traces) == is_renamed
+
+
+def test_dropout_needs_no_second_trace(second_traces: list[Any]) -> None:
+    """Its mask is drawn in place; in a transformer's layer also for a transposed tensor."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    x = seeded(2, 5, 8)
+    gradients = []
+
+    for call in (layer, remat(layer)):
+        torch.manual_seed(3)
+        call(x).sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+        layer.zero_grad()
+
+    assert all(map(torch.equal, *gradients))
+    assert not second_traces
