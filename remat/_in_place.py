@@ -40,9 +40,9 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         order[new] = order[node]
         yield node, new
         written: Any = node.args[0]
-        written.replace_all_uses_with(
-            new, lambda user, last=order[node]: order[user] > last
-        )
+        for user in [*written.users]:
+            if order[user] > order[node]:
+                user.replace_input_with(written, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 

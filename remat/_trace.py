@@ -5,7 +5,8 @@ The function runs once, on fake tensors, outside of every transform and mode of 
 does), so that users' `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph
 what they mean outside. Fakes have the exact strides of inputs and cotangents: kernels
 choose by strides, and a wrong guess is silently wrong. In-place operators are then
-replaced by a second pass (`torch.func.functionalize`, views kept).
+renamed, or where that will not do replaced by a second pass (`torch.func.functionalize`,
+views kept).
 
 A torch-function mode sees every call of the user's code: it swaps captured tensors for
 inputs of the trace, and notes which line and which torch function makes each value.
