@@ -192,8 +192,11 @@ class Region(Generic[_P, _R]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
 
+    @_compat.unseen_by_dynamo
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
+        if torch.compiler.is_dynamo_compiling():
+            return _call_outside_of_dynamo(self, args, kwargs)
         if _is_disabled() or not _gradients_are_on():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
@@ -420,6 +423,7 @@ class Region(Generic[_P, _R]):
         """Forgets the traces of this function's code, with these options."""
         self._cache.clear()
 
+    @_compat.unseen_by_dynamo
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a decorated method."""
         return self if instance is None else BoundRegion(self, instance)
@@ -438,6 +442,13 @@ class Region(Generic[_P, _R]):
     def __repr__(self) -> str:
         """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
+
+
+@_compat.outside_of_dynamo
+def _call_outside_of_dynamo(
+    region: Region[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return region(*args, **kwargs)
 
 
 def _by_name(region: Region[..., Any]) -> object:

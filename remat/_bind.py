@@ -317,6 +317,7 @@ class _Ticket:
         return Results(outputs, *self.results[1:])
 
 
+@_compat.unseen_by_dynamo
 def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
     call = ticket.call
     results = ticket.run(operands)
@@ -339,6 +340,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     return tuple(outputs)
 
 
+@_compat.unseen_by_dynamo
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         _ahead.start(ctx)
@@ -348,6 +350,7 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]
         raise
 
 
+@_compat.unseen_by_dynamo
 def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = _saved(ctx)
     call: Call = ctx.call
@@ -391,6 +394,7 @@ def _modified(ctx: Any) -> SavedTensorModifiedError:
     )
 
 
+@_compat.unseen_by_dynamo
 def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
     call, operands, states, count = ctx.for_jvp
@@ -418,6 +422,7 @@ class _PlainFunction(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
+@_compat.unseen_by_dynamo
 def _forward_straight(
     ctx: Any, job: tuple[Call, Forward], *operands: Tensor
 ) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from types import FrameType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch._C._functorch as functorch_c
@@ -50,6 +50,8 @@ from torch.utils._python_dispatch import (
 )
 
 _Tree = TypeVar("_Tree")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -62,6 +64,7 @@ enable_single_level = enable_single_level_autograd_function
 disable_modes = _disable_current_modes
 
 # Parts of torch that it has not annotated.
+_eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 _guards: Any = importlib.import_module("torch._C._dynamo.guards")
 _functorch_c: Any = functorch_c
 _forward_ad: Any = forward_ad
@@ -895,6 +898,26 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         if each.numel()
     ]
     return not bits or torch.equal(*bits)
+
+
+def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keeps torch.compile from frames of the function, and of all that it calls.
+
+    `torch.compiler.disable` does so by a wrapper, and imports Dynamo at once, which takes a
+    second. Obsolete when Dynamo leaves a package alone that asks for it.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    code = cast("types.FunctionType", function).__code__
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch.compile leaves it alone: it ends one graph, and another begins.
+
+    Obsolete as the above is.
+    """
+    return _torch._disable_dynamo(function)
 
 
 def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
