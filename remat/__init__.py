@@ -1,6 +1,6 @@
 """Activation recomputation for pure functions, under every torch.func transform."""
 
-from remat import policies, random, storage
+from remat import interop, policies, random, storage
 from remat._api import disabled, remat
 from remat._errors import (
     BudgetError,
@@ -40,6 +40,7 @@ __all__ = [
     "TraceError",
     "checkpoint_name",
     "disabled",
+    "interop",
     "policies",
     "print_saved_residuals",
     "random",

@@ -14,7 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -54,6 +54,16 @@ class Output:
         return _compat.unflatten(leaves, self.spec)
 
 
+class InputStorage(Protocol):
+    """How an input waits."""
+
+    def __call__(
+        self, path: str, tensor: Tensor, *, is_argument: bool
+    ) -> AbstractStorage:
+        """The storage of one input, an argument or a captured tensor."""
+        ...
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -64,7 +74,7 @@ class Options:
         rng: "keys" or "preserve".
         verify: whether saved values are compared with recomputed ones.
         backend: what compiles the programs, if anything.
-        input_storage: how an input waits, by its path.
+        inputs: how an input waits, by its path.
         calls: numbers the calls that store something. All traces of the function share it:
             what ranks do by it, they do together, although one traces and another not.
     """
@@ -73,7 +83,7 @@ class Options:
     rng: str
     verify: bool
     backend: str | None
-    input_storage: Callable[[str, Tensor], AbstractStorage]
+    inputs: InputStorage
     calls: Calls
 
 
@@ -263,9 +273,7 @@ def make_entry(
             options.policy,
             joints=traced.joints,
             verify=options.verify,
-            inputs=_input_storages(
-                options, names, [*signature.tensors, *traced.captured]
-            ),
+            inputs=_input_storages(options, names, signature.tensors, traced.captured),
             calls=options.calls,
         ),
         output=flattened.output,
@@ -288,11 +296,15 @@ def _unseen(joint: Joint) -> frozenset[int]:
 
 
 def _input_storages(
-    options: Options, names: Sequence[str], tensors: Sequence[Tensor]
+    options: Options,
+    names: Sequence[str],
+    arguments: Sequence[Tensor],
+    captured: Sequence[Tensor],
 ) -> dict[int, AbstractStorage]:
     """The operands that wait otherwise than as they are, and how."""
+    tensors = [*arguments, *captured]
     found = {
-        index: options.input_storage(name, tensor)
+        index: options.inputs(name, tensor, is_argument=index < len(arguments))
         for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
     }
     return {index: each for index, each in found.items() if type(each) is not Keep}

@@ -30,17 +30,27 @@ class InputStorages:
     Attributes:
         each: for a path, which may be a glob, the storage.
         others: for inputs that no path names; parameters of modules are kept as they are.
+        activations_only: whether `others` is for arguments of a floating or complex dtype
+            alone: not for masks and indices, nor for what the function captures.
     """
 
     each: tuple[tuple[str, AbstractStorage], ...] = ()
     others: AbstractStorage = _KEEP
+    activations_only: bool = False
 
-    def of(self, path: str, tensor: Tensor) -> AbstractStorage:
-        """The storage of one input."""
+    def of(self, path: str, tensor: Tensor, *, is_argument: bool) -> AbstractStorage:
+        """The storage of one input, an argument or a captured tensor."""
         for glob, storage in self.each:
             if fnmatch.fnmatchcase(path, glob):
                 return storage
-        return Keep() if isinstance(tensor, nn.Parameter) else self.others
+        is_activation = is_argument and (
+            tensor.is_floating_point() or tensor.is_complex()
+        )
+        if isinstance(tensor, nn.Parameter) or (
+            self.activations_only and not is_activation
+        ):
+            return Keep()
+        return self.others
 
 
 @dataclasses.dataclass(frozen=True)

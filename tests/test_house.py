@@ -41,7 +41,7 @@ LAYERS = (
     ("_rerun", "_entry"),
     ("_advice", "_residuals", "_options"),
     ("_api",),
-    ("reporting", "testing"),
+    ("interop", "reporting", "testing"),
     ("__init__",),
     ("__main__",),
 )

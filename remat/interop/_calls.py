@@ -1,0 +1,82 @@
+"""What the drop-ins share: one call of a function as a region.
+
+The peers take a function at each call, so a region is made at each call too. That costs
+microseconds: traces belong to a function's code and to the options (`_api`), so that a
+lambda, a bound method or a closure that is made anew at each step finds the last one's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from remat._api import BoundRegion, Region, RematModule
+from remat._options import InputStorages, Settings, inputs_for
+from remat._signature import Statics
+from remat._trackers import is_tracker, register_tracker
+from remat.policies import nothing_saveable
+from remat.storage import AbstractStorage, Keep
+
+_KEEP = Keep()
+
+
+def call_as_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    storage: AbstractStorage = _KEEP,
+) -> Any:
+    """Calls a function whose backward will recompute all of it.
+
+    Generators and registered trackers are preserved. A region with `engine="rerun"` does
+    that by itself, and is called as it is.
+
+    Args:
+        function: any callable, a module or a region.
+        args: the call's arguments.
+        kwargs: likewise.
+        storage: how arguments of a floating or complex dtype wait, parameters aside.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        ValueError: the function runs again, and its inputs would have to wait otherwise
+            than as they are.
+    """
+    if _runs_again(function):
+        inputs_for(storage, "rerun")
+        return function(*args, **kwargs)
+    settings = Settings(
+        nothing_saveable,
+        "preserve",
+        "trace",
+        Statics(),
+        verify=False,
+        inputs=InputStorages(others=storage, activations_only=True),
+    )
+    return Region(function, settings)(*args, **kwargs)
+
+
+def _runs_again(function: Callable[..., Any]) -> bool:
+    return (
+        isinstance(function, (Region, BoundRegion, RematModule))
+        and function.settings.engine == "rerun"
+    )
+
+
+def preserve(tracker: Any) -> None:
+    """Registers a tracker once and for all: a backward may come at any time.
+
+    A registration of the user's own is left alone.
+    """
+    if not is_tracker(tracker):
+        register_tracker(tracker)
+
+
+def preserve_that_of(module: str) -> None:
+    """Does so with the tracker of a project that is in use, which a module has."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        preserve(loaded.get_cuda_rng_tracker())

@@ -1,0 +1,56 @@
+"""From a process group, as the peers have them, to the storage that shards over it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from remat import _compat
+from remat._errors import explain
+from remat.storage import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_over(
+    group: ProcessGroup | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Shard:
+    """The sharding of a call's saved inputs over a group.
+
+    Args:
+        group: whose ranks hold the same inputs; None means all ranks.
+        args: the call's arguments, for their device.
+        kwargs: likewise.
+
+    Returns:
+        `storage.Shard` over a mesh of that group.
+
+    Raises:
+        RuntimeError: there are no process groups.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            explain(
+                where="checkpoint",
+                what="is to shard what it saves, and torch.distributed is not initialized.",
+                why="Each rank of a process group keeps its part.",
+                do="Call torch.distributed.init_process_group(...) first, or leave the "
+                "sharding off.",
+            )
+        )
+    devices = [tensor.device.type for tensor in _compat.tensor_leaves((args, kwargs))]
+    whole = dist.group.WORLD if group is None else group
+    return Shard(_mesh_of(whole, devices[0] if devices else "cpu"))
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_of(group: Any, device_type: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with _compat.isolated(), _compat.without_torch_function():
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("tp",))

@@ -1,0 +1,261 @@
+"""`deepspeed.checkpointing` over this engine: `checkpoint`, and what configures it.
+
+What DeepSpeed does in silence is said here: options that this engine has no use for warn,
+and so does partitioning without an `mpu_`, which nothing would partition over.
+
+References:
+    DeepSpeed, `deepspeed/runtime/activation_checkpointing/checkpointing.py`; "Activation
+    Checkpointing" in its documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast, final
+
+from remat import _ahead
+from remat._errors import RematWarning, explain
+from remat.interop._calls import call_as_region, preserve_that_of
+from remat.interop._groups import shard_over
+from remat.storage import AbstractStorage, Keep, Offload
+
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+# The section "activation_checkpointing" of a DeepSpeed configuration, and what `configure`
+# calls each of its entries.
+_ENTRIES = {
+    "partition_activations": "partition_activations",
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "number_checkpoints": "num_checkpoints",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "synchronize_checkpoint_boundary": "synchronize",
+    "profile": "profile",
+}
+
+_WITHOUT_EFFECT = {
+    "contiguous_checkpointing": (
+        "What waits is a tensor for each value, which torch's allocator reuses.",
+        "Leave it out.",
+    ),
+    "num_checkpoints": (
+        "It sizes the buffer of contiguous_checkpointing, and there is none.",
+        "Leave it out.",
+    ),
+    "synchronize": (
+        "The programs of a region read nothing from the device.",
+        "Call torch.accelerator.synchronize() where you measure.",
+    ),
+    "profile": (
+        "Forward and backward programs take their time like any other operators.",
+        "Use torch.profiler.",
+    ),
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Configuration:
+    """What `configure` was told.
+
+    Attributes:
+        mpu: knows the model-parallel group; or None.
+        partition_activations: whether each rank of that group keeps its part.
+        checkpoint_in_cpu: whether what waits does so in host memory.
+    """
+
+    mpu: Any = None
+    partition_activations: bool = False
+    checkpoint_in_cpu: bool = False
+
+    def storage(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractStorage:
+        """How the activations among a call's arguments wait."""
+        whole: AbstractStorage = Offload() if self.checkpoint_in_cpu else Keep()
+        if not self.partition_activations or self.mpu is None:
+            return whole
+        part = shard_over(_group_of(self.mpu), args, kwargs)
+        return part >> whole if self.checkpoint_in_cpu else part
+
+
+@final
+class _Current:
+    """The configuration in force; None before `configure`."""
+
+    value: _Configuration | None = None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function whose intermediate values are recomputed in the backward.
+
+    Laws: those of `remat`. Generators, registered trackers and, where DeepSpeed is
+    imported, its own tracker are put back for the recomputation by value. Inputs wait as
+    `configure` says; the caller's tensors are left alone.
+
+    Args:
+        function: a module, a function or a region, called with what follows.
+        *args: its arguments; pytrees of tensors and other values.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        What `function` returns; as in DeepSpeed a tuple in place of a list, and the only
+        element in place of a list or tuple of one.
+
+    Raises:
+        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
+            place runs it again instead.
+        NotReplicatedError: arguments that are to be partitioned differ between ranks.
+        RuntimeError: there are no process groups to partition over.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop import deepspeed
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = deepspeed.checkpoint(lambda x: x.sin().sin(), x)
+        >>> y.sum().backward()
+    """
+    preserve_that_of(_CHECKPOINTING)
+    storage = (_Current.value or _Configuration()).storage(args, kwargs)
+    found = call_as_region(function, args, kwargs, storage)
+    if type(found) not in (tuple, list):
+        return found
+    outputs = tuple(found)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def configure(  # noqa: PLR0917  DeepSpeed's own order
+    mpu_: Any = None,
+    deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how the inputs of all later calls of `checkpoint` wait.
+
+    Each call starts from DeepSpeed's defaults, all of them off, and from the last `mpu_`.
+    An option that is on and has no effect warns, and says why.
+
+    Args:
+        mpu_: has `get_tensor_model_parallel_group()` or `get_model_parallel_group()`; None
+            leaves the one of an earlier call.
+        deepspeed_config: a DeepSpeed configuration, or the path of its JSON file; its
+            section "activation_checkpointing" is read.
+        partition_activations: whether each rank of the model-parallel group keeps its part
+            of the arguments of a floating dtype, as `storage.Shard` does.
+        contiguous_checkpointing: has no effect.
+        num_checkpoints: has no effect.
+        checkpoint_in_cpu: whether they wait in host memory, as `storage.Offload` does; with
+            `partition_activations` the parts do.
+        synchronize: has no effect.
+        profile: has no effect.
+
+    Raises:
+        ValueError: the section has an entry that DeepSpeed does not know.
+
+    Example:
+        >>> from remat.interop import deepspeed
+        >>> deepspeed.configure(checkpoint_in_cpu=False)
+        >>> deepspeed.is_configured()
+        True
+    """
+    told = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    options = _section(deepspeed_config)
+    options |= {name: each for name, each in told.items() if each is not None}
+    for name, (why, do) in _WITHOUT_EFFECT.items():
+        if options.get(name):
+            _warn(name, options[name], why, do)
+    last = _Current.value
+    mpu = last.mpu if mpu_ is None and last is not None else mpu_
+    if options.get("partition_activations") and mpu is None:
+        _warn(
+            "partition_activations",
+            True,
+            "Without `mpu_` nothing says which ranks hold the same activations.",
+            "Pass mpu_=..., an object with get_model_parallel_group().",
+        )
+    _Current.value = _Configuration(
+        mpu,
+        bool(options.get("partition_activations")),
+        bool(options.get("checkpoint_in_cpu")),
+    )
+
+
+def is_configured() -> bool:
+    """Whether `configure` has been called.
+
+    Example:
+        >>> from remat.interop import deepspeed
+        >>> deepspeed.configure()
+        >>> deepspeed.is_configured()
+        True
+    """
+    return _Current.value is not None
+
+
+def reset() -> None:
+    """Drops what is on its way back to a backward that did not end, on this thread.
+
+    The configuration stays. There are no buffers to be freed, as DeepSpeed has: what waits
+    ends with the graph of autograd to which it belongs, also if no backward comes.
+
+    Example:
+        >>> from remat.interop import deepspeed
+        >>> deepspeed.reset()
+    """
+    _ahead.drop()
+
+
+def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """What a DeepSpeed configuration says of checkpointing, as options of `configure`."""
+    if config is None:
+        return {}
+    if isinstance(config, (str, Path)):
+        config = cast("Mapping[str, Any]", json.loads(Path(config).read_text()))
+    section: Mapping[str, Any] = config.get("activation_checkpointing", {})
+    unknown = sorted(set(section) - set(_ENTRIES))
+    if unknown:
+        raise ValueError(
+            explain(
+                where='deepspeed_config["activation_checkpointing"]',
+                what=f"has an entry {unknown[0]!r}.",
+                why=f"DeepSpeed's are {', '.join(_ENTRIES)}.",
+                do="Correct its name, or leave it out.",
+            )
+        )
+    return {_ENTRIES[name]: each for name, each in section.items() if each is not None}
+
+
+def _warn(name: str, value: object, why: str, do: str) -> None:
+    warnings.warn(
+        explain(
+            where=f"interop.deepspeed.configure({name}={value!r})",
+            what="has no effect.",
+            why=why,
+            do=do,
+        ),
+        RematWarning,
+        stacklevel=3,
+    )
+
+
+def _group_of(mpu: Any) -> Any:
+    """The model-parallel group, by the newer of DeepSpeed's two names if it is there."""
+    names = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+    found = next(name for name in names if hasattr(mpu, name))
+    return getattr(mpu, found)()

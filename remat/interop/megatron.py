@@ -1,0 +1,76 @@
+"""`megatron.core.tensor_parallel.checkpoint` over this engine.
+
+Where Megatron-LM is in use, its tracker is preserved and its tensor-parallel group shards;
+nothing of it is imported here.
+
+References:
+    Megatron-LM, `megatron/core/tensor_parallel/random.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from remat.interop._calls import call_as_region, preserve_that_of
+from remat.interop._groups import shard_over
+from remat.storage import Keep
+
+__all__ = ["checkpoint"]
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_STATE = "megatron.core.parallel_state"
+
+
+def checkpoint(
+    function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
+) -> Any:
+    """Calls a function whose intermediate values are recomputed in the backward.
+
+    Laws: those of `remat`. Generators, registered trackers and, where Megatron-LM is
+    imported, its own tracker are put back for the recomputation by value.
+
+    Args:
+        function: a module, a function or a region, called with `args`.
+        distribute_saved_activations: whether each tensor-parallel rank keeps its part of
+            the arguments of a floating dtype, as `storage.Shard` does, parameters aside.
+            The ranks are those of Megatron-LM's group, or all where it is not in use.
+        *args: the function's arguments; pytrees of tensors and other values.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        TypeError: the second argument is no bool.
+        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
+            place runs it again instead.
+        NotReplicatedError: arguments that are to be sharded differ between ranks.
+        RuntimeError: there are no process groups to shard over.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop import megatron
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = megatron.checkpoint(lambda x: x.sin().sin(), False, x)
+        >>> y.sum().backward()
+    """
+    if not isinstance(distribute_saved_activations, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "interop.megatron.checkpoint(function, distribute_saved_activations, *args) "
+            "takes True or False after the function, not a "
+            f"{type(distribute_saved_activations).__name__}."
+        )
+    preserve_that_of(_RANDOM)
+    storage = Keep()
+    if distribute_saved_activations:
+        storage = shard_over(_tensor_parallel_group(), args, {})
+    return call_as_region(function, args, {}, storage)
+
+
+def _tensor_parallel_group() -> Any:
+    """Megatron-LM's, or None where it has none."""
+    state: Any = sys.modules.get(_STATE)
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return state.get_tensor_model_parallel_group()

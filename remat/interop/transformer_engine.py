@@ -1,0 +1,109 @@
+"""`transformer_engine.pytorch.checkpoint` over this engine.
+
+What differs from TransformerEngine's: tensors that are passed by keyword, held in
+containers, or reached otherwise get their gradients, with `use_reentrant` either way; the
+caller's tensors are left alone; any size is sharded; ranks that differ raise.
+
+References:
+    TransformerEngine, `transformer_engine/pytorch/distributed.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from remat._errors import RematWarning, explain
+from remat.interop._calls import call_as_region, preserve
+from remat.interop._groups import shard_over
+from remat.storage import Keep
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["checkpoint"]
+
+# TransformerEngine passes these on to torch where a function has no modules of its own.
+_OF_TORCH = ("determinism_check", "debug")
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: ProcessGroup | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Calls a function whose intermediate values are recomputed in the backward.
+
+    Laws: those of `remat`. Generators and the tracker are put back for the recomputation
+    by value, and end as without it. The two modes that `use_reentrant` names are one here,
+    and both may shard: a region takes gradients to wherever the function's tensors come
+    from, and under `.backward()` as under `torch.autograd.grad` and torch.func.
+
+    Args:
+        function: a module, a function or a region, called with what follows.
+        *args: its arguments; pytrees of tensors and other values.
+        distribute_saved_activations: whether each rank of `tp_group` keeps its part of the
+            arguments of a floating dtype, as `storage.Shard` does, parameters aside.
+        get_rng_state_tracker: gives the tracker of named generator states from which the
+            function draws. It is registered (`random.register_tracker`) from then on.
+        tp_group: the ranks that hold the same arguments; None means all ranks.
+        use_reentrant: accepted either way.
+        **kwargs: the function's keyword arguments.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
+            place runs it again instead.
+        NotReplicatedError: arguments that are to be sharded differ between ranks.
+        RuntimeError: there are no process groups to shard over.
+        ValueError: `context_fn` is passed, which runs code around a rerun of the function.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop import transformer_engine as te
+        >>> linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        >>> y = te.checkpoint(lambda x, *, scale: linear(x).tanh() * scale, x, scale=x)
+        >>> y.sum().backward()
+        >>> linear.weight.grad.shape
+        torch.Size([4, 4])
+    """
+    kwargs = _without_options_of_torch(kwargs)
+    if get_rng_state_tracker is not None:
+        preserve(get_rng_state_tracker())
+    storage = Keep()
+    if distribute_saved_activations:
+        storage = shard_over(tp_group, args, kwargs)
+    return call_as_region(function, args, kwargs, storage)
+
+
+def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if "context_fn" in kwargs:
+        raise ValueError(
+            explain(
+                where="interop.transformer_engine.checkpoint(context_fn=...)",
+                what="cannot be carried out.",
+                why="The function is traced once, and no Python of it runs in the "
+                "backward, around which a context could be.",
+                do="Say by remat(policy=...) what should be saved.",
+            )
+        )
+    for name in _OF_TORCH:
+        if name in kwargs:
+            warnings.warn(
+                explain(
+                    where=f"interop.transformer_engine.checkpoint({name}=...)",
+                    what="has no effect, as in TransformerEngine's own checkpoint.",
+                    why="It is an option of torch.utils.checkpoint.",
+                    do="Leave it out; remat(verify=True) compares each recomputed value.",
+                ),
+                RematWarning,
+                stacklevel=3,
+            )
+    return {name: each for name, each in kwargs.items() if name not in _OF_TORCH}

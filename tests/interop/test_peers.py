@@ -1,0 +1,470 @@
+"""The drop-ins for TransformerEngine, Megatron-LM and DeepSpeed, in one process.
+
+`tests/storage/peer_checks.py` has what they shard, in worlds of several ranks.
+"""
+
+import functools
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import RematWarning, TraceError, _ahead, _api, _trackers, random, remat
+from remat.interop import deepspeed, megatron, transformer_engine
+from remat.interop.deepspeed import _Configuration, _Current
+from remat.storage import Keep, Offload
+from tests.random.test_trackers import Tracker
+from tests.support import assert_bitwise
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+Checkpoint = Callable[..., Any]
+
+
+def plain_megatron(function: Any, *args: Any) -> Any:
+    """Megatron's, without sharding."""
+    return megatron.checkpoint(function, False, *args)
+
+
+TE = transformer_engine.checkpoint
+EACH: dict[str, Checkpoint] = {
+    "transformer_engine": TE,
+    "transformer_engine_no_reentry": functools.partial(TE, use_reentrant=False),
+    "megatron": plain_megatron,
+    "deepspeed": deepspeed.checkpoint,
+}
+each_peer = pytest.mark.parametrize("checkpoint", EACH.values(), ids=EACH)
+keyword_peer = pytest.mark.parametrize(
+    "checkpoint",
+    [each for name, each in EACH.items() if name != "megatron"],
+    ids=[name for name in EACH if name != "megatron"],
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No configuration of DeepSpeed and no registration of a tracker outlives a test."""
+    monkeypatch.setattr(_Current, "value", None)
+    before = dict(_trackers.registered)
+    yield
+    _trackers.registered.clear()
+    _trackers.registered.update(before)
+
+
+class Block(nn.Module):
+    """Dropout, a buffer that moves, and what a keyword brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return F.dropout(self.linear(self.norm(x)).tanh(), 0.3) * scale + x
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Of one backward."""
+    return torch.autograd.grad(loss.square().sum(), leaves)
+
+
+def test_signatures_are_the_peers() -> None:
+    """By position and by keyword."""
+    assert str(inspect.signature(megatron.checkpoint)).startswith(
+        "(function: 'Callable[..., Any]', distribute_saved_activations: 'bool', *args"
+    )
+    assert list(inspect.signature(TE).parameters) == [
+        "function", "args", "distribute_saved_activations", "get_rng_state_tracker",
+        "tp_group", "use_reentrant", "kwargs",
+    ]  # fmt: skip
+    assert list(inspect.signature(deepspeed.configure).parameters) == [
+        "mpu_", "deepspeed_config", "partition_activations", "contiguous_checkpointing",
+        "num_checkpoints", "checkpoint_in_cpu", "synchronize", "profile",
+    ]  # fmt: skip
+
+
+@each_peer
+def test_modules_have_their_gradients_draws_and_buffers(checkpoint: Checkpoint) -> None:
+    """Bitwise those of the module itself; the generator and the buffers end alike."""
+    block, twin = Block(), Block()
+    twin.load_state_dict(block.state_dict())
+    x = torch.randn(3, 4, requires_grad=True)
+
+    torch.manual_seed(1)
+    ours = gradients(checkpoint(block, x), x, *block.parameters())
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    theirs = gradients(twin(x), x, *twin.parameters())
+
+    assert_bitwise(ours, theirs)
+    assert torch.equal(state, torch.get_rng_state())
+    assert_bitwise(tuple(block.buffers()), tuple(twin.buffers()))
+
+
+@each_peer
+def test_nothing_but_inputs_is_saved(checkpoint: Checkpoint) -> None:
+    """The backward recomputes all of it."""
+    x = torch.randn(3, 4, requires_grad=True)
+    y = checkpoint(lambda x: x.sin().exp().tanh(), x)
+
+    node: Any = y.grad_fn
+    assert [each.shape for each in node.saved_tensors] == [x.shape]
+    assert node.saved_tensors[0].data_ptr() == x.data_ptr()
+
+
+@each_peer
+def test_functions_that_only_reach_a_parameter(checkpoint: Checkpoint) -> None:
+    """No argument requires grad, as of a first layer: peers then lose all gradients."""
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4)
+    y = checkpoint(lambda x: (x @ weight).tanh(), x)
+
+    assert_bitwise(gradients(y, weight), gradients((x @ weight).tanh(), weight))
+
+
+@keyword_peer
+def test_tensors_by_keyword_have_their_gradients(checkpoint: Checkpoint) -> None:
+    """Also where no other tensor has one."""
+
+    def scaled(x: Tensor, *, scale: Tensor) -> Tensor:
+        return (x * scale).sin().exp()
+
+    x, scale = (torch.randn(3, requires_grad=True) for _ in range(2))
+    only = checkpoint(scaled, x.detach(), scale=scale)
+
+    assert only.requires_grad
+    assert_bitwise(
+        gradients(checkpoint(scaled, x, scale=scale), x, scale),
+        gradients(scaled(x, scale=scale), x, scale),
+    )
+    assert_bitwise(
+        gradients(only, scale), gradients(scaled(x.detach(), scale=scale), scale)
+    )
+
+
+@each_peer
+def test_every_transform(checkpoint: Checkpoint) -> None:
+    """Peers raise under torch.func."""
+    x = torch.randn(3, dtype=torch.float64)
+
+    def loss(x: Tensor, call: Checkpoint) -> Tensor:
+        return call(lambda x: x.sin().exp(), x).square().sum()
+
+    plain: Checkpoint = lambda function, *args: function(*args)  # noqa: E731
+    for transform in (torch.func.grad, torch.func.hessian):
+        ours = transform(lambda x: loss(x, checkpoint))(x)
+        torch.testing.assert_close(ours, transform(lambda x: loss(x, plain))(x))
+
+
+class Layer(nn.Module):
+    """One of many equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sin().exp()
+
+
+def megatrons_custom_forward(layer: Layer) -> Any:
+    """A closure for each call, as Megatron-LM makes them."""
+
+    def custom_forward(x: Tensor) -> Tensor:
+        return layer(x)
+
+    return custom_forward
+
+
+@each_peer
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda layer: lambda x: layer(x),
+        megatrons_custom_forward,
+        lambda layer: layer.forward,
+        lambda layer: functools.partial(Layer.forward, layer),
+        lambda layer: layer,
+    ],
+    ids=["lambda", "closure", "method", "partial", "module"],
+)
+def test_a_function_that_is_made_at_each_call_is_traced_once(
+    checkpoint: Checkpoint, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traces belong to the code, and equal layers share one."""
+    traced: list[str] = []
+    make_entry = _api.make_entry
+    monkeypatch.setattr(
+        _api, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
+    )
+    monkeypatch.setattr(_api, "_caches", {})
+    for _ in range(3):
+        layer, x = Layer(), torch.randn(4, requires_grad=True)
+        y = checkpoint(made(layer), x)
+        leaves = (x, layer.weight)
+        assert_bitwise(gradients(y, *leaves), gradients(layer(x), *leaves))
+
+    assert traced == ["x"]
+
+
+@each_peer
+def test_without_gradients_the_function_runs_as_it_is(checkpoint: Checkpoint) -> None:
+    """And what cannot be traced is no error there."""
+    x = torch.ones(3)
+    with torch.no_grad():
+        assert checkpoint(lambda x: x if x.sum().item() > 0 else -x, x) is x
+
+
+@each_peer
+def test_what_cannot_be_traced_says_how_to_run_again(checkpoint: Checkpoint) -> None:
+    """A region that runs again is taken as it is."""
+
+    def branching(x: Tensor) -> Tensor:
+        return x.sin().exp() if x.sum() > 0 else x.cos().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(TraceError, match='engine="rerun"'):
+        checkpoint(branching, x)
+    y = checkpoint(remat(branching, engine="rerun"), x)
+
+    assert_bitwise(gradients(y, x), gradients(branching(x), x))
+
+
+def test_what_runs_again_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs are kept as they are, and this is said."""
+    monkeypatch.setattr(_Current, "value", _Configuration(checkpoint_in_cpu=True))
+    with pytest.raises(ValueError, match="runs the Python function again on its argum"):
+        deepspeed.checkpoint(remat(torch.sin, engine="rerun"), torch.ones(3))
+
+
+def test_a_region_inside_bounds_the_recomputation() -> None:
+    """What crosses to the backward is the drop-in's to say: nothing."""
+
+    @remat
+    def inner(x: Tensor) -> Tensor:
+        return x.sin().exp().tanh()
+
+    x = torch.randn(3, requires_grad=True)
+    y = TE(inner, x)
+
+    node: Any = y.grad_fn
+    assert [each.shape for each in node.saved_tensors] == [x.shape]
+    assert_bitwise(gradients(y, x), gradients(x.sin().exp().tanh(), x))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_transformer_engines_tracker_is_kept_by_value(use_reentrant: bool) -> None:
+    """Draws come again, whatever happens to the tracker between forward and backward."""
+    tracker, twin = Tracker(), Tracker()
+    for each in (tracker, twin):
+        each.add("tp", 7)
+
+    def dropped(x: Tensor, forked: Tracker) -> Tensor:
+        with forked.fork("tp"):
+            return F.dropout(x.sin(), 0.5).exp()
+
+    x = torch.randn(64, requires_grad=True)
+    for _ in range(2):
+        y = TE(
+            lambda x: dropped(x, tracker),
+            x,
+            get_rng_state_tracker=lambda: tracker,
+            use_reentrant=use_reentrant,
+        )
+        expected = dropped(x, twin)
+        state = tracker.get_states()["tp"]
+        assert torch.equal(state, twin.get_states()["tp"])
+        kept = state.clone()
+        state.fill_(0)  # peers hold this very tensor
+        assert_bitwise(gradients(y, x), gradients(expected, x))
+        state.copy_(kept)
+    assert sum(each is tracker for each in _trackers.registered.values()) == 1
+
+
+def test_a_registration_of_the_users_is_left_alone() -> None:
+    """It is neither doubled nor ended."""
+    tracker = Tracker()
+    tracker.add("tp", 7)
+    x = torch.randn(3, requires_grad=True)
+    with random.register_tracker(tracker):
+        TE(torch.sin, x, get_rng_state_tracker=lambda: tracker)
+        assert sum(each is tracker for each in _trackers.registered.values()) == 1
+
+    assert not _trackers.is_tracker(tracker)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        (plain_megatron, "megatron.core.tensor_parallel.random"),
+        (
+            deepspeed.checkpoint,
+            "deepspeed.runtime.activation_checkpointing.checkpointing",
+        ),
+    ],
+    ids=["megatron", "deepspeed"],
+)
+def test_a_projects_own_tracker_is_preserved(
+    checkpoint: Checkpoint, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the project is imported; a module of its name stands for it."""
+    tracker: Any = Tracker()
+    tracker.add("tp", 7)
+    loaded: Any = types.ModuleType(name)
+    loaded.get_cuda_rng_tracker = lambda: tracker
+    monkeypatch.setitem(sys.modules, name, loaded)
+
+    def dropped(x: Tensor) -> Tensor:
+        with tracker.fork("tp"):
+            return F.dropout(x.sin(), 0.5).exp()
+
+    x = torch.randn(64, requires_grad=True)
+    start = tracker.get_states()["tp"].clone()
+    ours = gradients(checkpoint(dropped, x), x)
+    tracker.set_states({"tp": start})
+
+    assert_bitwise(ours, gradients(dropped(x), x))
+
+
+def test_megatrons_group_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensor-parallel group where that is initialized, else all ranks."""
+    state: Any = types.ModuleType("megatron.core.parallel_state")
+    state.model_parallel_is_initialized = lambda: False
+    state.get_tensor_model_parallel_group = lambda: "its group"
+    assert megatron._tensor_parallel_group() is None
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    assert megatron._tensor_parallel_group() is None
+    state.model_parallel_is_initialized = lambda: True
+
+    assert megatron._tensor_parallel_group() == "its group"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: TE(f, x, distribute_saved_activations=True),
+        lambda f, x: megatron.checkpoint(f, True, x),
+    ],
+    ids=["transformer_engine", "megatron"],
+)
+def test_sharding_needs_process_groups(call: Checkpoint) -> None:
+    """Without them it is an error, that says so."""
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        call(torch.sin, torch.ones(3, requires_grad=True))
+
+
+def test_megatron_takes_its_flag_second() -> None:
+    """A call as of torch's checkpoint does not take a tensor for it."""
+    wrong: Any = torch.ones(3)
+    with pytest.raises(
+        TypeError, match="takes True or False after the function, not a"
+    ):
+        megatron.checkpoint(torch.sin, wrong)
+
+
+@pytest.mark.parametrize("option", ["determinism_check", "debug"])
+def test_options_that_transformer_engine_passes_on_warn(option: str) -> None:
+    """They have no effect, and do not reach the function."""
+    options: Any = {option: "none"}
+    with pytest.warns(RematWarning, match=rf"\({option}=\.\.\.\): has no effect"):
+        TE(lambda x: x.sin().exp(), torch.ones(3, requires_grad=True), **options)
+
+
+def test_contexts_around_the_recomputation_are_refused() -> None:
+    """No Python runs there."""
+    with pytest.raises(ValueError, match="no Python of it runs in the backward"):
+        TE(torch.sin, torch.ones(3), context_fn=lambda: None)
+
+
+def test_deepspeeds_outputs() -> None:
+    """One element stands for itself, a list becomes a tuple, as there."""
+    x = torch.ones(3, requires_grad=True)
+    sine = lambda x: x.sin().exp()  # noqa: E731
+
+    assert isinstance(deepspeed.checkpoint(lambda x: (sine(x),), x), Tensor)
+    assert type(deepspeed.checkpoint(lambda x: [sine(x), x], x)) is tuple
+    assert set(deepspeed.checkpoint(lambda x: {"y": sine(x)}, x)) == {"y"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"contiguous_checkpointing": True}, "a tensor for each value"),
+        ({"num_checkpoints": 4}, "there is none"),
+        ({"synchronize": True}, "read nothing from the device"),
+        ({"profile": True}, r"Use torch\.profiler"),
+        ({"partition_activations": True}, "Without `mpu_` nothing says which ranks"),
+    ],
+    ids=str,
+)
+def test_deepspeeds_options_without_effect_say_why(options: Any, reason: str) -> None:
+    """By keyword and in a configuration; what is off says nothing."""
+    (name,) = options
+    entries = {
+        "contiguous_checkpointing": "contiguous_memory_optimization",
+        "num_checkpoints": "number_checkpoints",
+        "synchronize": "synchronize_checkpoint_boundary",
+    }
+    section = {entries.get(name, name): options[name]}
+    in_config: Any = {"deepspeed_config": {"activation_checkpointing": section}}
+    for told in (options, in_config):
+        with pytest.warns(RematWarning, match=rf"configure\({name}=.*{reason}"):
+            deepspeed.configure(None, **told)
+    off: Any = dict.fromkeys(options, False)
+    deepspeed.configure(**off)
+
+
+def test_deepspeed_is_configured_by_keyword_mapping_and_file(tmp_path) -> None:
+    """What is told by keyword goes before what a file says; each call starts anew."""
+    assert not deepspeed.is_configured()
+    config = {"activation_checkpointing": {"cpu_checkpointing": True}, "zero": {}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for each in (config, str(path), path):
+        deepspeed.configure(deepspeed_config=each)
+        assert _Current.value == _Configuration(checkpoint_in_cpu=True)
+    deepspeed.configure(deepspeed_config=path, checkpoint_in_cpu=False)
+    assert _Current.value == _Configuration()
+    assert deepspeed.is_configured()
+    mpu = object()
+    deepspeed.configure(mpu, partition_activations=True)
+    deepspeed.configure(partition_activations=True)
+
+    assert _Current.value == _Configuration(mpu, partition_activations=True)
+
+
+def test_an_entry_that_deepspeed_does_not_know_is_refused() -> None:
+    """A misspelled option is not left out in silence."""
+    config = {"activation_checkpointing": {"cpu_checkpoint": True}}
+    with pytest.raises(
+        ValueError, match=r"has an entry 'cpu_checkpoint'.*cpu_checkpoi"
+    ):
+        deepspeed.configure(deepspeed_config=config)
+
+
+def test_deepspeeds_host_memory_is_offload() -> None:
+    """Of the activations among a call's arguments."""
+    told = _Configuration(checkpoint_in_cpu=True)
+
+    assert told.storage((), {}) == Offload()
+    assert _Configuration().storage((), {}) == Keep()
+
+
+def test_reset_drops_what_a_failed_backward_left() -> None:
+    """The configuration stays."""
+    deepspeed.configure()
+    _ahead._thread.flights[(0,)] = None  # type: ignore[assignment]
+
+    deepspeed.reset()
+
+    assert not _ahead._thread.flights
+    assert deepspeed.is_configured()
