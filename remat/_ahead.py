@@ -1,12 +1,14 @@
 """Brings what waits back before it is read: while one region's backward computes.
 
-When the backward of a region begins, what the next one will read is sent for. The next one
-is found in autograd's graph, in which every rank sees the same: not by the order of the
+When the backward of a region begins, what the next ones will read is sent for. These are
+found in autograd's graph, in which every rank sees the same: not by the order of the
 forwards, of which some may have been abandoned, on one rank before garbage was collected
 and on another after it. So all ranks begin the same collectives in the same order.
 
-At most two restorations are under way on a thread: that of the region whose backward runs,
-and the next. They belong to one run of autograd; what it leaves is dropped.
+How far ahead a region is sent for is the least that its storages say: one region for what
+is gathered from other ranks, `prefetch` regions for what is offloaded. On a thread at most
+so many restorations are under way besides that of the region whose backward runs. They
+belong to one run of autograd; what it leaves is dropped.
 """
 
 from __future__ import annotations
@@ -14,18 +16,28 @@ from __future__ import annotations
 import heapq
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from remat import _compat
 from remat.storage import Restoration, Stored
 
-References = tuple[weakref.ref[Stored], ...]
+_MOST_STEPS = 256  # a heuristic: how far to look for the next regions, in nodes
 
-_MOST_FLIGHTS = 2
-_MOST_STEPS = 256  # a heuristic: how far to look for the next region, in nodes
+
+@final
+class Awaited(NamedTuple):
+    """What a region's backward will read, some of which comes back jointly.
+
+    Attributes:
+        references: to what its forward stored.
+        num_ahead: how many regions before that backward it may be sent for.
+    """
+
+    references: tuple[weakref.ref[Stored], ...]
+    num_ahead: int
 
 
 class _Thread(threading.local):
@@ -44,26 +56,25 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def references(storeds: Sequence[Stored]) -> References:
-    """References to what a forward stored, if some of it comes back jointly.
-
-    Only that is worth sending for.
-    """
-    if not any(map(_is_joint, storeds)):
-        return ()
+def awaited(storeds: Sequence[Stored]) -> Awaited | None:
+    """What a forward stored, if some of it comes back jointly: that is worth sending for."""
+    joints = [joint for stored in storeds for joint in stored.joints]
+    if not joints:
+        return None
     if not _compat.in_backward():
         # Left by a backward that ended in an error outside of all regions.
         drop()
-    return tuple(map(weakref.ref, storeds))
+    num_ahead = min(joint.num_ahead for joint in joints)
+    return Awaited(tuple(map(weakref.ref, storeds)), num_ahead)
 
 
 def start(node: Any) -> None:
-    """Sends for what a node of autograd reads, and for what the next one will read.
+    """Sends for what a node of autograd reads, and for what the next ones will read.
 
     Args:
         node: whose backward begins; like all nodes of regions it has `waiting`.
     """
-    if not node.waiting:
+    if node.waiting is None:
         return
     task = _compat.graph_task()
     if _thread.task != task:
@@ -71,9 +82,11 @@ def start(node: Any) -> None:
         _thread.task = task
         _compat.at_end_of_task(drop)
     _send_for(node.waiting)
-    following = _following(node)
-    if following is not None:
-        _send_for(following.waiting)
+    for distance, following in enumerate(_following(node), 1):
+        if distance <= following.num_ahead:
+            _send_for(following)
+        if distance >= following.num_ahead:
+            return
 
 
 def finish(storeds: Sequence[Stored]) -> list[Tensor]:
@@ -88,17 +101,17 @@ def drop() -> None:
     _thread.flights.clear()
 
 
-def _send_for(waiting: References) -> None:
-    storeds = [stored for each in waiting if (stored := each()) is not None]
+def _send_for(waiting: Awaited) -> None:
+    storeds = [stored for each in waiting.references if (stored := each()) is not None]
     key = _key(storeds)
-    is_freed = len(storeds) < len(waiting)
-    if is_freed or key in _thread.flights or len(_thread.flights) >= _MOST_FLIGHTS:
-        return
-    _thread.flights[key] = Restoration(storeds)
+    is_freed = len(storeds) < len(waiting.references)
+    is_full = len(_thread.flights) > waiting.num_ahead
+    if not is_freed and not is_full and key not in _thread.flights:
+        _thread.flights[key] = Restoration(storeds)
 
 
-def _following(node: Any) -> Any:
-    """Of the regions to which this node's gradients flow, the one that autograd runs first.
+def _following(node: Any) -> Iterator[Awaited]:
+    """The regions to which this node's gradients flow, in the order of their backwards.
 
     Autograd runs the node first that was made last, and so does this walk.
     """
@@ -111,18 +124,12 @@ def _following(node: Any) -> Any:
                 number = _compat.node_number(below)
                 heapq.heappush(pending, (-number, len(seen), below))
         if not pending:
-            return None
+            return
         node = heapq.heappop(pending)[2]
-        if getattr(node, "waiting", ()):
-            return node
-    return None
+        waiting: Awaited | None = getattr(node, "waiting", None)
+        if waiting is not None:
+            yield waiting
 
 
 def _key(storeds: Sequence[Stored]) -> tuple[int, ...]:
     return tuple(map(id, storeds))
-
-
-def _is_joint(part: Stored | Tensor) -> bool:
-    if isinstance(part, Tensor):
-        return False
-    return part.joint is not None or any(map(_is_joint, part.parts))

@@ -28,7 +28,12 @@ from remat._numerics import Numerics
 from remat._program import Program
 from remat._region import AnyRegion, Asked, Forward, Results, Roots
 from remat._trace import View
-from remat._waiting import joints_of, resume_differentiably, wait_differentiably
+from remat._waiting import (
+    Twins,
+    joints_of,
+    resume_differentiably,
+    wait_differentiably,
+)
 from remat.storage import Place
 
 # Public, but torch has not annotated them.
@@ -138,9 +143,12 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         operands = list(tensors[skip:])
         if call.region.inputs and not _compat.is_watched():
             number = next(call.region.calls.inputs)
+            twins: Twins = {}
             for index, storage in call.region.inputs.items():
                 place = Place(index, number)
-                operands[index] = wait_differentiably(operands[index], storage, place)
+                operands[index] = wait_differentiably(
+                    operands[index], storage, place, twins
+                )
         ticket.operands = tensors[skip:]
         return ticket.redeem(_apply_plainly(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)

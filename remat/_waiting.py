@@ -88,10 +88,26 @@ class Waiting(Tensor):
         return permuted.permute(back).expand(shape)
 
 
-def wait(value: Tensor, storage: AbstractStorage, place: Place) -> Tensor:
+# What waits already, by its storage and by the numbers in memory that it is a copy of.
+Twins = dict[tuple[Any, ...], Stored]
+
+
+def wait(
+    value: Tensor, storage: AbstractStorage, place: Place, twins: Twins | None = None
+) -> Tensor:
     """The value in its storage, or itself where the storage does not apply to it.
 
     Nothing is stored while a trace runs: the region around decides what waits.
+
+    Args:
+        value: what is to wait.
+        storage: how.
+        place: which value it is.
+        twins: what this call has stored before. A view of the same numbers in memory, of
+            any shape and order, waits as what they do: one tensor is stored once.
+
+    Returns:
+        What stands for the value.
     """
     if type(storage) is Keep or _compat.proxy_is_active() or _compat.is_fake(value):
         return value
@@ -101,13 +117,27 @@ def wait(value: Tensor, storage: AbstractStorage, place: Place) -> Tensor:
     dense = numbers.permute(order)
     is_dense = dense.is_contiguous()
     if is_dense:
-        stored = storage.store(dense, dataclasses.replace(place, order=tuple(order)))
+        place = dataclasses.replace(place, order=tuple(order))
+        stored = _store_once(dense, storage, place, {} if twins is None else twins)
     else:
         stored = storage.store(numbers.contiguous(), place)
     waiting = stored.tensors
     if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
         return value
     return Waiting.of(value, stored, tuple(order) if is_dense else None)
+
+
+def _store_once(
+    dense: Tensor, storage: AbstractStorage, place: Place, twins: Twins
+) -> Stored:
+    if type(dense) is not Tensor:  # a subclass may have no memory of its own
+        return storage.store(dense, place)
+    flips = (dense.is_conj(), dense.is_neg())
+    key = (storage, dense.data_ptr(), dense.numel(), dense.dtype, *flips)
+    stored = twins.get(key)
+    if stored is None:
+        stored = twins[key] = storage.store(dense, place)
+    return stored
 
 
 def _once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -129,11 +159,11 @@ def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     ]
 
 
-def joints_of(tensors: Sequence[Tensor]) -> _ahead.References:
+def joints_of(tensors: Sequence[Tensor]) -> _ahead.Awaited | None:
     """What waits among the tensors of one node of autograd, if it comes back jointly."""
     if Waiting not in map(type, tensors):
-        return ()
-    return _ahead.references([each.stored for each in tensors if type(each) is Waiting])
+        return None
+    return _ahead.awaited([each.stored for each in tensors if type(each) is Waiting])
 
 
 class _Wait(torch.autograd.Function):
@@ -141,12 +171,12 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        value, storage, place = args
-        return wait(value.detach(), storage, place)
+        value, *rest = args
+        return wait(value.detach(), *rest)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        return grad_outputs[0], None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
+        return grad_outputs[0], None, None, None
 
 
 class _Resume(torch.autograd.Function):
@@ -162,15 +192,15 @@ class _Resume(torch.autograd.Function):
 
 
 def wait_differentiably(
-    value: Tensor, storage: AbstractStorage, place: Place
+    value: Tensor, storage: AbstractStorage, place: Place, twins: Twins
 ) -> Tensor:
     """`wait`; what flows back to the result flows to the value."""
     if type(value) is Waiting:
         return value
     if not value.requires_grad:
-        return wait(value, storage, place)
+        return wait(value, storage, place, twins)
     apply: Callable[..., Tensor] = _Wait.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    found = apply(value, storage, place)
+    found = apply(value, storage, place, twins)
     return found if type(found) is Waiting else value
 
 

@@ -21,7 +21,7 @@ from remat import _ahead
 from remat._errors import RematWarning, explain
 from remat.interop._calls import call_as_region, preserve_that_of
 from remat.interop._groups import shard_over
-from remat.storage import AbstractStorage, Keep, Offload
+from remat.storage import AbstractStorage, Keep, Offload, release_host_memory
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
@@ -209,16 +209,17 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drops what is on its way back to a backward that did not end, on this thread.
+    """Drops host memory in which nothing waits, and what a failed backward left.
 
-    The configuration stays. There are no buffers to be freed, as DeepSpeed has: what waits
-    ends with the graph of autograd to which it belongs, also if no backward comes.
+    The configuration stays. What waits ends with the graph of autograd to which it belongs,
+    also if no backward comes.
 
     Example:
         >>> from remat.interop import deepspeed
         >>> deepspeed.reset()
     """
     _ahead.drop()
+    release_host_memory()
 
 
 def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

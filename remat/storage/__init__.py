@@ -8,6 +8,7 @@ from remat.storage._quantize import Quantize
 from remat.storage._shard import Shard
 from remat.storage._sparse import Sparse
 from remat.storage._stored import Place, Restoration, Stored
+from remat.storage._transfer import release_host_memory
 
 __all__ = [
     "AbstractStorage",
@@ -21,4 +22,5 @@ __all__ = [
     "Shard",
     "Sparse",
     "Stored",
+    "release_host_memory",
 ]

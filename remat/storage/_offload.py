@@ -2,7 +2,9 @@
 
 The literature calls it swapping or activation offloading: vDNN [1] moves feature maps to
 pinned host memory over PCIe while other layers run, and fetches them ahead of use;
-torch has `torch.autograd.graph.save_on_cpu`, without prefetch.
+torch has `torch.autograd.graph.save_on_cpu`, without prefetch. Between an accelerator and
+host memory copies run on streams of their own (`_transfer`); between two accelerators, and
+to files, on the stream that computes.
 
 References:
     [1] vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
@@ -20,7 +22,8 @@ from torch import Tensor
 from remat._errors import RematWarning, explain
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
-from remat.storage._stored import FIRST, Place, Stored
+from remat.storage._stored import FIRST, Place, Stored, first
+from remat.storage._transfer import Fetch, has_streams, lane_of
 
 
 @final
@@ -35,7 +38,9 @@ class Offload(AbstractStorage):
         pin: whether host memory is page-locked, so that copies overlap with compute.
         min_bytes: smaller values stay where they are.
         max_bytes: larger values stay where they are; None for no bound.
-        prefetch: how many values ahead of the backward are on their way back.
+        prefetch: how many regions ahead of the backward values in host memory are on
+            their way back; each holds its values on the device meanwhile. 0 fetches them
+            when they are read. It has no effect on what waits elsewhere.
         path: the folder of the files, or None for memory.
 
     Raises:
@@ -65,17 +70,32 @@ class Offload(AbstractStorage):
             return Stored.whole(value)
         home = value.device
         if self.path is not None:
-            return Stored(
-                (_in_file(value, self.path),), lambda parts: parts[0].to(home)
-            )
+            self._warn_of_prefetch("files are read where they are needed", place)
+            return _moved(_in_file(value, self.path), home)
         device = torch.device(self.device)
         if device == home:
             _warn_of_no_effect(home)
             return Stored.whole(value)
-        pin = self.pin and device.type == "cpu" and home.type == "cuda"
-        waiting = torch.empty_like(value, device=device, pin_memory=pin)
-        waiting.copy_(value, non_blocking=pin)
-        return Stored((waiting,), lambda parts: parts[0].to(home, non_blocking=pin))
+        if device.type == "cpu" and has_streams(home):
+            lane = lane_of(home, self.pin)
+            fetch = Fetch(lane, self.prefetch)
+            return Stored((lane.send(value),), first, fetch, lane.settle)
+        self._warn_of_prefetch(f'values come back from "{device}" when read', place)
+        return _moved(value.to(device), home)
+
+    def _warn_of_prefetch(self, why: str, place: Place) -> None:
+        if self.prefetch == 1 or place.call > 0:
+            return
+        warnings.warn(
+            explain(
+                where=repr(self),
+                what=f"has no use for prefetch={self.prefetch}:",
+                why=f"{why}.",
+                do="Leave `prefetch` out.",
+            ),
+            RematWarning,
+            stacklevel=3,
+        )
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -118,6 +138,10 @@ def _check_max_bytes(max_bytes: int, min_bytes: int) -> None:
             why=f"With min_bytes={min_bytes} no value would be offloaded.",
             do="Pass a `max_bytes` that is not below `min_bytes`, or None.",
         )
+
+
+def _moved(waiting: Tensor, home: torch.device) -> Stored:
+    return Stored((waiting,), lambda parts: parts[0].to(home))
 
 
 def _in_file(value: Tensor, folder: str) -> Tensor:

@@ -291,6 +291,11 @@ class _Gather:
 
     mesh: "DeviceMesh"
 
+    @property
+    def num_ahead(self) -> int:
+        """One gather travels while a region computes; more would only wait in line."""
+        return 1
+
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begins to gather; the result waits and gives each part, of all ranks, stacked."""
         size = self.mesh.size()

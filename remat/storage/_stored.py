@@ -38,6 +38,11 @@ FIRST = Place()
 class Joint(Protocol):
     """Work that is done for many values at once; hashable, equal ones work together."""
 
+    @property
+    def num_ahead(self) -> int:
+        """How many regions ahead of the backward it may begin."""
+        ...
+
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begins the work on one tensor of each value, all of one dtype and device.
 
@@ -60,6 +65,7 @@ class Stored:
             part may itself be stored.
         decode: from the parts to the value.
         joint: what is done to the only part first, together with those of other values.
+        settle: what makes the parts readable, where they are still being written.
 
     Example:
         >>> import torch
@@ -72,11 +78,12 @@ class Stored:
     parts: tuple[Tensor | Stored, ...]
     decode: Callable[[Sequence[Tensor]], Tensor]
     joint: Joint | None = None
+    settle: Callable[[], None] | None = None
 
     @classmethod
     def whole(cls, value: Tensor) -> Stored:
         """The value itself, kept as it is."""
-        return cls((value,), _only)
+        return cls((value,), first)
 
     def restore(self) -> Tensor:
         """The value, as often as it is asked for."""
@@ -85,11 +92,22 @@ class Stored:
 
     def each(self, store: Callable[[Tensor], Stored]) -> Stored:
         """The same with each tensor that waits stored in turn."""
+        if self.settle is not None:
+            self.settle()
         parts = [
             part.each(store) if isinstance(part, Stored) else store(part)
             for part in self.parts
         ]
         return Stored(tuple(parts), self.decode, self.joint)
+
+    @property
+    def joints(self) -> Iterator[Joint]:
+        """The joint work on the way back, in any order."""
+        if self.joint is not None:
+            yield self.joint
+        for part in self.parts:
+            if isinstance(part, Stored):
+                yield from part.joints
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -105,7 +123,8 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def _only(parts: Sequence[Tensor]) -> Tensor:
+def first(parts: Sequence[Tensor]) -> Tensor:
+    """The way back from a value that is its own only part."""
     return parts[0]
 
 

@@ -23,6 +23,8 @@ class Alone(FakeMesh):
 class Recorded:
     """A joint that adds one to each part, and notes what is asked of it."""
 
+    num_ahead = 1
+
     def __init__(self) -> None:
         self.log: list[str] = []
 

@@ -1,0 +1,262 @@
+"""From an accelerator to host memory and back, beside what it computes.
+
+A stream for each direction, so that neither copy waits for the other, nor the compute
+stream for either until it reads what came back; page-locked memory, without which copies do
+not overlap, from a pool that is used again in each step, as locking pages is slow. The
+scheme is vDNN's (`_offload`).
+
+What runs when is said to the device's streams alone: the host never waits, except where
+another storage is to read what was sent (`Lane.settle`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+_MOST_WASTE = 1.25  # a heuristic: how much larger than a value its buffer may be
+
+
+@final
+class Buffer:
+    """Host memory for one value at a time.
+
+    Attributes:
+        memory: its bytes.
+        is_read_until: the event after which nothing reads it; None if nothing does.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.is_read_until: Any = None
+
+
+@final
+class Lease:
+    """The use of a buffer, which goes back to its pool when this is let go."""
+
+    __slots__ = ("__weakref__", "buffer")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+
+@final
+class Pool:
+    """Buffers that are used again, and never hold more than was in use at one time.
+
+    A value gets the smallest free buffer that is at most a quarter larger than it. Where
+    there is none, free ones of at least its size are dropped and a new one is made: the
+    pool's size stays within the largest size of all buffers in use at one time.
+
+    Attributes:
+        size_bytes: of all its buffers, in use and free.
+        num_made: how many buffers were made, ever.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []
+        # Filled by whatever thread collects garbage, and so without a lock.
+        self._returned: collections.deque[Buffer] = collections.deque()
+        self.size_bytes = 0
+        self.num_made = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """The size of the buffers that nothing uses."""
+        with self._lock:
+            self._take_back()
+            return sum(buffer.memory.nbytes for buffer in self._free)
+
+    def lease(self, num_bytes: int) -> Lease:
+        """A buffer for a value of so many bytes."""
+        with self._lock:
+            self._take_back()
+            lease = Lease(self._free_buffer(num_bytes) or self._new_buffer(num_bytes))
+        # At the end of the process there is no step left to use it in.
+        weakref.finalize(lease, self._returned.append, lease.buffer).atexit = False
+        return lease
+
+    def clear(self) -> None:
+        """Drops the buffers that nothing uses."""
+        with self._lock:
+            self._take_back()
+            self._drop(self.size_bytes)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+
+    def _free_buffer(self, num_bytes: int) -> Buffer | None:
+        fitting = [
+            buffer
+            for buffer in self._free
+            if num_bytes <= buffer.memory.nbytes <= num_bytes * _MOST_WASTE
+        ]
+        if not fitting:
+            return None
+        found = min(fitting, key=_size_of)
+        self._free.remove(found)
+        return found
+
+    def _new_buffer(self, num_bytes: int) -> Buffer:
+        self._drop(num_bytes)
+        self.size_bytes += num_bytes
+        self.num_made += 1
+        return Buffer(self._allocate(num_bytes))
+
+    def _drop(self, num_bytes: int) -> None:
+        """Drops free buffers, the largest first, until they come to so many bytes."""
+        self._free.sort(key=_size_of)
+        dropped = 0
+        while self._free and dropped < num_bytes:
+            dropped += self._free.pop().memory.nbytes
+        self.size_bytes -= dropped
+
+
+def _size_of(buffer: Buffer) -> int:
+    return buffer.memory.nbytes
+
+
+@final
+class Driver:
+    """What is asked of an accelerator: `torch.cuda`, or a module with its interface."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+
+    def new_stream(self) -> Any:
+        """A stream beside the one that computes."""
+        return self._module.Stream(self._device)
+
+    def current_stream(self) -> Any:
+        """The stream that computes, on this thread."""
+        return self._module.current_stream(self._device)
+
+    def running_on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Has the copies of a block run on a stream."""
+        return self._module.stream(stream)
+
+    def is_used_on(self, tensor: Tensor, stream: Any) -> None:
+        """Tells the allocator not to reuse memory before a stream is done with it."""
+        tensor.record_stream(stream)
+
+
+@final
+class Lane:
+    """The way from one device to host memory, and back.
+
+    Attributes:
+        pool: the host memory.
+    """
+
+    def __init__(self, driver: Any, device: torch.device, pool: Pool) -> None:
+        self._driver = driver
+        self._device = device
+        self._there = driver.new_stream()
+        self._back = driver.new_stream()
+        self.pool = pool
+
+    def send(self, value: Tensor) -> Tensor:
+        """Begins to copy a contiguous value to host memory; the copy is not there yet."""
+        lease = self.pool.lease(value.nbytes)
+        memory = lease.buffer.memory[: value.nbytes]
+        host: Any = memory.view(value.dtype).view(value.shape)
+        host.lease = lease  # the buffer is in use for as long as the tensor is
+        if lease.buffer.is_read_until is not None:
+            self._there.wait_event(lease.buffer.is_read_until)
+        self._there.wait_stream(self._driver.current_stream())
+        with self._driver.running_on(self._there):
+            host.copy_(value, non_blocking=True)
+        self._driver.is_used_on(value, self._there)
+        return host
+
+    def settle(self) -> None:
+        """Waits, on the host, for the copies that were sent."""
+        self._there.synchronize()
+
+    def fetch(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Begins to copy values back; the result has the stream that computes wait."""
+        self._back.wait_stream(self._there)
+        with self._driver.running_on(self._back):
+            found = [part.to(self._device, non_blocking=True) for part in parts]
+            arrived = self._back.record_event()
+        for part in parts:
+            lease: Lease | None = getattr(part, "lease", None)
+            if lease is not None:
+                lease.buffer.is_read_until = arrived
+
+        def end() -> Sequence[Tensor]:
+            current = self._driver.current_stream()
+            current.wait_event(arrived)
+            for tensor in found:
+                self._driver.is_used_on(tensor, current)
+            return found
+
+        return end
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Brings values back along a lane, of any number of them at once.
+
+    Attributes:
+        lane: the way.
+        num_ahead: how many regions ahead of the backward it may begin.
+    """
+
+    lane: Lane
+    num_ahead: int
+
+    def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Begins to copy; see `Lane.fetch`."""
+        return self.lane.fetch(parts)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies from a device can run beside its computing."""
+    if device.type in ("cpu", "meta"):
+        return False
+    return hasattr(torch.get_device_module(device), "Stream")
+
+
+_lanes: dict[tuple[torch.device, bool], Lane] = {}
+
+
+def lane_of(device: torch.device, pin: bool) -> Lane:
+    """The lane of a device, made when it is first used."""
+    key = (device, pin)
+    if key not in _lanes:
+        pool = Pool(functools.partial(_host_memory, pin=pin))
+        _lanes.setdefault(key, Lane(Driver(device), device, pool))
+    return _lanes[key]
+
+
+def release_host_memory() -> None:
+    """Drops the page-locked host memory of `Offload` in which nothing waits.
+
+    It is kept for the next step otherwise: at most as much as was in use at one time.
+
+    Example:
+        >>> from remat import storage
+        >>> storage.release_host_memory()
+    """
+    for lane in _lanes.values():
+        lane.pool.clear()
+
+
+def _host_memory(num_bytes: int, *, pin: bool) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
