@@ -28,7 +28,7 @@ class Residual:
         op: the operator that made it, "aten.mm"; "input" for an argument.
         shape: the sizes of its dimensions.
         dtype: its dtype.
-        size_bytes: bytes of its elements.
+        size_bytes: bytes of its elements, before its storage makes them fewer.
         storage: how it waits.
         source: the user's "file.py:line" that made it, "" for an argument.
         reason: why it is held.
@@ -45,13 +45,15 @@ class Residual:
     reason: str
 
     def __str__(self) -> str:
-        """One line: path, name, operator, dtype[shape], bytes, source, reason."""
+        """One line: path or name, operator, dtype[shape], bytes, storage, source, reason."""
         dtype = str(self.dtype).removeprefix("torch.")
         what = self.path or f'"{self.name}"' if self.name else "unnamed"
         shape = f"{dtype}[{', '.join(map(str, self.shape))}]"
+        stored = "" if type(self.storage) is Keep else f" in {self.storage!r}"
         source = f" at {self.source}" if self.source else ""
         return (
-            f"{what}: {self.op} {shape} {self.size_bytes} bytes{source}, {self.reason}"
+            f"{what}: {self.op} {shape} {self.size_bytes} bytes{stored}{source}, "
+            f"{self.reason}"
         )
 
 

@@ -20,6 +20,7 @@ from remat import (
     print_saved_residuals,
     remat,
     saved_residuals,
+    storage,
 )
 from tests.support import seeded
 
@@ -164,6 +165,31 @@ def test_print_saved_residuals(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert "96" in text
     assert "264" in text or "total" in text.lower()
+
+
+def test_storages_are_shown_where_there_are_some(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the table and in a line; what is kept as it is has none."""
+    region = remat(
+        block,
+        policy=policies.save_only_these_names("h").stored(storage.Quantize(8)),
+        saved_inputs={"x": storage.Cast(torch.bfloat16)},
+    )
+    print_saved_residuals(named, *args())
+    assert "storage" not in capsys.readouterr().out
+
+    print_saved_residuals(region, *args())
+
+    heading, *rows = capsys.readouterr().out.splitlines()
+    place = heading.index("storage")
+    shown = {row.split()[0]: row[place:].split("  ")[0] for row in rows}
+    assert shown["x"] == "Cast(dtype=torch.bfloat16)"
+    assert shown["w"] == "Keep()"
+    assert shown["h"].startswith("Quantize(bits=8")
+    lines = {each.name: str(each) for each in saved_residuals(region, *args())}
+    assert "96 bytes in Cast(dtype=torch.bfloat16), an argument" in lines["x"]
+    assert "72 bytes, an argument" in lines["w"]
 
 
 @pytest.mark.contract

@@ -86,8 +86,16 @@ def _read_across(analysis: Analysis) -> Cut:
     return dataclasses.replace(whole, saved=saved, operands=operands)
 
 
+_HEADINGS = (
+    "argument", "name", "operator", "value", "bytes", "storage", "source", "reason",
+)  # fmt: skip
+
+
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Prints `saved_residuals` as a table with a total.
+
+    The bytes are those of the values themselves. Where some wait otherwise than as they
+    are, a column says how.
 
     Args:
         f: as in `saved_residuals`.
@@ -103,10 +111,11 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
         total                                  12 B
     """
     residuals = saved_residuals(f, *args, **kwargs)
-    rows = [("argument", "name", "operator", "value", "bytes", "source", "reason")]
-    rows += [_row(residual) for residual in residuals]
+    rows = [_HEADINGS, *map(_row, residuals)]
     total = sum(residual.size_bytes for residual in residuals)
-    rows.append(("total", "", "", "", show_size(total), "", ""))
+    rows.append(("total", "", "", "", show_size(total), "", "", ""))
+    if all(type(residual.storage) is storage.Keep for residual in residuals):
+        rows = [(*row[:5], *row[6:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -124,6 +133,7 @@ def _row(residual: Residual) -> tuple[str, ...]:
         residual.op,
         f"{dtype}[{', '.join(map(str, residual.shape))}]",
         show_size(residual.size_bytes),
+        repr(residual.storage),
         residual.source,
         residual.reason,
     )

@@ -14,6 +14,7 @@ MALLOC = {
 BENCHMARKS = {
     "overhead": "tests.benchmarks.overhead",
     "random": "tests.benchmarks.random",
+    "sharding": "tests.benchmarks.sharding",
     "storage": "tests.benchmarks.storage",
 }
 

@@ -7,7 +7,6 @@ keys; steps take turns. Plain autograd: under torch.func inputs wait as they are
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -94,33 +93,47 @@ def row(name: str, layer: object, shape: GPTShape) -> Row:
 def main(threads: int) -> None:
     """Prints the table."""
     torch.set_num_threads(threads)
-    shape = GPTShape()
-    matmuls = policies.save_matmul_outputs
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        rows = [row("no remat", block, shape)]
-        for name, how in storages(folder).items():
-            region = remat(block, policy=matmuls.stored(how))
-            rows.append(row(name, region, shape))
-        for number, batch in enumerate(draw_batches(shape, STEPS, 0)):
-            for each in rows:
-                each.step(batch, random.fold_in(random.key(0), number))
-        batch = next(draw_batches(shape, 1, 0))
-        for each in rows:
-            each.count(batch, random.key(0))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measured(storages(folder), STEPS)
     print(f"torch {torch.__version__}, {threads} thread(s), {STEPS} steps\n")
-    print(
-        "| matmul outputs in | MiB in memory | MiB in files | step over no remat | loss |"
-    )
-    print("|---|--:|--:|--:|--:|")
-    base = rows[0].times_s[5:]
+    print(table(rows))
+
+
+def measured(
+    storages: dict[str, storage.AbstractStorage],
+    num_steps: int,
+    shape: GPTShape | None = None,
+) -> list[Row]:
+    """The demo's GPT without remat, then with its matmul outputs in each storage."""
+    shape = shape or GPTShape()
+    rows = [row("no remat", block, shape)]
+    for name, how in storages.items():
+        region = remat(block, policy=policies.save_matmul_outputs.stored(how))
+        rows.append(row(name, region, shape))
+    for number, batch in enumerate(draw_batches(shape, num_steps, 0)):
+        for each in rows:
+            each.step(batch, random.fold_in(random.key(0), number))
+    batch = next(draw_batches(shape, 1, 0))
+    for each in rows:
+        each.count(batch, random.key(0))
     rows[1].memory_bytes = rows[2].kept_bytes  # `Keep` is never asked to store
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as they stand in the docs; the first is without remat, the second keeps."""
+    lines = [
+        "| matmul outputs in | MiB in memory | MiB in files | step over no remat | loss |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    base = rows[0].times_s[5:]
     for each in rows:
         pairs = zip(each.times_s[5:], base, strict=True)
         ratio = statistics.median(one / other for one, other in pairs)
         sizes = [f"{size / 2**20:.2f}" for size in (each.memory_bytes, each.file_bytes)]
         shown = sizes if each is not rows[0] else ["", ""]
-        print(
-            f"| {each.name} | {shown[0]} | {shown[1]} | {ratio:.2f} | "
-            f"{statistics.mean(each.losses[-5:]):.4f} |"
+        loss = statistics.mean(each.losses[-5:])
+        lines.append(
+            f"| {each.name} | {shown[0]} | {shown[1]} | {ratio:.2f} | {loss:.4f} |"
         )
+    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import tempfile
 import time
 import weakref
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Placed
 
 from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
-from remat.storage import Cast, Quantize, Shard, Sparse
+from remat.reporting._gpt import GPTShape
+from remat.storage import Cast, Keep, Offload, Quantize, Shard, Sparse
+from tests.benchmarks.storage import measured
 from tests.storage.parallel import (
     WIDTH,
     assert_same,
@@ -300,6 +303,33 @@ def check_chains(mesh: Any) -> None:
         layers[1](layers[0](x)).sum().backward()
     # Numbers, steps and minima: of two dtypes; and one value as it is.
     assert len(log.sizes) == 3
+
+
+def check_the_demos_gpt_trains_sharded_quantized_and_in_files(mesh: Any) -> None:
+    shape = GPTShape(layers=2, width=32, heads=2, time=16, batch=2)
+    with tempfile.TemporaryDirectory() as folder:
+        shard = Shard(mesh)
+        all_three = shard >> Quantize(8) >> Offload(path=folder)
+        rows = measured(
+            {
+                "whole": Keep(),
+                "sharded": shard,
+                "all three": all_three,
+            },
+            6,
+            shape,
+        )
+    plain, whole, sharded, all_three = rows
+
+    assert plain.losses == whole.losses == sharded.losses
+    assert sharded.memory_bytes * mesh.size() == whole.memory_bytes
+    assert all_three.memory_bytes == 0
+    assert all_three.file_bytes * 3.8 <= sharded.memory_bytes
+    assert all_three.losses[-1] < all_three.losses[0]
+    assert all_three.losses == pytest.approx(plain.losses, rel=0.01)
+    every: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(every, all_three.losses)
+    assert all(losses == every[0] for losses in every)
 
 
 def check_one_gather_for_each_dtype(mesh: Any) -> None:
