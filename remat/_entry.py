@@ -263,19 +263,21 @@ def make_entry(
         options.backend,
     )
     graph = traced.joints[0].graph
+    region = Region(
+        function,
+        operands,
+        options.policy,
+        joints=traced.joints,
+        verify=options.verify,
+        inputs=_input_storages(options, names, signature.tensors, traced.captured),
+        calls=options.calls,
+    )
+    region.store_named_operands(roots)
     return Entry(
         covered=covered,
         captured=_captured_metas(traced),
         guard=_guard(traced.captured),
-        region=Region(
-            function,
-            operands,
-            options.policy,
-            joints=traced.joints,
-            verify=options.verify,
-            inputs=_input_storages(options, names, signature.tensors, traced.captured),
-            calls=options.calls,
-        ),
+        region=region,
         output=flattened.output,
         labels=names,
         written=tuple(operand for operand, _ in traced.joints[0].mutations),

@@ -72,6 +72,16 @@ class Analysis:
             if self.is_saveable(index) and self.roots[index] == index
         }
 
+    @property
+    def named_operands(self) -> dict[int, policies.Value]:
+        """The operands that have a name, as a policy sees them."""
+        graph, names = self.joint.graph, _names(self)
+        return {
+            index: _policy_value(graph, index, names[self.numbers[index]])
+            for index in range(self.joint.num_operands)
+            if names[self.numbers[index]]
+        }
+
     def is_saveable(self, index: int) -> bool:
         """Whether a forward value may wait for the backward."""
         value = self.joint.graph.values[index]
@@ -153,6 +163,9 @@ def _shapes(meta: Meta) -> object:
 
 
 def _flops(graph: Graph, value: Value) -> int:
+    if value.op is None:
+        return 0
+
     def shape(index: int) -> object:
         meta = graph.values[index].meta
         return _shapes(meta)
@@ -166,13 +179,19 @@ Decisions = dict[int, Save]
 
 def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
     """The classes that a policy permits to be saved, and how."""
-    answers = {
-        number: policies.decide(policy, value)
-        for number, value in analysis.views.items()
-    }
-    return {
-        number: answer for number, answer in answers.items() if isinstance(answer, Save)
-    }
+    return _permitted(analysis.views, policy)
+
+
+def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
+    """How named operands are to be saved, by their index: they are saved in any case."""
+    return _permitted(analysis.named_operands, policy)
+
+
+def _permitted(
+    values: dict[int, policies.Value], policy: AbstractPolicy
+) -> dict[int, Save]:
+    answers = {key: policies.decide(policy, value) for key, value in values.items()}
+    return {key: answer for key, answer in answers.items() if isinstance(answer, Save)}
 
 
 @final

@@ -37,6 +37,7 @@ from remat._partition import (
     backward_graph,
     cut,
     decide,
+    decide_of_operands,
     forward_graph,
     permitted_members,
     unique_outputs,
@@ -389,6 +390,16 @@ class Region:
         return self._once(
             "decisions", lambda: decide(self.analysis(roots), self.policy)
         )
+
+    def store_named_operands(self, roots: Roots) -> None:
+        """Has operands that the policy would save in a storage wait in it.
+
+        A storage of `saved_inputs` goes before the policy's.
+        """
+        named = decide_of_operands(self.analysis(roots), self.policy)
+        storages = {index: answer.storage for index, answer in named.items()}
+        found = {k: each for k, each in storages.items() if type(each) is not Keep}
+        self.inputs = {**found, **self.inputs}
 
     def cut(self, roots: Roots) -> Cut:
         """Where forward and backward part."""

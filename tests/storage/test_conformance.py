@@ -331,6 +331,40 @@ def test_inputs_are_chosen_by_path() -> None:
     }
 
 
+def test_a_named_input_waits_as_the_policy_says() -> None:
+    """As in JAX, where naming an argument lets it be offloaded; `saved_inputs` goes first."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        w, x = checkpoint_name(w, "w"), checkpoint_name(x, "x")
+        return (x.T.sin().T @ w).sin()
+
+    half = storage.Cast(torch.bfloat16)
+    named = policies.save_only_these_names("x").stored(half)
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    asked: list[Any] = []
+
+    def callable_policy(value: policies.Value) -> Any:
+        asked.append((value.op, value.names, value.flops))
+        return policies.Save(half) if "x" in value.names else False
+
+    for policy in (named, callable_policy):
+        region = remat(f, policy=policy)
+        found = region.saved_residuals(w, x)
+        assert {each.path: each.storage for each in found if each.path} == {
+            "w": storage.Keep(),
+            "x": half,
+        }
+        y = region(w, x)
+        node: Any = y.grad_fn
+        waiting = [each for each in node.saved_tensors if type(each) is Waiting]
+        assert [each.stored.size_bytes for each in waiting] == [x.numel() * 2]
+        y.sum().backward()
+    assert (None, ("x",), 0) in asked
+    region = remat(f, policy=named, saved_inputs={"x": storage.Sparse()})
+    storages = {each.path: each.storage for each in region.saved_residuals(w, x)}
+    assert storages["x"] == storage.Sparse()
+
+
 def test_a_stored_input_may_be_changed() -> None:
     """What waits is a copy: nothing of the caller's is read in the backward."""
     x = X.clone()

@@ -88,3 +88,19 @@ def test_jaxs_policies_offload() -> None:
     found = region.saved_residuals(torch.ones(3, requires_grad=True))
 
     assert [each.storage for each in found if each.name == "h"] == [storage.Offload()]
+
+
+def test_what_is_offloaded_is_not_recomputed(tmp_path) -> None:
+    """Torch's selective checkpointing has such a policy, and recomputes."""
+    far = Offload(path=str(tmp_path))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_name(x.exp(), "h").sin().sum()
+
+    x = torch.ones(3, requires_grad=True)
+    for policy, count in (
+        (None, 1),
+        (policies.save_only_these_names("h").stored(far), 0),
+    ):
+        _, backward = remat(f, policy=policy).programs(x)
+        assert str(backward).count("aten_exp(") == count
