@@ -22,6 +22,7 @@ from remat._errors import RematError
 from remat._waiting import Waiting, wait
 from remat.random import key
 from remat.storage import AbstractStorage, Place, Stored
+from tests.storage.test_transfer import Fake, Side
 from tests.support import tensors_in
 
 pytestmark = pytest.mark.filterwarnings(
@@ -53,6 +54,7 @@ EXACT = {
     "file": storage.Offload(path="."),
     "chain": storage.Sparse(0) >> storage.Offload(path="."),
     "own": Twice(),
+    "streams": Side(Fake()),
 }
 LOSSY = {
     "cast": storage.Cast(torch.bfloat16),
