@@ -292,6 +292,14 @@ def check_partitioned_activations_wait_on_the_host(mesh: Any) -> None:
     assert [part.numel() for part in parts_in(y)] == [math.ceil(7 / mesh.size())]
 
 
+def check_contiguous_checkpointing_casts_nothing(mesh: Any) -> None:
+    with (
+        pytest.warns(Warning, match=r"contiguous_checkpointing=True\): has no effect"),
+        partitioning(contiguous_checkpointing=True),
+    ):
+        compare(deepspeed.checkpoint, torch.randn(9), mesh.size())
+
+
 def check_no_partition_without_gradients(mesh: Any) -> None:
     with partitioning(), gathers() as log, torch.no_grad():
         for checkpoint in EACH:

@@ -26,7 +26,7 @@ from tests.storage.test_transfer import Fake, Side
 from tests.support import tensors_in
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::remat.RematWarning", "ignore:`torch.jit.script`:DeprecationWarning"
+    "ignore::remat.RematWarning", "ignore:`torch.jit.script`"
 )
 
 

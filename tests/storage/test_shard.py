@@ -26,7 +26,7 @@ def ended(
     def outcomes(size: int) -> dict[str, list[str]]:
         if size not in known:
             folder: Path = tmp_path_factory.mktemp(f"world_{size}")
-            known[size] = run(MODULES, size, folder, limit_s=120)
+            known[size] = run(MODULES, size, folder, limit_s=240)
         return known[size]
 
     return outcomes
