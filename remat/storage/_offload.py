@@ -74,7 +74,8 @@ class Offload(AbstractStorage):
             return _moved(_in_file(value, self.path), home)
         device = torch.device(self.device)
         if device == home:
-            _warn_of_no_effect(home)
+            if place.call == 0:
+                _warn_of_no_effect(home)
             return Stored.whole(value)
         if device.type == "cpu" and has_streams(home):
             lane = lane_of(home, self.pin)
@@ -148,7 +149,7 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
     """A copy in a memory-mapped file, which has no name and ends with the tensor."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         mapped = torch.from_file(
-            file.name, shared=True, size=value.nbytes, dtype=torch.uint8
+            file.name, shared=True, size=value.nbytes, dtype=torch.uint8, device="cpu"
         )
     mapped = mapped.view(value.dtype).view(value.shape)
     return mapped.copy_(value)

@@ -259,4 +259,4 @@ def release_host_memory() -> None:
 
 
 def _host_memory(num_bytes: int, *, pin: bool) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from remat import RematWarning, checkpoint_name, policies, remat, storage
-from remat.storage import Offload
+from remat.storage import Offload, _transfer
 
 pytestmark = pytest.mark.contract
 
@@ -21,6 +21,17 @@ def test_a_file_has_no_name(tmp_path) -> None:
     assert torch.equal(stored.restore(), value)
     (waiting,) = stored.tensors
     assert waiting.data_ptr() != value.data_ptr()
+
+
+def test_the_default_device_does_not_matter(tmp_path) -> None:
+    """Files and host memory are the host's."""
+    value = torch.randn(10)
+    with torch.device("meta"):
+        stored = Offload(path=str(tmp_path)).store(value)
+        memory = _transfer._host_memory(8, pin=False)
+
+    assert torch.equal(stored.restore(), value)
+    assert memory.device.type == "cpu"
 
 
 def test_a_missing_folder_is_an_error(tmp_path) -> None:
@@ -54,6 +65,9 @@ def test_a_device_where_the_value_is_already_warns() -> None:
     region = remat(lambda x: x.sin().sin().sum(), policy=policy)
     with pytest.warns(RematWarning, match='has no effect on a value that is on "cpu"'):
         region(torch.ones(3, requires_grad=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        region(torch.ones(3, requires_grad=True)).backward()  # said once
 
 
 def test_files_say_nothing(tmp_path) -> None:
