@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from remat._api import BoundRegion, Region, RematModule
+from remat._errors import SideEffectError, explain
 from remat._options import InputStorages, Settings, inputs_for
 from remat._signature import Statics
+from remat._trace import is_running
 from remat._trackers import is_tracker, register_tracker
 from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep
@@ -70,9 +72,22 @@ def preserve(tracker: Any) -> None:
     """Registers a tracker once and for all: a backward may come at any time.
 
     A registration of the user's own is left alone.
+
+    Raises:
+        SideEffectError: a region around is being traced, which must know it before.
     """
-    if not is_tracker(tracker):
-        register_tracker(tracker)
+    if is_tracker(tracker):
+        return
+    if is_running():
+        raise SideEffectError(
+            explain(
+                where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
+                what="meets this tracker while the region around is traced.",
+                why="What that draws from is settled when its trace begins.",
+                do="Call random.register_tracker(tracker) before the region.",
+            )
+        )
+    register_tracker(tracker)
 
 
 def preserve_that_of(module: str) -> None:

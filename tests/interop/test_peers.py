@@ -16,7 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematWarning, TraceError, _ahead, _api, _trackers, random, remat
+from remat import (
+    RematWarning,
+    SideEffectError,
+    TraceError,
+    _ahead,
+    _api,
+    _trackers,
+    random,
+    remat,
+)
 from remat.interop import deepspeed, megatron, transformer_engine
 from remat.interop.deepspeed import _Configuration, _Current
 from remat.storage import Keep, Offload
@@ -300,6 +309,32 @@ def test_a_registration_of_the_users_is_left_alone() -> None:
         assert sum(each is tracker for each in _trackers.registered.values()) == 1
 
     assert not _trackers.is_tracker(tracker)
+
+
+def test_a_tracker_inside_a_region_is_registered_before_it() -> None:
+    """The error says so; then the draws come again."""
+    tracker, twin = Tracker(), Tracker()
+    for each in (tracker, twin):
+        each.add("tp", 7)
+
+    def dropped(x: Tensor, forked: Tracker) -> Tensor:
+        with forked.fork("tp"):
+            return F.dropout(x.sin(), 0.5).exp()
+
+    @remat(rng="preserve")
+    def outer(x: Tensor) -> Tensor:
+        inner = lambda x: dropped(x, tracker)  # noqa: E731
+        return TE(inner, x * 2, get_rng_state_tracker=lambda: tracker).sin()
+
+    x = torch.randn(64, requires_grad=True)
+    with pytest.raises(
+        SideEffectError, match=r"random\.register_tracker\(tracker\) bef"
+    ):
+        outer(x)
+    with random.register_tracker(tracker):
+        ours = gradients(outer(x), x)
+
+    assert_bitwise(ours, gradients(dropped(x * 2, twin).sin(), x))
 
 
 @pytest.mark.parametrize(
