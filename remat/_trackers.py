@@ -58,7 +58,7 @@ def register_tracker(tracker: Tracker) -> TrackerHandle:
     A tracker is any object with `get_states()`, which returns a dict from names to
     generator states, and `set_states(states)`, which takes one: `CudaRNGStatesTracker` of
     Megatron and of TransformerEngine, whose `fork(name)` draws from a named state. The
-    states are tensors, as `torch.get_rng_state()` returns them, or `torch.Generator`s.
+    states are tensors, as `torch.get_rng_state()` returns them, or generators of torch.
 
     Laws: a region takes the states by value when it is called; its recomputation draws the
     same numbers from them, and leaves the tracker as it found it; the forward moves it as
