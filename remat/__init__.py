@@ -1,6 +1,6 @@
 """Activation recomputation for pure functions, under every torch.func transform."""
 
-from remat import interop, policies, random, storage
+from remat import interop, modules, policies, random, storage
 from remat._api import disabled, remat
 from remat._errors import (
     BudgetError,
@@ -41,6 +41,7 @@ __all__ = [
     "checkpoint_name",
     "disabled",
     "interop",
+    "modules",
     "policies",
     "print_saved_residuals",
     "random",

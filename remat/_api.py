@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import functools
@@ -438,6 +439,12 @@ class Region(Generic[_P, _R]):
         if _by_name(self) is self:
             return self._fun.__qualname__
         return Region, (self._fun, self.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region[_P, _R]:
+        """Copies what is wrapped; options are values, and may hold a device mesh."""
+        if _by_name(self) is self:
+            return self
+        return Region(copy.deepcopy(self._fun, memo), self.settings)
 
     def __repr__(self) -> str:
         """The function and its policy."""

@@ -153,7 +153,10 @@ def lift(tensor: Tensor) -> Tensor:
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
             return mapping[id(tensor)]
-    return _capture(running, tensor)
+    # A region inside lifts its tensors by itself: the trace's own mode is then on, and would
+    # take what is read of the tensor here for a call of the user's.
+    with _compat.without_torch_function():
+        return _capture(running, tensor)
 
 
 def _capture(running: _Running, tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ LAYERS = (
     ("_rerun", "_entry"),
     ("_advice", "_residuals", "_options"),
     ("_api",),
-    ("interop", "reporting", "testing"),
+    ("interop", "modules", "reporting", "testing"),
     ("__init__",),
     ("__main__",),
 )

@@ -12,6 +12,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.func import grad, jvp, vmap
 
 from remat import checkpoint_name, policies, remat, saved_residuals
@@ -217,3 +218,28 @@ def test_a_changed_inner_policy_is_seen(where):
         region = remat(inner_function, policy=POLICIES[inner])
         held.attribute, held.container[0] = region, region
         assert backward_operators(outer, X)["aten.sin"] == extra, inner
+
+
+class _Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(seeded(4, 4))
+
+    def forward(self, x):
+        return (x @ self.weight).sin()
+
+
+@pytest.mark.parametrize("is_traced_before", [False, True])
+def test_an_inner_region_brings_its_parameters(is_traced_before):
+    """A region inside that has a trace already lifts the tensors that it captures."""
+    inner, x = remat(_Inner()), seeded(3, 4)
+    if is_traced_before:
+        inner(x.requires_grad_())
+
+    outer = remat(lambda x: inner(inner(x)))
+    outer(x).sum().backward()
+    found, inner.weight.grad = inner.weight.grad, None
+    weight = inner.weight
+    ((x @ weight).sin() @ weight).sin().sum().backward()
+
+    assert_bitwise(found, weight.grad)

@@ -1,0 +1,154 @@
+"""Puts a region in the place of a module's `forward`, and takes it out again.
+
+The region stands in the *instance*, as the attribute `forward`. The class stays, and with
+it `isinstance`, `type(module)`, parameter names, `state_dict`, and what other tools put on
+a module by changing its class (`fully_shard`, parametrizations), before or after. A
+module's own hooks run in `nn.Module.__call__`, around the region: once a call.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from remat._api import Region, remat
+from remat._errors import RematWarning, explain
+from remat.modules._where import Where, matching
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _M:
+    """Makes modules of a model recompute, in place.
+
+    Each module that matches gets a region around its `forward`, as if its class had been
+    written with `@remat`. Nothing else of it changes: parameters and their names,
+    `state_dict`, class, `train()`, `to()`, `copy.deepcopy` and pickling are as before. Equal
+    modules share one trace. A module's own hooks run around its region, once a call; hooks
+    of modules *inside* it are part of what is traced, and run as Python once a trace.
+
+    Matches may nest: the outer region's policy then decides what crosses to its backward,
+    and the inner ones bound the peak of its recomputation. A module that has a region
+    already gets one with the new options in its place.
+
+    Args:
+        model: the model, which may itself match.
+        where: a class or a tuple of classes; a glob over qualified names, in which `*`
+            stands for one part ("layers.*", "layers.*.mlp") and `**` for any number of
+            parts; or a predicate `(name, module) -> bool`.
+        every: takes the first of the matches and each `every`-th after it.
+        **remat_options: options of `remat`. Modules default to `rng="preserve"`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: `where`, or an option, is none.
+        ValueError: an option has a value that it cannot have.
+        PolicyError: `policy` is none.
+
+    Warns:
+        RematWarning: nothing matches, or a match is a container that is never called.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import modules, policies
+        >>> model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)))
+        >>> model = modules.apply(model, "*", policy=policies.save_attention_outputs)
+        >>> model(torch.ones(3, 1, 8, requires_grad=True)).sum().backward()
+        >>> model[3].forward.cache_info().misses  # one trace serves four layers
+        1
+        >>> _ = modules.remove(model)
+    """
+    if every < 1:
+        raise ValueError(
+            f"modules.apply(every={every!r}): takes each `every`-th match, from 1 on."
+        )
+    options: dict[str, Any] = {"rng": "preserve", **remat_options}
+    decorate = remat(**options)
+    for module in _with_a_forward(matching(model, where), where)[::every]:
+        region = _region_of(module)
+        own = module.forward if region is None else _wrapped_by(region, module)
+        object.__setattr__(module, "forward", decorate(own))
+    return model
+
+
+def remove(model: _M) -> _M:
+    """Takes the regions out of a model that `apply` put there, in place.
+
+    Args:
+        model: the model, or a part of it; its submodules are searched too.
+
+    Returns:
+        The model, as it was before `apply`.
+
+    Example:
+        >>> from torch import nn
+        >>> from remat import modules
+        >>> model = modules.apply(nn.Sequential(nn.Linear(2, 2)), nn.Linear)
+        >>> "forward" in vars(modules.remove(model)[0])
+        False
+    """
+    for module in model.modules():
+        region = _region_of(module)
+        if region is None:
+            continue
+        own = _wrapped_by(region, module)
+        if _is_of_class(own, module):
+            del module.__dict__["forward"]
+        else:
+            object.__setattr__(module, "forward", own)
+    return model
+
+
+def _region_of(module: nn.Module) -> Region[..., Any] | None:
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, Region) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def _wrapped_by(region: Region[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """What a module's region runs; a shallow copy of a module has the original's."""
+    own = region.__wrapped__
+    method = getattr(own, "__func__", None)
+    return own if method is None else types.MethodType(method, module)
+
+
+def _is_of_class(own: Callable[..., Any], module: nn.Module) -> bool:
+    """Whether this is the `forward` that the module has without an attribute."""
+    return own == type(module).forward.__get__(module)
+
+
+def _with_a_forward(
+    found: Sequence[tuple[str, nn.Module]], where: Where
+) -> list[nn.Module]:
+    """The modules that can be called; says so where there is none, or another."""
+    callable_ones: list[nn.Module] = []
+    for name, module in found:
+        if type(module).forward is nn.Module.forward:
+            _warn(
+                f"`{name}`, a {type(module).__name__}, has no `forward`.",
+                "It is a container whose parts are called one by one.",
+                f'Name the parts: "{name}.*".' if name else 'Name the parts: "*".',
+                where,
+            )
+        else:
+            callable_ones.append(module)
+    if not found:
+        _warn(
+            "matches no module of the model.",
+            "A glob is compared part by part with qualified names, and a class with "
+            "isinstance.",
+            "Look at the names with model.named_modules().",
+            where,
+        )
+    return callable_ones
+
+
+def _warn(what: str, why: str, do: str, where: Where) -> None:
+    text = explain(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
+    warnings.warn(text, RematWarning, stacklevel=4)
