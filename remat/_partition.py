@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import final
+from typing import Any, cast, final
 
 import torch
 
@@ -153,7 +153,24 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
         flops=_flops(graph, maker),
         source=value.source,
         function=value.function,
+        args=_taken(graph, maker.args),
+        kwargs=_taken(graph, maker.kwargs),
     )
+
+
+def _taken(graph: Graph, tree: Any) -> Any:
+    """An operator's arguments as a policy sees them."""
+    if isinstance(tree, Ref):
+        return _operands(graph.values[tree.index].meta)
+    if isinstance(tree, (tuple, list)):
+        return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
+    return tree
+
+
+def _operands(meta: Meta) -> Any:
+    if isinstance(meta, TensorMeta):
+        return policies.Operand(meta.shape, meta.dtype, meta.device)
+    return None if meta is None else tuple(map(_operands, meta))
 
 
 def _shapes(meta: Meta) -> object:

@@ -41,7 +41,8 @@ LAYERS = (
     ("_rerun", "_entry"),
     ("_advice", "_residuals", "_options"),
     ("_api",),
-    ("interop", "modules", "reporting", "testing"),
+    ("modules",),
+    ("interop", "reporting", "testing"),
     ("__init__",),
     ("__main__",),
 )

@@ -1,5 +1,8 @@
-"""Drop-ins for other projects' checkpoint functions, with their own signatures."""
+"""Drop-ins for other projects' checkpoint functions, with their own signatures.
 
-from remat.interop import deepspeed, megatron, transformer_engine
+`remat.interop.transformers` is imported by itself: it needs the package.
+"""
 
-__all__ = ["deepspeed", "megatron", "transformer_engine"]
+from remat.interop import deepspeed, megatron, torch, transformer_engine
+
+__all__ = ["deepspeed", "megatron", "torch", "transformer_engine"]

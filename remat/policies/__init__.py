@@ -5,7 +5,14 @@ from remat.policies._attention import save_attention_outputs
 from remat.policies._both import save_from_both_policies
 from remat.policies._by_op import by_op
 from remat.policies._by_size import by_size
-from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, decide
+from remat.policies._contract import (
+    AbstractPolicy,
+    Operand,
+    Recompute,
+    Save,
+    Value,
+    decide,
+)
 from remat.policies._everything_or_nothing import everything_saveable, nothing_saveable
 from remat.policies._matmul import (
     dots_saveable,
@@ -25,6 +32,7 @@ from remat.policies._offload import (
 
 __all__ = [
     "AbstractPolicy",
+    "Operand",
     "Recompute",
     "Save",
     "Value",

@@ -26,6 +26,22 @@ from remat.storage import AbstractStorage, Keep
 
 @final
 @dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an operator took, as a policy sees it.
+
+    Args:
+        shape: the sizes of its dimensions.
+        dtype: its dtype.
+        device: where it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Value:
     """What a policy sees of one value of a traced function.
 
@@ -40,6 +56,9 @@ class Value:
         source: the user's line that makes the value, as in `"model.py:41"`, or `""`.
         function: the outermost torch function that the user called to make the value, as
             in `"scaled_dot_product_attention"` or `"linear"`, or `""` if unknown.
+        args: what the operator took by position: an `Operand` for each tensor, a tuple
+            for each list, anything else as it is.
+        kwargs: what it took by keyword, likewise, as pairs.
 
     Example:
         >>> import torch
@@ -58,6 +77,8 @@ class Value:
     flops: int = 0
     source: str = ""
     function: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         """The value as messages and reports name it."""

@@ -1,0 +1,344 @@
+"""`torch.utils.checkpoint.checkpoint` and `checkpoint_sequential`, as regions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, final
+
+from torch import nn
+
+from remat import _compat
+from remat._api import Region
+from remat._errors import ImplicitRandomnessError, RematWarning, explain
+from remat._options import Settings, policy_for, require_choice
+from remat._signature import Statics
+from remat.interop.torch._selective import Selective, SelectiveContext
+from remat.policies import AbstractPolicy, nothing_saveable
+
+ContextFn: TypeAlias = Callable[
+    [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+]
+
+
+def noop_context_fn() -> tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]:
+    """The default of `context_fn`: two contexts that do nothing."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `checkpoint`, with torch's names; see there.
+
+    Raises:
+        ValueError: one has a value that it cannot have, or two contradict each other.
+        NotImplementedError: one asks for what a region cannot do.
+    """
+
+    use_reentrant: bool | None = None
+    preserve_rng_state: bool = True
+    context_fn: ContextFn = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+    engine: str = "trace"
+
+    def __post_init__(self) -> None:
+        """Checks the options, each and together."""
+        require_choice("engine", self.engine, ("trace", "rerun"))
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                f"checkpoint(determinism_check={self.determinism_check!r}): it can be "
+                '"default" or "none".'
+            )
+        if self.use_reentrant and not self._is_plain:
+            raise ValueError(
+                "checkpoint(context_fn=..., debug=..., respect_saved_tensors_hooks=...) is "
+                "only supported when use_reentrant=False, as in torch."
+            )
+        if not self.early_stop and self.engine == "trace":
+            raise _no_early_stop()
+        if self.respect_saved_tensors_hooks is False:
+            raise _hooks_are_respected()
+        if self.debug:
+            _warn_of_debug()
+
+    @property
+    def _is_plain(self) -> bool:
+        is_plain = self.context_fn is noop_context_fn and not self.debug
+        return is_plain and self.respect_saved_tensors_hooks is None
+
+    def region(self, function: Callable[..., Any]) -> Region[..., Any]:
+        """A region with these options around a function."""
+        policy = policy_of(self.context_fn)
+        rng = "preserve" if self.preserve_rng_state else "keys"
+        return Region(function, _settings(policy, rng, self.engine))
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a function as a region with these options."""
+        if self.use_reentrant and kwargs:
+            raise ValueError(
+                f"checkpoint(use_reentrant=True) takes no keyword arguments for the "
+                f"function, as in torch, and got {', '.join(kwargs)}."
+            )
+        region = self.region(function)
+        try:
+            return region(*args, **kwargs)
+        except ImplicitRandomnessError as error:
+            if self.preserve_rng_state:
+                raise
+            raise _draws(error) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
+    return Settings(policy_for(policy, engine), rng, engine, Statics(), verify=False)
+
+
+_PLAIN = Options()
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    engine: str = "trace",
+    **kwargs: Any,
+) -> Any:
+    """Calls a function so that its backward recomputes, with torch's signature.
+
+    Same numbers as without it, under `.backward()` and under every torch.func transform,
+    where torch's own raises. The function is traced once a signature and not run again:
+    what Python does in it happens in the trace alone. A call costs no trace where the same
+    code was called before, whether it is a lambda made anew, a partial or a bound method.
+
+    Args:
+        function: what to run; without it, a decorator with these options is returned.
+        *args: its positional arguments.
+        use_reentrant: both of torch's variants are one here, which does what the
+            non-reentrant one does. True refuses what torch refuses with it.
+        preserve_rng_state: whether random numbers are drawn again as they were. Where it is
+            False a function that draws raises, while torch's gradients would be wrong.
+        context_fn: None of torch's contexts but those of
+            `create_selective_checkpoint_contexts`, ours or torch's.
+        determinism_check: "default" or "none". A traced function is one program, and cannot
+            differ from itself.
+        debug: warns: errors always name the operator and the line.
+        early_stop: True; a traced recomputation runs what some gradient needs, and nothing
+            else. False needs `engine="rerun"`, which always runs the whole function.
+        respect_saved_tensors_hooks: None or True: hooks that surround the call see what is
+            saved.
+        engine: of `remat`: "trace", or "rerun" for functions that cannot be traced. It has
+            no counterpart in torch.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        TraceError: the function cannot be traced.
+        ImplicitRandomnessError: it draws, and `preserve_rng_state` is False.
+        ValueError: an option has a value that it cannot have.
+        NotImplementedError: an option asks for what a region cannot do.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop.torch import checkpoint
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> checkpoint(lambda x: x.sin().sin(), x, use_reentrant=False).sum().backward()
+        >>> x.grad.shape
+        torch.Size([3])
+
+    References:
+        `torch.utils.checkpoint.checkpoint` of torch 2.15.
+    """
+    options = Options(
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        engine=engine,
+    )
+    if function is not None:
+        return options.run(function, args, kwargs)
+    if args or kwargs:
+        raise ValueError(
+            f"checkpoint() without a function is a decorator, and got {(*args, *kwargs)!r}."
+        )
+    return options.region
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | nn.ModuleList | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Runs functions one after the other, in segments that recompute but for the last.
+
+    Args:
+        functions: an `nn.Sequential`, or a list of modules or functions of one argument.
+        segments: into how many parts they are divided, 1 to their number.
+        input: what the first of them takes.
+        use_reentrant: see `checkpoint`.
+        **kwargs: `preserve_rng_state`, and `engine`; see `checkpoint`.
+
+    Returns:
+        What the last of them returns.
+
+    Raises:
+        ValueError: `segments` is out of bounds.
+        TypeError: there is no such option.
+
+    Warns:
+        RematWarning: there is one segment, which is the last, and recomputes nothing.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat.interop.torch import checkpoint_sequential
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        >>> checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False).shape
+        torch.Size([2, 4])
+
+    References:
+        `torch.utils.checkpoint.checkpoint_sequential` of torch 2.15.
+    """
+    unknown = kwargs.keys() - {"preserve_rng_state", "engine"}
+    if unknown:
+        raise TypeError(
+            f"checkpoint_sequential has no option {sorted(unknown)[0]!r}; beside torch's "
+            '"preserve_rng_state" it knows "engine".'
+        )
+    options = Options(use_reentrant=use_reentrant, **kwargs)
+    is_module = isinstance(functions, nn.Sequential)
+    parts = tuple(functions.children() if is_module else functions)
+    if not 1 <= segments <= len(parts):
+        raise ValueError(
+            f"checkpoint_sequential(segments={segments!r}): {len(parts)} functions can be "
+            f"divided into 1 to {len(parts)} segments."
+        )
+    if segments == 1:
+        warnings.warn(_one_segment(), RematWarning, stacklevel=2)
+    size = len(parts) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size):
+        segment = functools.partial(_run_in_turn, parts[start : start + size])
+        input = options.run(segment, (input,), {})
+    return _run_in_turn(parts[last:], input)
+
+
+def _run_in_turn(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+def policy_of(context_fn: ContextFn) -> AbstractPolicy:
+    """The policy that two contexts carry.
+
+    Raises:
+        NotImplementedError: they are other contexts.
+    """
+    if context_fn is noop_context_fn:
+        return nothing_saveable
+    first, second = context_fn()
+    if isinstance(first, SelectiveContext):
+        return first.policy
+    peer = _compat.selective_policy(first)
+    if peer is not None:
+        return Selective.of(peer)
+    if all(isinstance(each, contextlib.nullcontext) for each in (first, second)):
+        return nothing_saveable
+    raise NotImplementedError(
+        explain(
+            where=f"checkpoint(context_fn={context_fn!r})",
+            what=f"makes the contexts {first!r} and {second!r}.",
+            why="The backward runs a program and not the function, so that there is no "
+            "second run for a context to be around.",
+            do="Enter the first context around the call; to choose what is saved, use "
+            "create_selective_checkpoint_contexts or a policy of remat.",
+        )
+    )
+
+
+def _no_early_stop() -> NotImplementedError:
+    return NotImplementedError(
+        explain(
+            where="checkpoint(early_stop=False)",
+            what="asks for the whole function to be recomputed.",
+            why="A traced region recomputes what some gradient needs, and has no code for "
+            "the rest.",
+            do='Leave early_stop out, or use engine="rerun", which runs the whole function.',
+        )
+    )
+
+
+def _hooks_are_respected() -> NotImplementedError:
+    return NotImplementedError(
+        explain(
+            where="checkpoint(respect_saved_tensors_hooks=False)",
+            what="asks for saved values to be kept from surrounding saved-tensor hooks.",
+            why="A region saves its values as every function of autograd does, and torch "
+            "hands them to the hooks.",
+            do="Leave the option out, or make the call outside of the hooks.",
+        )
+    )
+
+
+def _warn_of_debug() -> None:
+    warnings.warn(
+        explain(
+            where="checkpoint(debug=True)",
+            what="has no effect.",
+            why="A recomputation is the program that the forward was traced to, and cannot "
+            "go another way; errors of the trace name operator and line in any case.",
+            do="Leave it out; to look for a kernel that is not deterministic, use "
+            "remat(verify=True).",
+        ),
+        RematWarning,
+        stacklevel=5,
+    )
+
+
+def _draws(error: ImplicitRandomnessError) -> ImplicitRandomnessError:
+    return ImplicitRandomnessError(
+        explain(
+            where="checkpoint(preserve_rng_state=False)",
+            what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
+            why="The recomputation would draw others, and gradients would be wrong.",
+            do="Leave preserve_rng_state out.",
+        )
+    )
+
+
+def _one_segment() -> str:
+    return explain(
+        where="checkpoint_sequential(segments=1)",
+        what="recomputes nothing.",
+        why="The last segment runs as it is, and it is the only one.",
+        do="Use more segments, or checkpoint(nn.Sequential(...), input).",
+    )

@@ -1,0 +1,300 @@
+"""Selective checkpointing: torch's policies of operators, as policies of this package.
+
+torch runs the function under two dispatch modes, one that caches outputs of operators and
+one that hands them out again. Here the policy is asked while the function is traced, about
+each value once, and what it says is what a traced region does: there are no modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias, cast, final
+
+import torch
+from torch import Tensor
+
+from remat._errors import PolicyError, explain
+from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
+from remat.storage import Offload
+
+# torch exports the class of overloads under no public name; the objects are public.
+_OVERLOADS = (
+    type(torch.ops.aten.mm.default),
+    type(torch.ops.higher_order.flex_attention),
+)
+_PACKET = type(torch.ops.aten.mm)
+
+
+class CheckpointPolicy(enum.Enum):
+    """What a policy of torch's answers about the output of an operator.
+
+    `MUST_` and `PREFER_` differ for compilers alone, and mean the same here. Outputs to
+    offload wait in host memory; torch (2.15) recomputes them and does not say so.
+
+    Example:
+        >>> from remat.interop.torch import CheckpointPolicy
+        >>> CheckpointPolicy.MUST_SAVE.name
+        'MUST_SAVE'
+    """
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_CPU_OFFLOAD = 4
+    PREFER_CPU_OFFLOAD = 5
+
+
+_DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
+    "MUST_SAVE": Save,
+    "PREFER_SAVE": Save,
+    "MUST_RECOMPUTE": Recompute,
+    "PREFER_RECOMPUTE": Recompute,
+    "MUST_CPU_OFFLOAD": lambda: Save(Offload()),
+    "PREFER_CPU_OFFLOAD": lambda: Save(Offload()),
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SelectiveCheckpointContext:
+    """What a policy of torch's is told beside the operator.
+
+    Args:
+        is_recompute: always False: a recomputation asks nothing.
+        op_output: a meta tensor, of the shape and dtype of what the operator made.
+    """
+
+    is_recompute: bool
+    op_output: Tensor
+
+
+PolicyFn: TypeAlias = Callable[..., object]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Selective(AbstractPolicy):
+    """A policy of torch's, `(ctx, op, *args, **kwargs)`, as one of this package.
+
+    Two are equal if they run the same code over equal closures: torch's habit is to make
+    the policy anew for each call, and an equal one finds the trace of the last call.
+
+    Args:
+        function: torch's policy.
+        meaning: its code and what it closes over, as it was when this was made.
+    """
+
+    function: PolicyFn = dataclasses.field(compare=False)
+    meaning: Hashable
+
+    @classmethod
+    def of(cls, function: PolicyFn) -> Selective:
+        """The policy of a function."""
+        return cls(function, _meaning(function, frozenset()))
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        """Decides about one value; inputs are saved in any case."""
+        if value.op is None:
+            return Recompute()
+        context = SelectiveCheckpointContext(
+            is_recompute=False,
+            op_output=torch.empty(value.shape, dtype=value.dtype, device="meta"),
+        )
+        args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
+        answer = self.function(context, value.op, *args, **kwargs)
+        if isinstance(answer, bool):
+            return Save() if answer else Recompute()
+        # Torch's own enum will do, which this package does not import.
+        made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
+        if made is None:
+            raise _meaningless(self, value, answer)
+        return made()
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """None: it is about operators."""
+        return ()
+
+    def __repr__(self) -> str:
+        """Names torch's policy."""
+        name = getattr(self.function, "__name__", None) or repr(self.function)
+        return f"create_selective_checkpoint_contexts({name})"
+
+
+def _meaningless(policy: Selective, value: Value, answer: object) -> PolicyError:
+    return PolicyError(
+        explain(
+            where=f"the policy {policy!r}",
+            what=f"answered {answer!r} about {value}.",
+            why="A policy of torch's answers a bool or a CheckpointPolicy.",
+            do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
+        )
+    )
+
+
+def _on_meta(tree: Any) -> Any:
+    """An operator's arguments with a tensor without data for each tensor."""
+    if isinstance(tree, Operand):
+        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+    if isinstance(tree, tuple):
+        return tuple(map(_on_meta, cast("tuple[Any, ...]", tree)))
+    return tree
+
+
+def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
+    """What is equal for two policies that answer alike; contents as they are now."""
+    if id(thing) in seen:
+        return "itself"
+    seen |= {id(thing)}
+
+    def inside(things: Any) -> Hashable:
+        return tuple(_meaning(each, seen) for each in things)
+
+    match thing:
+        case types.FunctionType():
+            cells = (cell.cell_contents for cell in thing.__closure__ or ())
+            defaults = (thing.__defaults__ or (), thing.__kwdefaults__ or {})
+            return (thing.__code__, inside(cells), inside(defaults))
+        case types.MethodType():
+            return (_meaning(thing.__func__, seen), _meaning(thing.__self__, seen))
+        case functools.partial():
+            parts = (thing.func, thing.args, thing.keywords)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            return inside(parts)
+        case dict():
+            return (dict, inside(thing.items()))  # pyright: ignore[reportUnknownMemberType]
+        case list() | tuple():
+            kind: Hashable = type(cast("object", thing))
+            return (kind, inside(thing))
+        case set() | frozenset():
+            return frozenset(thing)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        case Hashable():
+            return thing
+        case _:
+            return _Same(thing)
+
+
+@final
+class _Same:
+    """Equal to itself alone, and keeps what it stands for alive."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+@final
+class SelectiveContext(contextlib.AbstractContextManager[None]):
+    """One of the two contexts: it carries the policy to `checkpoint`, and does nothing.
+
+    Args:
+        policy: the policy.
+    """
+
+    def __init__(self, policy: AbstractPolicy) -> None:
+        self.policy = policy
+
+    def __enter__(self) -> None:
+        """Refuses: no other checkpoint knows what to do with it."""
+        raise RuntimeError(
+            explain(
+                where="a context of interop.torch.create_selective_checkpoint_contexts",
+                what="was entered.",
+                why="It carries a policy to interop.torch.checkpoint, which enters none.",
+                do="Pass the function that makes it as `context_fn` of that checkpoint.",
+            )
+        )
+
+    def __exit__(self, *details: object) -> None:
+        """Nothing was entered."""
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: PolicyFn | list[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[SelectiveContext, SelectiveContext]:
+    """Says by operator which outputs a checkpointed function saves, as torch does it.
+
+    The policy is asked once a value, while the function is traced, and in the order of the
+    function. It sees ATen operators without in-place variants (`mul` for `mul_`), and
+    tensors without data for what they take and make. Saved are those of its choice that a
+    backward step reads, where torch saves all of them.
+
+    Args:
+        policy_fn_or_list: a list of overloads, `torch.ops.aten.mm.default`, whose outputs are
+            saved; or a function `(ctx, op, *args, **kwargs)` that answers a
+            `CheckpointPolicy`, or a bool. It must answer alike when asked alike.
+        allow_cache_entry_mutation: torch then lets the function change a saved output in
+            place. Here it always may: what is saved is what the operator made.
+
+    Returns:
+        Two contexts, for `checkpoint(..., context_fn=...)`.
+
+    Raises:
+        ValueError: the list holds what is no overload.
+        TypeError: it is neither a list nor a function.
+
+    Example:
+        >>> import functools, torch
+        >>> from remat.interop import torch as drop_in
+        >>> save_mm = functools.partial(
+        ...     drop_in.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        ... )
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> drop_in.checkpoint(lambda x: (x @ x).sin().sin(), x, context_fn=save_mm).shape
+        torch.Size([2, 2])
+
+    References:
+        `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    """
+    del allow_cache_entry_mutation
+    if isinstance(policy_fn_or_list, list):
+        listed = _checked(cast("list[Any]", policy_fn_or_list))
+        policy = Selective.of(functools.partial(_is_in, listed))
+    elif callable(policy_fn_or_list):
+        policy = Selective.of(policy_fn_or_list)
+    else:
+        raise TypeError(
+            "create_selective_checkpoint_contexts takes either a function or a list of "
+            f"operators, not {policy_fn_or_list!r}."
+        )
+    return SelectiveContext(policy), SelectiveContext(policy)
+
+
+def _is_in(
+    operators: tuple[object, ...],
+    context: object,
+    op: object,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    del context, args, kwargs
+    return op in operators
+
+
+def _checked(operators: list[Any]) -> tuple[object, ...]:
+    for each in operators:
+        if not isinstance(each, _OVERLOADS):
+            is_packet = isinstance(each, _PACKET)
+            raise ValueError(  # noqa: TRY004 - which is what torch raises
+                explain(
+                    where="create_selective_checkpoint_contexts([...])",
+                    what=f"expected an overload of an operator, and got {each!r}.",
+                    why="It is an operator with all its overloads."
+                    if is_packet
+                    else f"It is a {type(each).__name__}.",
+                    do=f"Pass torch.ops.{each}.default, or another of its overloads."
+                    if is_packet
+                    else "Pass torch.ops.aten.mm.default, for example.",
+                )
+            )
+    return tuple(operators)

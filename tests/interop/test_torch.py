@@ -1,0 +1,991 @@
+"""`interop.torch`: what torch's own tests of checkpointing ask, and what more is promised.
+
+Tests that stand for one of torch's own name it in their docstring, with its file:
+docs/interop_torch.md is the table of all of them.
+"""
+
+import contextlib
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as peer
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as peer_wrapper
+
+from remat import (
+    ImplicitRandomnessError,
+    PolicyError,
+    RematWarning,
+    SideEffectError,
+    TraceError,
+    _api,
+    modules,
+)
+from remat.interop.torch import (
+    CheckpointPolicy,
+    apply_activation_checkpointing,
+    checkpoint,
+    checkpoint_sequential,
+    checkpoint_wrapper,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from tests.support import (
+    LiveBytes,
+    OperatorCounter,
+    assert_bitwise,
+    assert_close,
+    backward_operators,
+    run,
+    seeded,
+)
+
+pytestmark = [
+    pytest.mark.contract,
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+MM = torch.ops.aten.mm.default
+each_variant = pytest.mark.parametrize("use_reentrant", [None, False, True])
+
+
+def relus() -> Any:
+    """Six layers, as torch's tests have them."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU()),
+        *(nn.Linear(4, 3), nn.ReLU()),
+    )
+
+
+def with_gradients(model, call):
+    """Output, the input's gradient and the parameters'."""
+    x = seeded(2, 10, dtype=torch.float32).requires_grad_()
+    model.zero_grad()
+    out = call(x)
+    out.sum().backward()
+    return out.detach(), x.grad, [each.grad for each in model.parameters()]
+
+
+# --- test_utils.py ----------------------------------------------------------------------
+
+PARTS = {
+    "sequential": lambda model: model,
+    "list": lambda model: list(model.children()),
+    "module list": lambda model: nn.ModuleList(model.children()),
+    "functions": lambda model: [each.__call__ for each in model.children()],
+}
+
+
+@each_variant
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_sequential(parts, use_reentrant):
+    """test_utils.py: test_checkpoint, test_checkpoint_module_list."""
+    model = relus()
+    expected = with_gradients(model, model)
+
+    found = with_gradients(
+        model,
+        lambda x: checkpoint_sequential(
+            parts(model), 2, x, use_reentrant=use_reentrant
+        ),
+    )
+
+    assert_bitwise(found, expected)
+
+
+def test_sequential_recomputes_all_segments_but_the_last():
+    """test_utils.py: test_checkpoint_trigger, counted by operators and not by Python calls."""
+    layers = [torch.sin] * 10
+
+    counts = [
+        backward_operators(
+            lambda x, n=n: checkpoint_sequential(layers, n, x), seeded(3)
+        )["aten.sin"]
+        for n in (2, 5, 10)
+    ]
+
+    # A segment of k sines recomputes k - 1 of them: the last one's input is what it needs.
+    assert counts == [4, 4, 0]
+
+
+@pytest.mark.parametrize("segments", [0, 7])
+def test_sequential_out_of_bounds(segments):
+    """Torch's own error is about the step of a range."""
+    with pytest.raises(ValueError, match=r"6 functions can be divided into 1 to 6"):
+        checkpoint_sequential(relus(), segments, seeded(2, 10))
+
+
+def test_sequential_takes_one_argument():
+    """test_utils.py: test_checkpoint_sequential_deprecated_multiple_args and ..._no_args."""
+    with pytest.raises(TypeError):
+        checkpoint_sequential(relus(), 1, seeded(1), seeded(1), seeded(1))  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        checkpoint_sequential(relus(), 1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="no option 'preserve'"):
+        checkpoint_sequential(relus(), 2, seeded(1), preserve=True)
+
+
+def test_sequential_of_one_segment():
+    """The last segment recomputes nothing, and it is the only one."""
+    with pytest.warns(RematWarning, match="recomputes nothing"):
+        checkpoint_sequential([torch.sin], 1, seeded(1))
+
+
+def test_second_derivative():
+    """test_utils.py: test_checkpoint_valid, with either variant."""
+    model = relus()
+
+    def gradients(call):
+        x = seeded(2, 10, dtype=torch.float32).requires_grad_()
+        (first,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return first.detach(), second
+
+    for use_reentrant in (True, False):
+        found = gradients(
+            lambda x, v=use_reentrant: checkpoint_sequential(
+                model, 2, x, use_reentrant=v
+            )
+        )
+        assert_close(found, gradients(model))
+
+
+@each_variant
+def test_random_numbers(use_reentrant):
+    """test_utils.py: test_checkpoint_rng_cpu."""
+    first, second = nn.Dropout(), nn.Dropout()
+
+    def gradient(call):
+        torch.manual_seed(0)
+        x = torch.ones(200, requires_grad=True)
+        call(first(x)).sum().backward()
+        return x.grad, torch.rand(1)
+
+    found = gradient(lambda x: checkpoint(second, x, use_reentrant=use_reentrant))
+
+    assert_bitwise(found, gradient(second))
+
+
+def test_random_numbers_not_preserved():
+    """test_utils.py: test_checkpoint_not_preserve_rng_state_and_without_reentrant."""
+    x = torch.ones(5, requires_grad=True)
+    with pytest.raises(
+        ImplicitRandomnessError, match=r"preserve_rng_state=False.*draws.*Leave"
+    ):
+        checkpoint(nn.Dropout(), x, use_reentrant=False, preserve_rng_state=False)
+
+    # Nothing is drawn here, and nothing is in the way.
+    checkpoint(nn.Dropout().eval(), x, preserve_rng_state=False).sum().backward()
+
+
+@each_variant
+def test_arguments_and_results_of_any_kind(use_reentrant):
+    """test_utils.py: test_checkpoint_non_tensor, ..._non_tensor_inputs_outputs, ..._no_tensors."""
+
+    def mixed(t1, t2, scale, t3):
+        t4, t5 = t1 + t2 * t3, t1 * t2 + t3
+        t4 *= scale
+        t5 *= scale
+        return scale, t4, None, True, t5, "bar", t1
+
+    def call(*args):
+        return checkpoint(mixed, *args, use_reentrant=use_reentrant)
+
+    args = (
+        seeded(10).requires_grad_(),
+        seeded(10, seed=1).requires_grad_(),
+        3,
+        seeded(10, seed=2),
+    )
+    (outputs, gradients), (expected, expected_gradients) = (
+        run(call, args),
+        run(mixed, args),
+    )
+    assert_bitwise(outputs, expected)
+    # t1 comes back too: its gradient is a sum with a part from outside of the call.
+    assert_close(gradients, expected_gradients)
+    assert call(0.5, 0.25, 3, 2.0) == mixed(0.5, 0.25, 3, 2.0)
+
+    out = call(*args)
+    out[1].sum().backward(retain_graph=True)
+    out[4].sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out[1].sum().backward()
+
+
+def test_partial_gradient():
+    """test_utils.py: test_checkpoint_partial_grad, where nothing of torch's error is left."""
+    x, y = seeded(4).requires_grad_(), seeded(4)
+    out = checkpoint(lambda a, b: (a.sin(), b.sin()), x, y, use_reentrant=True)
+    out[0].sum().backward()
+    assert [each.requires_grad for each in out] == [True, False]
+
+    assert not checkpoint(lambda a, b: b.sin(), x, y, use_reentrant=True).requires_grad
+
+
+# --- test_autograd.py: TestAutograd -----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_autocast(dtype):
+    """test_autograd.py: test_checkpointing_non_reentrant_autocast_cpu."""
+
+    def products(x, y, z):
+        z = torch.mm(torch.mm(x, y), z)
+        assert z.dtype is (dtype or torch.float32)
+        return z
+
+    args = [
+        seeded(3, 3, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)
+    ]
+
+    def under(call):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            return call(*args)
+
+    found, expected = under(functools.partial(checkpoint, products)), under(products)
+    assert_bitwise(
+        torch.autograd.grad(found.sum(), args),
+        torch.autograd.grad(expected.sum(), args),
+    )
+
+
+class Product(torch.autograd.Function):
+    """A function of the user's, which saves inputs and what it made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x, y):
+        w = x * y
+        ctx.save_for_backward(x, y, w)
+        return w + w
+
+    @staticmethod
+    def backward(ctx: Any, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, y, w = ctx.saved_tensors
+        again = ctx.saved_tensors
+        assert all(
+            a is b or a.shape == b.shape for a, b in zip((x, y, w), again, strict=True)
+        )
+        return gradient * y * 2, gradient * x * 2
+
+
+def test_custom_function():
+    """test_autograd.py: test_checkpointing_without_reentrant_custom_function_works.
+
+    Saved tensors may be read twice, which torch's raises on.
+    """
+
+    def product(x, y):
+        return Product.apply(x.sin(), y).cos()
+
+    args = (seeded(3), seeded(3, seed=1))
+
+    assert_bitwise(
+        run(functools.partial(checkpoint, product), args), run(product, args)
+    )
+
+
+def test_other_contexts_are_refused():
+    """test_autograd.py: test_checkpointing_without_reentrant_with_context_fn."""
+    x = seeded(3).requires_grad_()
+    with pytest.raises(
+        NotImplementedError, match=r"no second run.*Enter the first context"
+    ):
+        checkpoint(
+            torch.exp,
+            x,
+            context_fn=lambda: (OperatorCounter(), contextlib.nullcontext()),
+        )
+    with pytest.raises(ValueError, match=r"only supported when use_reentrant=False"):
+        checkpoint(
+            torch.exp, x, context_fn=lambda: noop_context_fn(), use_reentrant=True
+        )
+    for context_fn in (noop_context_fn, peer.noop_context_fn):
+        checkpoint(
+            torch.exp, x, context_fn=context_fn, use_reentrant=False
+        ).sum().backward()
+
+
+def test_use_reentrant_need_not_be_said():
+    """test_autograd.py: ..._warns_if_use_reentrant_not_passed_explcitly, which ours does not."""
+    checkpoint(torch.exp, seeded(3).requires_grad_())
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_function_that_changes(engine):
+    """test_autograd.py: test_checkpoint_detects_non_determinism.
+
+    A trace refuses a function that counts its calls; a run that makes other shapes fails.
+    """
+    calls = []
+
+    def changing(x):
+        calls.append(1)
+        return x.sin().exp() if len(calls) < 2 else x.sin() * torch.ones(2)
+
+    with pytest.raises((SideEffectError, RuntimeError)):
+        checkpoint(changing, seeded(1).requires_grad_(), engine=engine).sum().backward()
+
+
+@pytest.mark.parametrize("input_requires_grad", [True, False])
+def test_many_calls(input_requires_grad):
+    """test_autograd.py: test_checkpointing, test_checkpointing_without_reentrant."""
+
+    class Holder(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, data):
+            return self.module(data)
+
+    torch.manual_seed(0)
+    holder = Holder(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)))
+    inputs = [seeded(1, 4, seed=i, dtype=torch.float32) for i in range(20)]
+    found = []
+    for call in (holder, functools.partial(checkpoint, holder, use_reentrant=False)):
+        holder.zero_grad()
+        outs = [
+            call(data=x.clone().requires_grad_(input_requires_grad)) for x in inputs
+        ]
+        torch.stack(outs).mean().backward()
+        found.append([each.grad for each in holder.parameters()])
+
+    assert_close(*found)
+
+
+def test_every_way_of_the_backward():
+    """test_autograd.py: test_checkpoint_valid_reset_on_error, ..._correct_grad."""
+    found = []
+    for call in (
+        torch.exp,
+        functools.partial(checkpoint, torch.exp, use_reentrant=True),
+    ):
+        x = seeded(2, 2).requires_grad_()
+        found.append(torch.autograd.grad(call(x).sum(), x))
+        call(x).sum().backward(inputs=[x])
+        found[-1] += (x.grad,)
+
+    assert_bitwise(*found)
+
+
+@each_variant
+def test_detached(use_reentrant):
+    """test_autograd.py: test_checkpointing_without_reentrant_detached_tensor."""
+
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                return self.linear(x)
+
+    module, x = Detached(), torch.ones(2, 2, requires_grad=True)
+    out = checkpoint(module, x, use_reentrant=use_reentrant)
+    assert not out.requires_grad
+    out += x
+    out.sum().backward()
+    assert_bitwise(x.grad, torch.ones(2, 2))
+
+
+def test_hooks_of_a_tensor_run_once():
+    """test_autograd.py: test_checkpointing_without_reentrant_parameter_used_in_an_out."""
+    w, x = seeded(3).requires_grad_(), seeded(3, seed=1).requires_grad_()
+    calls = []
+    w.register_hook(calls.append)
+
+    checkpoint(lambda x: w * x, w * x, use_reentrant=False).sum().backward()
+
+    assert len(calls) == 1
+    assert_close(w.grad, 2 * w * x)
+
+
+def test_data_parallel():
+    """test_autograd.py: test_checkpointing_without_reentrant_dataparallel, on a CPU."""
+    module = nn.DataParallel(nn.Linear(2, 2).double())
+    args = [seeded(2, 2)]
+    assert_bitwise(run(functools.partial(checkpoint, module), args), run(module, args))
+
+
+def test_containers():
+    """test_autograd.py: test_checkpointing_without_reentrant_arbitrary_input_output."""
+    linear = nn.Linear(5, 5).double()
+
+    def model(inputs):
+        return {"result": linear(inputs["tensor"])}
+
+    x = {"tensor": seeded(5, 5)}
+    assert_bitwise(run(functools.partial(checkpoint, model), [x]), run(model, [x]))
+
+
+# --- test_autograd.py: TestNestedCheckpoint ---------------------------------------------
+
+
+def nested(function):
+    return functools.partial(checkpoint, function, use_reentrant=False)
+
+
+def gradient_of(function):
+    """A function that takes a derivative inside, by torch.autograd.grad."""
+
+    def gradient(x):
+        with torch.enable_grad():
+            out = function(x)
+        (found,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return found
+
+    return gradient
+
+
+def test_nested():
+    """test_autograd.py: test_nested_checkpoint, test_nested_checkpoint_two_children."""
+
+    def f(x):
+        return x.sin().exp().sin()
+
+    def g(x):
+        return x.cos().sin().exp()
+
+    def both(x):
+        return nested(g)(nested(f)(x))
+
+    x = seeded(3, 3).requires_grad_()
+    plain = gradient_of(gradient_of(lambda x: g(f(x))))(x)
+
+    assert_close(gradient_of(gradient_of(nested(both)))(x), plain)
+    assert_close(gradient_of(gradient_of(nested(nested(both))))(x), plain)
+
+
+@pytest.mark.parametrize("by", [gradient_of, torch.func.grad])
+def test_a_derivative_inside(by):
+    """test_autograd.py: test_nested_checkpoint_two_children, a derivative in a checkpoint."""
+
+    def inner(x):
+        return by(lambda x: x.sin().exp().sum())(x)
+
+    args = [seeded(3)]
+    assert_close(run(nested(inner), args), run(inner, args))
+
+
+def test_nested_arguments():
+    """test_autograd.py: ..._non_tensor_inputs_and_outputs, test_nested_checkpoint_kwargs."""
+
+    def fn(k, a, b, f, scale=None):
+        return f(k * a * b.exp()) * scale, 1, "abcd"
+
+    a, b, scale = (torch.tensor(2.0 + i, requires_grad=True) for i in range(3))
+    found = checkpoint(fn, 3, a, b, torch.sin, scale=scale, use_reentrant=False)
+    expected = fn(3, a, b, torch.sin, scale=scale)
+
+    assert found[1:] == expected[1:]
+    assert_bitwise(
+        torch.autograd.grad(found[0], (a, b, scale)),
+        torch.autograd.grad(expected[0], (a, b, scale)),
+    )
+    with pytest.raises(ValueError, match=r"takes no keyword arguments.*got scale"):
+        checkpoint(fn, 3, a, b, torch.sin, scale=scale, use_reentrant=True)
+
+
+def test_a_backward_inside_a_backward():
+    """test_autograd.py: test_nested_checkpoint_reentrant_backwards."""
+    a = torch.tensor(1.0, requires_grad=True)
+    x, out = checkpoint(lambda a: (a.sin().cos(), a.cos()), a, use_reentrant=False)
+    other = x.exp()
+    other.grad_fn.register_hook(lambda *unused: out.backward(retain_graph=True))
+
+    other.backward(retain_graph=True)
+
+    x, out = a.sin().cos(), a.cos()
+    assert_close(a.grad, sum(torch.autograd.grad((x.exp(), out), a)))
+
+
+def test_nothing_more_than_is_needed_runs_again():
+    """test_autograd.py: test_nested_checkpoint_set_early_stop, and its ..._no_recompution_needed."""
+    tail = backward_operators(nested(lambda x: x.sin().cos().clone()), seeded(3))
+    assert (tail["aten.clone"], tail["aten.sin"]) == (
+        0,
+        2,
+    )  # once for the derivative of cos
+    assert backward_operators(nested(torch.sin), seeded(3)) == {
+        "aten.cos": 1,
+        "aten.mul": 1,
+    }
+
+    # Dead work in the middle, which stopping early runs too.
+    def middle(x):
+        (x.exp() * 2).sum()
+        return x.sin().cos()
+
+    assert backward_operators(nested(middle), seeded(3))["aten.exp"] == 0
+
+
+def test_early_stop_cannot_be_turned_off():
+    """...except where the function runs again."""
+    with pytest.raises(
+        NotImplementedError, match=r'engine="rerun", which runs the whole'
+    ):
+        checkpoint(torch.sin, seeded(3).requires_grad_(), early_stop=False)
+
+    whole = functools.partial(
+        checkpoint, lambda x: x.sin().clone(), engine="rerun", early_stop=False
+    )
+    assert backward_operators(whole, seeded(3))["aten.clone"] == 1
+
+
+# --- test_autograd.py: TestSelectiveActivationCheckpoint --------------------------------
+
+
+def save_mm(ctx, op, *args, **kwargs):
+    """A policy as torch's documentation writes it, over this package's enum."""
+    return CheckpointPolicy.MUST_SAVE if op == MM else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_mm_with_the_enum_of_torch(ctx, op, *args, **kwargs):
+    """The same over torch's."""
+    chosen = peer.CheckpointPolicy
+    return chosen.MUST_SAVE if op == MM else chosen.PREFER_RECOMPUTE
+
+
+SELECTIVE = {
+    "list": [MM],
+    "function": save_mm,
+    "enum of torch": save_mm_with_the_enum_of_torch,
+    "bool": lambda ctx, op, *args, **kwargs: op == MM,
+    "made anew": lambda *args: (lambda ops: lambda c, op, *a: op in ops)({MM})(*args),
+}
+
+
+def product(x, y):
+    return torch.mm(x.cos(), y).sin().sum()
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [create_selective_checkpoint_contexts, peer.create_selective_checkpoint_contexts],
+)
+@pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
+def test_selective(policy, made_by):
+    """test_autograd.py: test_flops_and_mem; contexts that torch makes will do as well."""
+    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
+
+    def selective(x, y):
+        context_fn = functools.partial(made_by, policy)
+        return checkpoint(product, x, y, use_reentrant=False, context_fn=context_fn)
+
+    assert_bitwise(run(selective, args), run(product, args))
+    # Two products for the gradients, and none for the recomputation.
+    assert backward_operators(selective, *args)["aten.mm"] == 2
+    assert backward_operators(nested(product), *args)["aten.mm"] == 3
+
+
+def held(call, *args):
+    """Bytes that wait between forward and backward."""
+    call(*args)
+    with LiveBytes() as memory:
+        out = call(*args)
+        return memory.live - out.untyped_storage().nbytes()
+
+
+def test_bytes():
+    """test_autograd.py: test_flops_and_mem, its bytes; test_storage_lifetime."""
+    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [MM])
+
+    assert held(product, *args) == 2 * 8 * 8 * 8
+    assert held(nested(product), *args) == 0
+    assert (
+        held(functools.partial(checkpoint, product, context_fn=context_fn), *args)
+        == 8 * 8 * 8
+    )
+
+    with LiveBytes() as memory:
+        out = checkpoint(product, *args, context_fn=context_fn)
+        out.backward()
+        del out
+        for each in args:
+            each.grad = None
+    assert memory.live == 0
+
+
+def test_an_offloaded_output_waits_elsewhere():
+    """torch recomputes what its MUST_CPU_OFFLOAD means; ours is an offload."""
+
+    def offload(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if op == MM else False
+
+    context_fn = functools.partial(create_selective_checkpoint_contexts, offload)
+    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
+
+    # On a CPU it is there already, which the storage itself says.
+    with pytest.warns(RematWarning, match="Offload"):
+        checkpoint(product, *args, context_fn=context_fn).backward()
+
+
+SEEN: list[Any] = []
+
+
+def test_what_a_policy_is_told():
+    """The operator, what it took and what it made, as tensors without data."""
+    SEEN.clear()
+
+    def policy(ctx, op, *args, **kwargs):
+        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
+        SEEN.append(
+            (str(op), shapes, tuple(ctx.op_output.shape), ctx.is_recompute, kwargs)
+        )
+        return op == MM and args[1].shape[1] == 2
+
+    def two(x, y, z):
+        return ((x @ y).sin() @ z).sin()
+
+    args = [seeded(3, 4), seeded(4, 2), seeded(2, 5)]
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    counts = backward_operators(
+        functools.partial(checkpoint, two, context_fn=context_fn), *args
+    )
+
+    assert SEEN[:2] == [
+        ("aten.mm.default", [(3, 4), (4, 2)], (3, 2), False, {}),
+        ("aten.sin.default", [(3, 2)], (3, 2), False, {}),
+    ]
+    assert len(SEEN) == 4
+    assert counts["aten.mm"] == 4 + 1
+
+
+def test_policies_of_equal_closures_share_a_trace():
+    """torch's habit is a new policy at each call, with a counter of its own."""
+    SEEN.clear()
+
+    def every_other():
+        counts = Counter()
+
+        def policy(ctx, op, *args, **kwargs):
+            counts[op] += 1
+            SEEN.append(op)
+            return op == MM and counts[op] % 2 == 1
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def chain(x):
+        return (((x @ x).sin() @ x).sin() @ x).sin()
+
+    x = [seeded(4, 4)]
+    chained = functools.partial(checkpoint, chain, context_fn=every_other)
+    # Seven products for the gradients of three, and the second recomputed.
+    assert backward_operators(chained, *x)["aten.mm"] == 6 + 1
+    for _ in range(3):
+        run(chained, x)
+    assert len(SEEN) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ([2], ValueError, "expected an overload of an operator, and got 2"),
+        ([torch.ops.aten.sin], ValueError, r"Pass torch.ops.aten.sin.default"),
+        (2, TypeError, "either a function or a list"),
+    ],
+)
+def test_bad_inputs(given, error, text):
+    """test_autograd.py: test_bad_inputs."""
+    with pytest.raises(error, match=text):
+        create_selective_checkpoint_contexts(given)
+
+
+def test_a_meaningless_answer():
+    """Anything but a bool and a CheckpointPolicy."""
+    context_fn = functools.partial(
+        create_selective_checkpoint_contexts, lambda *args: "save"
+    )
+    with pytest.raises(
+        PolicyError, match=r"answered 'save' about .*aten.sin.*CheckpointPolicy"
+    ):
+        checkpoint(
+            lambda x: x.sin().cos(), seeded(3).requires_grad_(), context_fn=context_fn
+        )
+
+
+def test_contexts_for_another_checkpoint():
+    """Ours would silently do nothing in torch's."""
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [MM])
+    with pytest.raises(
+        RuntimeError, match=r"carries a policy to interop.torch.checkpoint"
+    ):
+        peer.checkpoint(
+            torch.sin, seeded(3), use_reentrant=False, context_fn=context_fn
+        )
+
+
+def test_a_saved_output_that_the_function_changes():
+    """test_autograd.py: test_version_counter; right here without allowing anything."""
+
+    def fn(x):
+        return x.sin().mul_(2).cos().exp()
+
+    sin = torch.ops.aten.sin.default
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [sin])
+    args = [seeded(3)]
+    assert_bitwise(
+        run(functools.partial(checkpoint, fn, context_fn=context_fn), args),
+        run(fn, args),
+    )
+
+
+def test_more_than_one_output():
+    """test_autograd.py: test_function_with_more_than_one_output, ..._already_has_autograd_meta."""
+
+    def fn(x, y):
+        variance, mean = torch.var_mean(x)
+        return (mean * variance).sin().exp(), y.view(-1)
+
+    ops = [torch.ops.aten.var_mean.correction, torch.ops.aten.view.default]
+    context_fn = functools.partial(create_selective_checkpoint_contexts, ops)
+    args = [seeded(3), torch.tensor([1, 2, 3])]
+    saving = functools.partial(checkpoint, fn, context_fn=context_fn)
+
+    assert_bitwise(run(saving, args), run(fn, args))
+    assert backward_operators(saving, *args)["aten.var_mean"] == 0
+
+
+@torch.library.custom_op("remat_interop::sine_and_two", mutates_args=())
+def sine_and_two(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """An operator of the user's, one of whose outputs is no tensor."""
+    SEEN.append("forward")
+    return x.sin(), 2
+
+
+@sine_and_two.register_fake
+def _(x):
+    return torch.empty_like(x), 2
+
+
+sine_and_two.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def test_an_output_that_is_no_tensor():
+    """test_autograd.py: test_function_with_non_tensor_output."""
+
+    def fn(x):
+        sine, two = sine_and_two(x)
+        return (sine * x.sin().exp()).sin() * two
+
+    op = torch.ops.remat_interop.sine_and_two.default
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [op])
+    saving = functools.partial(checkpoint, fn, context_fn=context_fn)
+    args = [seeded(3)]
+    assert_bitwise(run(saving, args), run(fn, args))
+    SEEN.clear()
+
+    run(saving, args)
+
+    assert SEEN == ["forward"]
+
+
+def test_backward_again():
+    """test_autograd.py: test_can_only_trigger_recompute_once; here it may be triggered again."""
+    sin = torch.ops.aten.sin.default
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [sin])
+    x = seeded(3).requires_grad_()
+    out = checkpoint(lambda x: x.sin().cos().exp(), x, context_fn=context_fn)
+
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert_bitwise(torch.autograd.grad(out.sum(), x), first)
+
+
+# --- beyond torch's tests ---------------------------------------------------------------
+
+
+def test_under_torch_func():
+    """Where torch's own raises."""
+    x = seeded(4, 3)
+
+    def loss(x):
+        return checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum()
+
+    assert_close(torch.func.vmap(torch.func.grad(loss))(x), x.cos() * x.sin().exp())
+
+
+def test_calls_share_a_trace(monkeypatch):
+    """Lambdas, partials and bound methods that are made anew at each step."""
+    layer = nn.Linear(4, 4).double()
+    make_entry, traces = _api.make_entry, []
+    monkeypatch.setattr(
+        _api, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
+    )
+
+    def step(scale):
+        def body(x, factor):
+            return layer(x).tanh() * factor
+
+        x = seeded(2, 4)
+        checkpoint(lambda x: body(x, scale).sin(), x).sum().backward()
+        checkpoint(functools.partial(layer.forward), x).sum().backward()
+        checkpoint(layer.forward, x).sum().backward()
+        checkpoint_sequential([layer, torch.tanh, layer], 3, x).sum().backward()
+
+    step(2.0)
+    first = len(traces)
+    for _ in range(3):
+        step(2.0)
+
+    assert first == len(traces) == 5
+
+
+def test_decorator():
+    """`checkpoint` without a function, on functions and on methods, as torch 2.15 has it."""
+
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        @checkpoint(use_reentrant=False)
+        def apply(self, x):
+            return (x * self.factor).sin().sin()
+
+    @checkpoint(use_reentrant=False)
+    def twice(x):
+        return x.sin().sin()
+
+    assert twice.__name__ == "twice"
+    for call, counts in ((twice, 1), (Scaled(2.0).apply, 1)):
+        assert backward_operators(call, seeded(3))["aten.sin"] == counts
+    with pytest.raises(ValueError, match="is a decorator"):
+        checkpoint(bogus=1)
+
+
+def test_what_cannot_be_traced():
+    """A branch on a value says what to do; `engine="rerun"` does it."""
+
+    def branching(x):
+        return x.sin().exp() if x.sum() > 0 else x.cos().exp()
+
+    x = [seeded(3)]
+    with pytest.raises(TraceError, match=r'engine="rerun"'):
+        run(functools.partial(checkpoint, branching), x)
+    assert_bitwise(
+        run(functools.partial(checkpoint, branching, engine="rerun"), x),
+        run(branching, x),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"determinism_check": "bits"}, ValueError, "determinism_check='bits'"),
+        ({"engine": "jit"}, ValueError, "engine='jit'"),
+        ({"debug": True, "use_reentrant": True}, ValueError, "use_reentrant=False"),
+        (
+            {"respect_saved_tensors_hooks": False},
+            NotImplementedError,
+            "hands them to the hooks",
+        ),
+        ({"debug": True}, RematWarning, "has no effect"),
+    ],
+)
+def test_options_that_cannot_be_kept(options, error, text):
+    """Each raises, or warns, and says why."""
+    x = seeded(3).requires_grad_()
+    with pytest.raises(error, match=text):
+        checkpoint(torch.sin, x, **options)
+
+
+def test_surrounding_hooks_see_what_is_saved():
+    """respect_saved_tensors_hooks=True is what regions do anyway."""
+    packed = []
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [MM])
+    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
+    checkpoint(product, *args, context_fn=context_fn).backward()
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        checkpoint(
+            product, *args, context_fn=context_fn, respect_saved_tensors_hooks=True
+        )
+
+    # The two inputs, and the product that the policy saves.
+    assert packed == [(8, 8)] * 3
+
+
+# --- wrappers ---------------------------------------------------------------------------
+
+
+def is_linear(module):
+    return isinstance(module, nn.Linear)
+
+
+def test_apply_activation_checkpointing():
+    """In place, with torch's arguments, and without torch's change of names."""
+    plain, model = relus(), relus()
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, preserve_rng_state=False), check_fn=is_linear
+    )  # fmt: skip
+
+    assert [
+        name for name, each in model.named_modules() if "forward" in vars(each)
+    ] == ["0", "2", "4"]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert_bitwise(with_gradients(model, model), with_gradients(plain, plain))
+    assert model[0].forward.settings.rng == "keys"
+
+
+def test_apply_activation_checkpointing_leaves_the_model_out():
+    """All submodules by default, the model itself never."""
+    model = relus()
+    apply_activation_checkpointing(model)
+
+    assert "forward" not in vars(model)
+    assert all("forward" in vars(each) for each in model)
+
+
+def test_apply_activation_checkpointing_with_a_function_of_ones_own():
+    """What it returns is put in the module's place, wherever that is."""
+    model = relus()
+    model.append(model[0])
+    apply_activation_checkpointing(
+        model, lambda module: nn.Sequential(module), is_linear
+    )
+
+    assert type(model[0]) is nn.Sequential
+    assert model[6] is model[0]
+
+
+def test_checkpoint_wrapper():
+    """The module itself comes back; `modules.remove` takes the region out."""
+    module = nn.Linear(2, 2)
+    impl = peer_wrapper.CheckpointImpl.NO_REENTRANT
+    assert checkpoint_wrapper(module, checkpoint_impl=impl, engine="rerun") is module
+    modules.remove(module)
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda model: apply_activation_checkpointing(model, peer_wrapper.checkpoint_wrapper), "torch's own wrapper"),
+        (lambda model: apply_activation_checkpointing(model, auto_wrap_policy=is_linear), "Say by check_fn"),
+        (lambda model: checkpoint_wrapper(model, checkpoint_fn=peer.checkpoint), "nothing of this package"),
+    ],
+)  # fmt: skip
+def test_wrappers_that_cannot_be_kept(call, text):
+    """Each raises and says why."""
+    with pytest.raises(NotImplementedError, match=text):
+        call(relus())
+
+
+def test_apply_activation_checkpointing_to_nothing():
+    """A `check_fn` that accepts nothing says so."""
+    with pytest.warns(RematWarning, match="matches no module"):
+        apply_activation_checkpointing(relus(), check_fn=lambda module: False)
