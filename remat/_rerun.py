@@ -348,6 +348,7 @@ class _Rerun:
                 outputs = [each for each in self.run(leaves) if each is not None]
             reached = _reached(outputs)
             _require_no_others(reached, leaves)
+            _guard_against_others(leaves)
             if self.state.reached is None:
                 known = set(map(id, reached))
                 self.state.reached = tuple(
@@ -436,6 +437,30 @@ def _reached(outputs: Sequence[Tensor]) -> list[Tensor]:
             found.append(variable)
         pending.extend(edge for edge, _ in node.next_functions if edge is not None)
     return found
+
+
+def _guard_against_others(leaves: Sequence[Tensor]) -> None:
+    """Fails in a backward that reaches a run from elsewhere than through its outputs.
+
+    A tensor that the function left somewhere (a hook that collects) holds the graph of the
+    run, which ends in leaves that nobody reads.
+    """
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_hook(_lost)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _lost(gradient: Tensor) -> Tensor:
+    raise CapturedTensorError(
+        explain(
+            where=f"a gradient {TensorMeta.of(gradient)}",
+            what="arrives at a region by a tensor that the function left somewhere, and "
+            "did not return.",
+            why="The region's inputs are not reached from there: the gradient would be "
+            "lost.",
+            do="Return the tensor from the function.",
+        )
+    )
 
 
 def _require_no_others(reached: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import TraceError, policies, remat
+from remat import CapturedTensorError, TraceError, policies, remat
 from tests.support import (
     LiveBytes,
     assert_bitwise,
@@ -260,3 +260,21 @@ def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
         assert found is not None
         assert expected is not None
         assert_bitwise(found.to_dense(), expected.to_dense())
+
+
+def test_a_tensor_left_elsewhere_loses_no_gradient() -> None:
+    """What the function hands out past its return value has a gradient, or raises."""
+    kept: list[Tensor] = []
+
+    def leaving(x: Tensor) -> Tensor:
+        y = branches(x)
+        kept.append(y.exp())
+        return y
+
+    x = seeded(4).requires_grad_()
+    y = remat(leaving, engine="rerun")(x)
+
+    with pytest.raises(CapturedTensorError, match=r"left somewhere.*Return the tensor"):
+        (y.sum() + kept[0].sum()).backward()
+    # Its numbers may be read.
+    assert_close(kept[0], branches(x).exp())

@@ -1,0 +1,197 @@
+"""Recomputation in models of Hugging Face's transformers, by the models' own hook.
+
+Each model of transformers hands its layers to a checkpointing function when it trains, and
+lets that function be set: `_set_gradient_checkpointing`, which `gradient_checkpointing_enable` calls.
+`enable` sets one that makes regions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+from torch import nn
+
+from remat._api import remat
+from remat._errors import RematWarning, explain
+from remat._options import PolicyLike
+
+try:
+    import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
+except ImportError as error:
+    raise ImportError(
+        "remat.interop.transformers needs transformers, which is not installed. Run "
+        "pip install 'remat[transformers]'. The rest of remat.interop works without."
+    ) from error
+
+_M = TypeVar("_M", bound=nn.Module)
+_HOOK = "_set_gradient_checkpointing"
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def enable(
+    model: _M, policy: PolicyLike = None, *, every: int = 1, **options: Any
+) -> _M:
+    """Makes the layers of a model of transformers recompute while it trains, in place.
+
+    As `model.gradient_checkpointing_enable()` does it, with regions of this package in the
+    place of torch's checkpoint; what that takes out of a layer (a key/value cache) is taken
+    out here too. `Trainer` needs nothing: if `gradient_checkpointing` is set in its
+    arguments, regions stay, and are what it uses. Equal layers share one trace.
+
+    Args:
+        model: a `PreTrainedModel`, or a `PeftModel` around one.
+        policy: which values of a layer may be saved; None means nothing.
+        every: makes each `every`-th layer recompute.
+        **options: further options of `remat`. The default of `rng` is "preserve"; a layer
+            that cannot be traced (experts that are chosen in a Python loop) needs
+            `engine="rerun"`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: it is no model of transformers, or an option is none.
+        ValueError: it does not support checkpointing.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from remat import policies
+        >>> from remat.interop import transformers
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 8}
+        >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
+        >>> model = transformers.enable(
+        ...     LlamaModel(config).train(), policies.save_attention_outputs
+        ... )
+        >>> model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.sum().backward()
+
+    References:
+        `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
+    """
+    owner = _owner_of(model)
+    settings: dict[str, Any] = {"rng": "preserve", "policy": policy, **options}
+    setter = _Setter(owner, functools.partial(_run, remat(**settings)), every)
+    setter(enable=True)
+    owner.__dict__[_HOOK] = setter
+    return model
+
+
+def disable(model: _M) -> _M:
+    """Undoes `enable`, in place.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The model, whose layers do not recompute.
+
+    Raises:
+        TypeError: it is no model of transformers.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from remat.interop import transformers
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 8}
+        >>> config = BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
+        >>> model = transformers.enable(BertModel(config))
+        >>> transformers.disable(model).is_activation_checkpointing
+        False
+    """
+    owner = _owner_of(model)
+    owner.__dict__.pop(_HOOK, None)
+    getattr(owner, _HOOK)(enable=False)
+    for module in owner.modules():
+        module.__dict__.pop(_FUNCTION, None)
+    return model
+
+
+def _run(
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What a layer calls: itself, as a region."""
+    return decorate(function)(*args, **kwargs)
+
+
+@final
+class _Setter:
+    """Stands before the model's own hook, so that nobody sets another function.
+
+    Args:
+        owner: the model.
+        function: what the layers are handed to.
+        every: which layers are.
+    """
+
+    def __init__(
+        self, owner: nn.Module, function: functools.partial[Any], every: int
+    ) -> None:
+        self.owner = owner
+        self.function = function
+        self.every = every
+
+    def __call__(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Sets the flags of the layers, and our function whatever is given."""
+        if enable:
+            _warn_of_options(gradient_checkpointing_func, every_n_layers)
+        hook = getattr(type(self.owner), _HOOK)
+        layers = {} if self.every == 1 else {"every_n_layers": self.every}
+        hook(
+            self.owner,
+            enable=enable,
+            gradient_checkpointing_func=self.function,
+            **layers,
+        )
+
+
+def _warn_of_options(function: Callable[..., Any] | None, every: int) -> None:
+    """Says what of another's wish is not followed; either variant of torch's is ours."""
+    given: dict[str, Any] = dict(getattr(function, "keywords", {}))
+    given.pop("use_reentrant", None)
+    if every != 1:
+        given["every_n_layers"] = every
+    if given:
+        text = explain(
+            where="the model's activation_checkpointing_enable",
+            what=f"asks for {given}, which is not followed.",
+            why="interop.transformers.enable has set what its layers use.",
+            do="Pass the options to enable, or call interop.transformers.disable first.",
+        )
+        warnings.warn(text, RematWarning, stacklevel=5)
+
+
+def _owner_of(model: nn.Module) -> nn.Module:
+    """The model of transformers, below what peft puts around it."""
+    inner: Any = model
+    while not isinstance(inner, _transformers.PreTrainedModel):
+        below = getattr(inner, "base_model", None) or getattr(inner, "model", None)
+        if not isinstance(below, nn.Module):
+            raise TypeError(
+                f"interop.transformers takes a model of transformers, or of peft around "
+                f"one, not a {type(model).__name__}. For other modules there is "
+                "remat.modules.apply."
+            )
+        inner = below
+    if not inner.supports_gradient_checkpointing:
+        raise ValueError(
+            f"{type(inner).__name__} does not support checkpointing of its layers. Name "
+            "its layers instead: remat.modules.apply(model, ...)."
+        )
+    if "value" in inspect.signature(getattr(inner, _HOOK)).parameters:
+        raise ValueError(
+            f"{type(inner).__name__} has the hook that transformers had before 4.35, "
+            "which takes no function. Name its layers instead: "
+            "remat.modules.apply(model, ...)."
+        )
+    return inner
