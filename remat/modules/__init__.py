@@ -1,6 +1,5 @@
 """Regions in a model that is there already: `apply` puts them in, `remove` takes them out."""
 
 from remat.modules._apply import apply, remove
-from remat.modules._where import Where
 
-__all__ = ["Where", "apply", "remove"]
+__all__ = ["apply", "remove"]

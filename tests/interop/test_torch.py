@@ -819,6 +819,7 @@ def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
     make_entry, traces = _api.make_entry, []
+    monkeypatch.setattr(_api, "_caches", {})
     monkeypatch.setattr(
         _api, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
     )

@@ -232,14 +232,15 @@ class _Inner(torch.nn.Module):
 @pytest.mark.parametrize("is_traced_before", [False, True])
 def test_an_inner_region_brings_its_parameters(is_traced_before):
     """A region inside that has a trace already lifts the tensors that it captures."""
-    inner, x = remat(_Inner()), seeded(3, 4)
+    module = _Inner()
+    inner, x = remat(module), seeded(3, 4)
     if is_traced_before:
         inner(x.requires_grad_())
 
     outer = remat(lambda x: inner(inner(x)))
     outer(x).sum().backward()
-    found, inner.weight.grad = inner.weight.grad, None
-    weight = inner.weight
+    weight = module.weight
+    found, weight.grad = weight.grad, None
     ((x @ weight).sin() @ weight).sin().sum().backward()
 
     assert_bitwise(found, weight.grad)

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional
 
-from remat import policies, storage
+from remat import policies, remat, storage
 from remat._errors import PolicyError
 from remat.policies import (
     AbstractPolicy,
+    Operand,
     Recompute,
     Save,
     Value,
@@ -993,3 +994,23 @@ def test_senseless_sizes_are_refused():
             f"by_size(min_bytes=...): got {size}, of type {kind}. A size is an int in "
             'bytes, or a text with a unit. Pass, for example, 524288 or "512KiB".'
         )
+
+
+def test_a_policy_sees_what_an_operator_took():
+    """Tensors by shape, dtype and device, lists as tuples, anything else as it is."""
+    seen = {}
+
+    def policy(value):
+        seen[str(value.op)] = (value.args, value.kwargs)
+        return hash(value) is None
+
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, dtype=torch.float32)
+    remat(lambda x, w: torch.cat([x @ w, x], dim=1).sum(0, dtype=torch.float64), policy=policy)(x, w)  # fmt: skip
+
+    cpu = torch.device("cpu")
+    left, right, made = (
+        Operand(shape, torch.float32, cpu) for shape in ((2, 3), (3, 4), (2, 4))
+    )
+    assert seen["aten.mm.default"] == ((left, right), ())
+    assert seen["aten.cat.default"] == (((made, left), 1), ())
+    assert seen["aten.sum.dim_IntList"][1] == (("dtype", torch.float64),)
