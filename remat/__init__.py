@@ -20,7 +20,12 @@ from remat._errors import (
 )
 from remat._names import checkpoint_name
 from remat._residuals import Residual
-from remat.reporting import print_saved_residuals, saved_residuals
+from remat.reporting import (
+    Report,
+    print_saved_residuals,
+    report,
+    saved_residuals,
+)
 
 __all__ = [
     "BudgetError",
@@ -33,6 +38,7 @@ __all__ = [
     "RecomputationError",
     "RematError",
     "RematWarning",
+    "Report",
     "Residual",
     "SavedTensorModifiedError",
     "SideEffectError",
@@ -46,6 +52,7 @@ __all__ = [
     "print_saved_residuals",
     "random",
     "remat",
+    "report",
     "saved_residuals",
     "storage",
 ]

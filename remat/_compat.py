@@ -47,6 +47,7 @@ from torch.utils import _pytree as pytree, flop_counter
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode_stack,
 )
 
 _Tree = TypeVar("_Tree")
@@ -505,6 +506,14 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def dispatch_modes() -> Sequence[Any]:
+    """The dispatch modes of this thread, the innermost last.
+
+    Obsolete when torch has a public name for it.
+    """
+    return _get_current_dispatch_mode_stack()
+
+
 def is_composite(op: Any) -> bool:
     """Whether an operator is other operators, on every device."""
     composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -806,7 +815,12 @@ def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
 
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
-    return tensor.untyped_storage()._cdata
+    return key_of(tensor.untyped_storage())
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other living storage has. Obsolete when torch makes one public."""
+    return storage._cdata
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ class Value:
         stream: whose state in a tracker the draw takes and moves, "" for the generator's.
         in_place: whether the user's draw filled a tensor, whose strides then say which
             element gets which number.
+        is_repeat: whether a backward program's step computes what the forward computed.
     """
 
     op: Callable[..., Any] | None
@@ -120,6 +121,7 @@ class Value:
     is_redraw: bool = False
     stream: str = ""
     in_place: bool = False
+    is_repeat: bool = False
 
     @property
     def uses(self) -> tuple[int, ...]:

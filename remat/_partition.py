@@ -150,7 +150,7 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
         shape=meta.shape,
         dtype=meta.dtype,
         size_bytes=meta.size_bytes,
-        flops=_flops(graph, maker),
+        flops=step_flops(graph, maker),
         source=value.source,
         function=value.function,
         args=_taken(graph, maker.args),
@@ -179,7 +179,8 @@ def _shapes(meta: Meta) -> object:
     return None if meta is None else tuple(_shapes(each) for each in meta)
 
 
-def _flops(graph: Graph, value: Value) -> int:
+def step_flops(graph: Graph, value: Value) -> int:
+    """FLOPs of one step by torch's own formulas, 0 where it has none."""
     if value.op is None:
         return 0
 
@@ -221,12 +222,15 @@ class Cut:
         steps: what the backward runs, in order.
         stand_ins: for a value that the backward would compute, the saved one it equals.
         operands: the operands that the backward reads.
+        repeats: the steps that compute what the forward computed: recomputation, that of
+            inner regions included.
     """
 
     saved: tuple[int, ...]
     steps: tuple[int, ...]
     stand_ins: dict[int, int]
     operands: frozenset[int]
+    repeats: frozenset[int]
 
 
 def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int]:
@@ -276,7 +280,10 @@ def cut(
             steps.add(index)
             pending.extend(joint.graph.values[index].uses)
     saved = tuple(sorted(set(stand_ins.values())))
-    return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands))
+    repeats = frozenset(
+        index for index in steps if analysis.numbers[index] in analysis.members
+    )
+    return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
 
 
 def _checks_of_backward(joint: Joint) -> list[int]:
@@ -403,7 +410,12 @@ def backward_graph(
         is_redraw = value.is_redraw or (
             operators.draws(value) and not value.is_backward
         )
-        value = dataclasses.replace(value, is_backward=True, is_redraw=is_redraw)
+        value = dataclasses.replace(
+            value,
+            is_backward=True,
+            is_redraw=is_redraw,
+            is_repeat=index in found.repeats,
+        )
         lines.append(_renamed(value, number))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
     return check(Graph(tuple(lines), len(inputs), outputs))

@@ -1,7 +1,8 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
 The text of the function is kept and printed by `.programs()`: what runs is what prints.
-While a trace of something around it runs, the graph is interpreted instead, so that each
+Where a `Watcher` listens, the same function says before each step which one it is. While a
+trace of something around it runs, the graph is interpreted instead, so that each
 operator keeps its name and its line in the other trace.
 """
 
@@ -25,6 +26,7 @@ from remat import (
     _operators as operators,
     _rng,
     _streams,
+    _watching,
 )
 from remat._bindings import bindings_of
 from remat._composites import fold
@@ -65,7 +67,11 @@ class Program:
         """The outputs, differentiable operator by operator if the caller wants that."""
         if _compat.proxy_is_active():
             return _interpret(self.graph, inputs)
-        return self._run(*inputs)
+        watcher = _watching.watcher()
+        if watcher is None:
+            return self._run(*inputs)
+        with watcher.following(self.graph) as at:
+            return self._watched(at, *inputs)
 
     @functools.cached_property
     def is_compiled(self) -> bool:
@@ -102,8 +108,15 @@ class Program:
             return _backend.Compiled(self.graph)
         return self._compiled(fold(self.graph))
 
-    def _compiled(self, graph: Graph) -> Callable[..., list[Any]]:
-        writer = _Writer(graph, self.title, bindings_of(graph))
+    @functools.cached_property
+    def _watched(self) -> Callable[..., list[Any]]:
+        """The same; calls its first argument with the index of each step before it."""
+        return self._compiled(self.graph, is_watched=True)
+
+    def _compiled(
+        self, graph: Graph, *, is_watched: bool = False
+    ) -> Callable[..., list[Any]]:
+        writer = _Writer(graph, self.title, bindings_of(graph), is_watched=is_watched)
         namespace = dict(writer.bound)
         exec(compile(writer.text, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]
@@ -118,7 +131,12 @@ class _Writer:
     """Writes the function and collects the objects that its text speaks of."""
 
     def __init__(
-        self, graph: Graph, title: str, bindings: Mapping[int, Callable[..., Any]]
+        self,
+        graph: Graph,
+        title: str,
+        bindings: Mapping[int, Callable[..., Any]],
+        *,
+        is_watched: bool = False,
     ) -> None:
         self.graph = graph
         self._bindings = bindings
@@ -128,11 +146,13 @@ class _Writer:
             "stream_leave": _streams.leave,
         }
         self._names: dict[int, str] = {}
-        inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
-        lines = [f"def {title}({inputs}):"]
+        inputs = [f"v{index}" for index in range(graph.num_inputs)]
+        inputs = ["at", *inputs] if is_watched else inputs
+        lines = [f"def {title}({', '.join(inputs)}):"]
         last = _last_uses(graph)
         for index in range(graph.num_inputs, len(graph.values)):
             value = graph.values[index]
+            lines += [f"    at({index})"] if is_watched else []
             lines += [f"    {line}" for line in self._lines(index, value)]
             freed = [f"v{use}" for use in last.get(index, ())]
             if freed:

@@ -26,7 +26,7 @@ LAYERS = (
     ("policies",),
     ("_graph", "_names"),
     ("_in_place",),
-    ("_import_fx",),
+    ("_import_fx", "_watching"),
     ("_captures", "_collectives", "_signature"),
     ("_guards",),
     ("_trace",),

@@ -1,5 +1,16 @@
-"""Looking at what regions hold."""
+"""Looking at what regions hold: before a step, during it, and where it ran out."""
 
+from remat.reporting._figures import batch_figure, frontier_figure, timeline_figure
 from remat.reporting._looking import print_saved_residuals, saved_residuals
+from remat.reporting._measure import report
+from remat.reporting._report import Report
 
-__all__ = ["print_saved_residuals", "saved_residuals"]
+__all__ = [
+    "Report",
+    "batch_figure",
+    "frontier_figure",
+    "print_saved_residuals",
+    "report",
+    "saved_residuals",
+    "timeline_figure",
+]

@@ -1,0 +1,37 @@
+"""The one hook of the engine for those who look at a run: reports and checklists.
+
+A dispatch mode hears every operator that runs on a thread, but not on whose behalf. A
+`Watcher` is a dispatch mode that programs also tell which of their steps comes next. Where
+no dispatch mode is active, nobody is looked for.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable
+
+from remat import _compat
+from remat._graph import Graph
+
+
+class Watcher(_compat.TorchDispatchMode, abc.ABC):
+    """Hears operators as any dispatch mode does, and which step of a program makes each."""
+
+    @abc.abstractmethod
+    def following(
+        self, graph: Graph, /
+    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """Around a run of the program of a graph.
+
+        Yields:
+            What the run calls before each step, with the step's index in its graph.
+        """
+
+
+def watcher() -> Watcher | None:
+    """The innermost watcher of this thread."""
+    if not _compat.is_watched():
+        return None
+    modes = reversed(_compat.dispatch_modes())
+    return next((mode for mode in modes if isinstance(mode, Watcher)), None)

@@ -1,0 +1,182 @@
+"""Figures of a report, by matplotlib: readable in grey, axes with units.
+
+Owners are told apart by hatches and lightness too, curves by line styles, so that no color
+is needed. A figure is returned unsaved: `figure.savefig("step.svg")`, or `.png`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from remat._errors import RematError, explain
+from remat.reporting._records import FrontierPoint, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
+_COLORS = ("#c6dbef", "#f4a582", "#edf8e9", "#8c96c6", "#fee391", "#66a3a0", "#b3636b")
+_STYLES = ("-", "--", ":", "-.")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def timeline_figure(
+    timeline: Timeline, plain: Timeline | None = None, *, title: str = ""
+) -> Figure:
+    """The bytes over one step, stacked by owner.
+
+    Args:
+        timeline: of a report.
+        plain: the same step without remat; its total becomes a dashed line.
+        title: what ran.
+
+    Raises:
+        RematError: matplotlib is not installed.
+    """
+    figure, axes = _axes(title)
+    totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
+    name, unit = _unit(max(totals, default=0))
+    scale = 1e3 if timeline.is_timed else 1.0
+    times = [time_s * scale for time_s in timeline.times_s]
+    layers = axes.stackplot(
+        times,
+        *([size / unit for size in row] for row in timeline.size_bytes),
+        labels=timeline.groups,
+        colors=[_COLORS[k % len(_COLORS)] for k in range(len(timeline.groups))],
+        step="post",
+        edgecolor="0.2",
+        linewidth=0.5,
+    )
+    for place, layer in enumerate(layers):
+        layer.set_hatch(_HATCHES[place % len(_HATCHES)])
+    if plain is not None:
+        plain_times = [time_s * scale for time_s in plain.times_s]
+        axes.step(
+            plain_times,
+            [size / unit for size in plain.total_bytes],
+            where="post",
+            color="black",
+            linestyle="--",
+            label="without remat",
+        )
+    if 0 < timeline.num_forward < len(times):
+        axes.axvline(times[timeline.num_forward], color="0.3", linestyle=":")
+    axes.set_xlabel(
+        "time in operators (ms)" if timeline.is_timed else "storages made and freed"
+    )
+    axes.set_ylabel(f"live bytes ({name})")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def frontier_figure(
+    points: Sequence[FrontierPoint],
+    others: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    title: str = "",
+) -> Figure:
+    """Recomputed work against saved bytes.
+
+    Args:
+        points: of a report.
+        others: single points (saved bytes, recomputed work), by what made them: policies,
+            plans, peers.
+        title: what was traced.
+
+    Raises:
+        RematError: matplotlib is not installed.
+    """
+    figure, axes = _axes(title)
+    others = others or {}
+    sizes = [point.saved_bytes for point in points]
+    name, unit = _unit(max([*sizes, *(size for size, _ in others.values())], default=0))
+    axes.step(
+        [size / unit for size in sizes],
+        [point.recompute_work / 1e9 for point in points],
+        where="post",
+        color="black",
+        marker="o",
+        markersize=3,
+        label="the best value first",
+    )
+    for place, (label, (size, work)) in enumerate(others.items()):
+        axes.plot(
+            [size / unit],
+            [work / 1e9],
+            linestyle="none",
+            marker="sDv^P*X"[place % 7],
+            markerfacecolor="white",
+            markeredgecolor="black",
+            label=label,
+        )
+    axes.set_xlabel(f"saved bytes of the regions ({name})")
+    axes.set_ylabel("recomputed in one step (GFLOP)")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def batch_figure(
+    curves: Mapping[str, Mapping[int, int]],
+    limit_bytes: int | None = None,
+    *,
+    title: str = "",
+) -> Figure:
+    """Batch size against bytes, with the memory limit as a line.
+
+    Args:
+        curves: for each kind of step ("no remat"), its peak bytes by batch size.
+        limit_bytes: what the device has.
+        title: what was measured.
+
+    Raises:
+        RematError: matplotlib is not installed.
+    """
+    figure, axes = _axes(title)
+    sizes = [size for curve in curves.values() for size in curve.values()]
+    name, unit = _unit(max([*sizes, limit_bytes or 0], default=0))
+    for place, (label, curve) in enumerate(curves.items()):
+        batches = sorted(curve)
+        axes.plot(
+            batches,
+            [curve[batch] / unit for batch in batches],
+            color="black",
+            marker="osDv^"[place % 5],
+            linestyle=_STYLES[place % len(_STYLES)],
+            label=label,
+        )
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / unit, color="0.4", linewidth=2, label="limit")
+    axes.set_xlabel("batch size (examples)")
+    axes.set_ylabel(f"peak bytes of one step ({name})")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left")
+    return figure
+
+
+def _axes(title: str) -> tuple[Figure, Any]:
+    """A figure with one pair of axes, made without pyplot and its global state."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RematError(
+            explain(
+                where="a figure",
+                what="needs matplotlib, which is not installed.",
+                why="It comes with the extra `cli`.",
+                do="pip install 'remat[cli]'",
+            )
+        )
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes: Any = figure.add_subplot()  # pyright: ignore[reportUnknownMemberType]
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _unit(size_bytes: int) -> tuple[str, int]:
+    """The unit in which a size is at least 1, and its bytes."""
+    return next((each for each in _UNITS if size_bytes >= each[1]), _UNITS[-1])

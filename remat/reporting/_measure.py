@@ -1,0 +1,523 @@
+"""Runs one step under a watcher, reads autograd's graph in its middle, and sums up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _captures, _compat
+from remat._graph import Graph
+from remat._partition import step_flops
+from remat._region import Region
+from remat.reporting import _suggest
+from remat.reporting._held import Node, graph_of
+from remat.reporting._records import (
+    HeldValue,
+    Layer,
+    Peak,
+    RegionReport,
+    Timeline,
+)
+from remat.reporting._report import Report
+from remat.reporting._step import Step, name_of
+from remat.reporting._traced import Traced, working_set
+from remat.reporting._watch import Allocation, Run, StepWatcher, storages
+from remat.storage import Keep
+
+OUTSIDE = "outside of regions"
+GRADIENTS = "gradients"
+_KEEP = Keep()
+_MOST_VALUES = 10
+_MOST_POINTS = 1000
+
+
+def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Measures one step of a function: the forward, and the backward of its outputs' sum.
+
+    The step runs twice: the first time traces what is not traced yet, the second one is
+    watched. Differentiated is what requires grad, captured tensors included, or, where
+    nothing does, every floating tensor argument. Nothing of the caller's is changed: no
+    `.grad` is written, and buffers, generators and arguments are put back.
+
+    Args:
+        f: a loss, a module, a region, or any function that calls regions or none; on
+            meta tensors the bytes are those of a real run, and there are no times.
+        *args: its arguments.
+        **kwargs: likewise, all of them `f`'s own.
+
+    Returns:
+        The report, frozen; `print` shows it.
+
+    Raises:
+        RematError: `f` returns nothing that requires grad.
+
+    Example:
+        >>> import torch
+        >>> from remat import policies, remat, report
+        >>> block = remat(lambda x: x.sin().exp().sin())
+        >>> found = report(lambda x: block(block(x)).sum(), torch.ones(256))
+        >>> [(region.calls, region.held_bytes) for region in found.regions]
+        [(2, 1024)]
+
+    References:
+        The columns are those that users of the peers ask for: what is held, its bytes,
+        and what consumed it (jax #15151).
+    """
+    step = Step(f, args, kwargs)
+    with step.kept():
+        outputs = step.forward()
+        step.backward(outputs, graph_of(outputs)[1])
+        del outputs
+    with step.kept():
+        return _Measurement(step).report()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """One storage that a node holds, and the tensor by which it does.
+
+    Attributes:
+        node: the place of the node.
+        position: the place of the tensor among what the node saved.
+        allocation: the storage.
+        shape: the tensor's shape.
+        dtype: its dtype.
+    """
+
+    node: int
+    position: int
+    allocation: Allocation
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@final
+class _Call:
+    """A node of a region in the watched step.
+
+    Attributes:
+        place: the place of the node.
+        call: what it says of itself.
+        name: the function's name.
+        key: equal for calls that are one row: one code under one policy.
+        traced: the trace; None if it has none of its own.
+        number: its place among the calls of its row.
+    """
+
+    def __init__(self, place: int, node: Node) -> None:
+        assert node.call is not None
+        self.place = place
+        self.call = node.call
+        function = self.call.roots[0]
+        self.name = name_of(function)
+        if not self.call.region.keeps:
+            self.name += ", differentiated"
+        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
+        self.traced: Traced | None = None
+        self.number = 0
+
+    @property
+    def policy(self) -> str:
+        """Its policy as code."""
+        region = self.call.region
+        return repr(region.policy) if isinstance(region, Region) else "engine='rerun'"
+
+
+@final
+class _Measurement:
+    """The watched step, and what is summed up of it."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.watch = StepWatcher()
+        with self.watch:
+            outputs = step.forward()
+            self.forward_s = self.watch.time_s
+            nodes, self.leaves = graph_of(outputs)
+            self._read(nodes, outputs)
+            self._hook(nodes)
+            del nodes
+            self.num_forward = len(self.watch.events)
+            self.watch.phase = "backward"
+            gradients = step.backward(outputs, self.leaves)
+            self.watch.node = None
+            del outputs
+            found = [each for each in gradients if each is not None]
+            self.gradients = self._allocations(found)
+
+    def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
+        """Notes what each node holds, by storage, with the first node that holds it."""
+        self.names = [node.name for node in nodes]
+        self.calls = {
+            place: _Call(place, node) for place, node in enumerate(nodes) if node.call
+        }
+        self._trace()
+        counts: Counter[Hashable] = Counter()
+        for call in self.calls.values():
+            call.number = counts[call.key]
+            counts[call.key] += 1
+        self._name_apart()
+        self.held: dict[int, _Held] = {}
+        self.readers: dict[int, list[tuple[int, int]]] = {}
+        for place, node in enumerate(nodes):
+            for position, tensor in enumerate(node.saved):
+                for each in storages(tensor):
+                    self._hold(place, position, tensor, each)
+        self.held_bytes = self.watch.live_bytes
+        self.held_sizes = {
+            key: held.allocation.size_bytes for key, held in self.held.items()
+        }
+        self.device = str(outputs[0].device)
+
+    def _trace(self) -> None:
+        """Looks at each trace once, however many calls share it."""
+        self.traces: dict[int, tuple[Traced, list[_Call]]] = {}
+        for call in self.calls.values():
+            region = call.call.region
+            if isinstance(region, Region) and region.keeps:
+                if id(region) not in self.traces:
+                    self.traces[id(region)] = Traced(region, call.call.roots), []
+                call.traced, calls = self.traces[id(region)]
+                calls.append(call)
+
+    def _name_apart(self) -> None:
+        """Different functions of one name, and one under several policies, get a number."""
+        keys: dict[str, list[Hashable]] = {}
+        for call in self.calls.values():
+            known = keys.setdefault(call.name, [])
+            if call.key not in known:
+                known.append(call.key)
+        for call in self.calls.values():
+            known = keys[call.name]
+            if len(known) > 1:
+                call.name = f"{call.name} #{known.index(call.key) + 1}"
+
+    def _hold(
+        self, place: int, position: int, tensor: Tensor, storage: torch.UntypedStorage
+    ) -> None:
+        allocation = self.watch.by_key.get(_compat.key_of(storage))
+        if allocation is None:
+            return  # an argument
+        self.readers.setdefault(allocation.key, []).append((place, position))
+        if allocation.key not in self.held:
+            self.held[allocation.key] = _Held(
+                place, position, allocation, tuple(tensor.shape), tensor.dtype
+            )
+
+    def _hook(self, nodes: Sequence[Node]) -> None:
+        """Tells the watcher which node's backward runs."""
+
+        def hook(place: int) -> Callable[[Any], None]:
+            def enter(_: Any) -> None:
+                self.watch.node = place
+
+            return enter
+
+        for place, node in enumerate(nodes):
+            node.raw.register_prehook(hook(place))
+
+    def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
+        found = [
+            self.watch.by_key.get(_compat.key_of(each))
+            for tensor in tensors
+            for each in storages(tensor)
+        ]
+        return frozenset(each for each in found if each is not None)
+
+    # What is made of it.
+
+    def report(self) -> Report:
+        """The figures in a row."""
+        self._assign_runs()
+        self._outside = self._outside_values()
+        regions = self._regions()
+        groups = [
+            _suggest.Group(calls[0].name, len(calls), traced)
+            for traced, calls in self.traces.values()
+        ]
+        outside_bytes = sum(
+            self.held_sizes[key]
+            for key, held in self.held.items()
+            if held.node not in self.calls
+        )
+        known = [each.recompute_flops for each in regions]
+        repeated = [row for row in known if row is not None]
+        is_real = self.device != "meta"
+        times = [each.recompute_s for each in regions if each.recompute_s is not None]
+        is_known = len(repeated) == len(known)
+        return Report(
+            function=self.step.name,
+            device=self.device,
+            held_bytes=self.held_bytes,
+            outside_bytes=outside_bytes,
+            output_bytes=self.held_bytes - sum(self.held_sizes.values()),
+            peak=self._peak(),
+            parameter_bytes=_bytes_of(self.leaves),
+            argument_bytes=_bytes_of(self.step.arguments, less=self.leaves),
+            gradient_bytes=sum(each.size_bytes for each in self.gradients),
+            optimizer_bytes=None,
+            forward_flops=self.watch.flops["forward"],
+            backward_flops=self.watch.flops["backward"],
+            recompute_flops=sum(repeated) if is_known else None,
+            forward_s=self.forward_s if is_real else None,
+            backward_s=self.watch.time_s - self.forward_s if is_real else None,
+            recompute_s=sum(times) if is_real and is_known else None,
+            regions=regions,
+            values=self._values(),
+            unmatched=self._unmatched(),
+            suggestion=_suggest.suggest(
+                groups, self.held_bytes, outside_bytes, self._outside
+            ),
+            frontier=_suggest.frontier(groups),
+            timeline=self._timeline(),
+        )
+
+    def _assign_runs(self) -> None:
+        """Finds whose each run of a program was."""
+        rows: dict[Hashable, list[_Call]] = {}
+        for call in self.calls.values():
+            rows.setdefault(call.key, []).append(call)
+        self._rows = list(rows.values())
+        waiting: dict[int, Iterator[_Call]] = {}
+        for traced, calls in self.traces.values():
+            program = traced.region.forward(calls[0].call.roots, True).program
+            waiting[id(program.graph)] = iter(calls)
+        self._caller: dict[int, _Call] = {}
+        self._backwards: dict[int, Run] = {}
+        for run in self.watch.runs:
+            if run.phase == "forward":
+                call = next(waiting.get(id(run.graph), iter(())), None)
+            else:
+                call = self.calls.get(-1 if run.node is None else run.node)
+            if call is not None:
+                self._caller[id(run)] = call
+                if run.phase == "backward":
+                    # Programs of views run in a backward too.
+                    known = self._backwards.get(call.place, run)
+                    self._backwards[call.place] = max(
+                        known, run, key=lambda each: len(each.graph.values)
+                    )
+
+    def _regions(self) -> tuple[RegionReport, ...]:
+        return tuple(self._region(calls) for calls in self._rows)
+
+    def _region(self, calls: Sequence[_Call]) -> RegionReport:
+        held = [self._held_by(call) for call in calls]
+        runs = [self._backwards.get(call.place) for call in calls]
+        known = [run for run in runs if run is not None]
+        traced = calls[0].traced
+        flops = [_repeated_flops(run.graph) if run and traced else None for run in runs]
+        is_real = self.device != "meta"
+        return RegionReport(
+            name=calls[0].name,
+            policy=calls[0].policy,
+            calls=len(calls),
+            layers=_folded(held, flops),
+            held_bytes=sum(held),
+            predicted_held_bytes=sum(map(self._predicted, calls)) if traced else None,
+            working_set_bytes=max(
+                (run.peak_bytes - run.start_bytes for run in known), default=0
+            ),
+            predicted_working_set_bytes=max(
+                (working_set(run.graph) for run in known), default=0
+            )
+            if traced
+            else None,
+            recompute_flops=sum(each or 0 for each in flops) if traced else None,
+            recompute_s=sum(map(_repeated_s, known)) if traced and is_real else None,
+            backward_s=sum(sum(run.times_s.values()) for run in known)
+            if traced and is_real
+            else None,
+        )
+
+    def _held_by(self, call: _Call) -> int:
+        return sum(
+            self.held_sizes[key]
+            for key, held in self.held.items()
+            if held.node == call.place
+        )
+
+    def _predicted(self, call: _Call) -> int:
+        """The saved values by the trace, and the operands that this call holds first."""
+        assert call.traced is not None
+        saved = len(call.traced.found.saved)
+        operands = {
+            held.position - saved
+            for held in self.held.values()
+            if held.node == call.place and held.position >= saved
+        }
+        count = len(call.traced.region.operands)
+        return call.traced.saved_bytes + sum(
+            call.traced.operand_size(operand) for operand in operands if operand < count
+        )
+
+    def _value(self, held: _Held) -> HeldValue:
+        call = self.calls.get(held.node)
+        allocation = held.allocation
+        name, waits = ", ".join(allocation.names), "Keep()"
+        op, source = allocation.op, allocation.source
+        if call is not None and call.traced is not None:
+            saved = len(call.traced.found.saved)
+            if held.position < saved:
+                name, op, source, waits = call.traced.saved_value(held.position)
+            elif held.position - saved < len(call.call.labels):
+                operand = held.position - saved
+                name = name or call.call.labels[operand]
+                waits = repr(call.traced.region.inputs.get(operand, _KEEP))
+        return HeldValue(
+            name=name,
+            op=op,
+            shape=held.shape,
+            dtype=held.dtype,
+            size_bytes=self.held_sizes[allocation.key],
+            count=1,
+            source=source,
+            region="" if call is None else call.name,
+            storage=waits,
+            consumers=self._consumers(allocation),
+        )
+
+    def _consumers(self, allocation: Allocation) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for place, position in self.readers[allocation.key]:
+            call = self.calls.get(place)
+            if call is None:
+                found[self.names[place]] = None
+            elif call.traced is None:
+                found[call.name] = None
+            else:
+                found.update(dict.fromkeys(call.traced.consumers(position)))
+        return tuple(found)
+
+    def _values(self) -> tuple[HeldValue, ...]:
+        """The largest, equal ones of several calls folded."""
+        found = Counter(map(self._value, self.held.values()))
+        values = [
+            dataclasses.replace(each, count=count, size_bytes=count * each.size_bytes)
+            for each, count in found.items()
+        ]
+        values.sort(key=lambda value: -value.size_bytes)
+        return tuple(values[:_MOST_VALUES])
+
+    def _outside_values(self) -> list[HeldValue]:
+        found = [
+            self._value(held)
+            for held in self.held.values()
+            if held.node not in self.calls
+        ]
+        return sorted(found, key=lambda value: -value.size_bytes)
+
+    def _unmatched(self) -> tuple[tuple[str, str], ...]:
+        names: dict[Any, set[str]] = {}
+        for traced, _ in self.traces.values():
+            values = traced.analysis.joint.graph.values
+            known = names.setdefault(traced.region.policy, set())
+            known.update(name for value in values for name in value.names)
+        return tuple(
+            (repr(policy), glob)
+            for policy, known in names.items()
+            for glob in policy.globs
+            if not any(policy.glob_matches(glob, name) for name in known)
+        )
+
+    def _group(self, allocation: Allocation) -> str:
+        """Whose a storage is: the gradients', a region's, or nobody's."""
+        if allocation in self.gradients:
+            return GRADIENTS
+        held = self.held.get(allocation.key)
+        if held is not None and held.allocation is allocation:
+            return self.calls[held.node].name if held.node in self.calls else OUTSIDE
+        call = self._caller.get(id(allocation.run))
+        return OUTSIDE if call is None else call.name
+
+    def _peak(self) -> Peak:
+        live = peak = place = 0
+        for index, event in enumerate(self.watch.events):
+            live += event.change
+            if live > peak:
+                peak, place = live, index
+        groups: Counter[str] = Counter()
+        for event in self.watch.events[: place + 1]:
+            groups[self._group(event.allocation)] += event.change
+        made = self.watch.events[place].allocation
+        call = self._caller.get(id(made.run))
+        node = None if made.node is None else self.names[made.node]
+        return Peak(
+            size_bytes=peak,
+            phase=made.phase,
+            region="" if call is None else call.name,
+            call=None if call is None else call.number,
+            op=made.op if call is not None or node is None else node,
+            source=made.source,
+            groups=tuple((name, size) for name, size in groups.most_common() if size),
+        )
+
+    def _timeline(self) -> Timeline:
+        names = [calls[0].name for calls in self._rows]
+        groups = tuple(dict.fromkeys([*names, OUTSIDE, GRADIENTS]))
+        live = dict.fromkeys(groups, 0)
+        is_real = self.device != "meta"
+        rows: list[tuple[float, tuple[int, ...], bool]] = []
+        for index, event in enumerate(self.watch.events):
+            live[self._group(event.allocation)] += event.change
+            time_s = event.time_s if is_real else float(index)
+            rows.append((time_s, tuple(live.values()), index < self.num_forward))
+        rows = _thinned(rows)
+        columns = tuple(zip(*(row[1] for row in rows), strict=True))
+        return Timeline(
+            tuple(row[0] for row in rows),
+            groups,
+            columns or tuple(() for _ in groups),
+            sum(row[2] for row in rows),
+            is_real,
+        )
+
+
+def _thinned(
+    rows: list[tuple[float, tuple[int, ...], bool]],
+) -> list[tuple[float, tuple[int, ...], bool]]:
+    """At most about `_MOST_POINTS` of the points: of each stretch the highest and the last."""
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    size = -(-2 * len(rows) // _MOST_POINTS)
+    kept: set[int] = set()
+    for first in range(0, len(rows), size):
+        stretch = range(first, min(first + size, len(rows)))
+        kept |= {max(stretch, key=lambda index: sum(rows[index][1])), stretch[-1]}
+    return [rows[index] for index in sorted(kept)]
+
+
+def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
+    """The bytes of the storages of some tensors, less those of others."""
+    others = {_compat.storage_key(each) for each in less}
+    found = {
+        _compat.key_of(each): each.nbytes()
+        for tensor in tensors
+        for each in storages(tensor)
+    }
+    return sum(size for key, size in found.items() if key not in others)
+
+
+def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ...]:
+    """Equal layers as one."""
+    counts = Counter(zip(held, flops, strict=True))
+    kinds = list(zip(held, flops, strict=True))
+    return tuple(
+        Layer(kinds.index(kind), count, kind[0], kind[1])
+        for kind, count in counts.items()
+    )
+
+
+def _repeated_flops(graph: Graph) -> int:
+    return sum(step_flops(graph, value) for value in graph.values if value.is_repeat)
+
+
+def _repeated_s(run: Run) -> float:
+    values = run.graph.values
+    return sum(time_s for step, time_s in run.times_s.items() if values[step].is_repeat)

@@ -1,0 +1,110 @@
+"""The report of a step: its figures, and the forms in which they are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from remat import _compat
+from remat.reporting._json import to_json
+from remat.reporting._records import Facts
+from remat.reporting._text import Diff, diff, rich_report, text_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report(Facts):
+    """Where the bytes and the seconds of one step go; made by `report`.
+
+    Bytes are of storages that operators of the step made, each counted once. Arguments,
+    parameters among them, were there before and count apart. Seconds are those inside of
+    operators, so that neither Python nor the watching counts; on the meta device, where
+    nothing is computed, they are None. FLOPs are those of torch's formulas for matmuls,
+    convolutions and attention.
+
+    Attributes:
+        function: the name of what ran.
+        device: where most of the held bytes are, "cpu".
+        held_bytes: what lives between forward and backward.
+        outside_bytes: what of it is held by no region, but by plain autograd.
+        output_bytes: what of it waits for nothing: it was returned.
+        peak: the moment at which most lived, gradients included.
+        parameter_bytes: the leaves that are differentiated.
+        argument_bytes: the other tensors among the arguments.
+        gradient_bytes: the gradients of these leaves.
+        optimizer_bytes: the optimizer's state; None unless `with_optimizer` added it.
+        forward_flops: FLOPs of the forward.
+        backward_flops: FLOPs of the backward, recomputation included.
+        recompute_flops: FLOPs that regions ran again; None if some region is of
+            engine="rerun", which does not tell.
+        forward_s: seconds in the operators of the forward.
+        backward_s: seconds in those of the backward, recomputation included.
+        recompute_s: seconds in those that ran again.
+        regions: one row a region; a region is one function at one signature.
+        values: the ten largest held values, equal ones of several calls folded.
+        unmatched: (policy, glob) of names that match no value in any region.
+        suggestion: one next step.
+        frontier: what saving more and more of the regions' values costs and spares.
+        timeline: the bytes over the step, by owner.
+    """
+
+    def __str__(self) -> str:
+        """The report as plain text, without colors."""
+        return text_report(self)
+
+    def __rich__(self) -> Any:
+        """The report for a terminal, where rich is installed."""
+        return rich_report(self)
+
+    def to_json(self) -> str:
+        """All figures as JSON; the schema's name is its first entry.
+
+        Records become objects with the attributes as keys; sizes are in bytes, times in
+        seconds; a dtype is its name, "bfloat16". Keys are only ever added under the name
+        "remat.report/1".
+        """
+        return to_json("remat.report/1", self)
+
+    def diff(self, other: Report) -> Diff:
+        """The figures of this report beside those of a later one.
+
+        Args:
+            other: the report after a change.
+
+        Returns:
+            Rows of (figure, before, after), which print as a table.
+        """
+        return diff(self, other)
+
+    def with_optimizer(self, optimizer: torch.optim.Optimizer) -> Report:
+        """The report with the bytes of an optimizer's state.
+
+        Args:
+            optimizer: it has made its state where it has taken a step.
+        """
+        state: dict[Any, Any] = dict(optimizer.state)
+        found = {
+            _compat.storage_key(each): each.untyped_storage().nbytes()
+            for each in _compat.tensor_leaves(list(map(dict, state.values())))
+        }
+        return dataclasses.replace(self, optimizer_bytes=sum(found.values()))
+
+    def figure(self, plain: Report | None = None) -> Figure:
+        """The bytes over the step, stacked by owner; matplotlib's, not yet saved.
+
+        Args:
+            plain: a report of the same step without remat, whose total is drawn as a
+                line: made under `remat.disabled()`.
+
+        Raises:
+            RematError: matplotlib is not installed.
+        """
+        from remat.reporting._figures import timeline_figure
+
+        line = None if plain is None else plain.timeline
+        return timeline_figure(self.timeline, line, title=self.function)

@@ -1,0 +1,128 @@
+"""One step of a function: its forward, and the backward of the sum of what it returns.
+
+The caller's tensors are left as they are: what is differentiated is a detached alias, no
+`.grad` is written, and what the function changes in place is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _captures, _compat
+from remat._errors import RematError, explain
+
+
+@final
+class Step:
+    """A call that can be run again and again from one state.
+
+    Attributes:
+        function: what is called.
+        name: what reports call it.
+        arguments: the tensors that it is given, each once.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.function = function
+        self.name = name_of(function)
+        leaves, self._spec = _compat.flatten((args, dict(kwargs)))
+        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._survey = _captures.survey((inspect.unwrap(function), *others))
+        reached = self._survey.reached
+        explicit = any(each.requires_grad for each in (*given.values(), *reached))
+        aliases = {key: _alias(each, explicit) for key, each in given.items()}
+        self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
+        self.arguments = tuple(aliases.values())
+        changeable = [*self.arguments, *reached]
+        self._numbers = [
+            (each, each.detach().clone())
+            for each in changeable
+            if not each.requires_grad and not _compat.is_fake(each)
+        ]
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Inside, gradients are on, and state may change; it is put back afterwards."""
+        devices = {each.device for each in self.arguments}
+        others = [each for each in devices if each.type not in ("cpu", "meta")]
+        kind = others[0].type if others else "cuda"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            stack.enter_context(fork)
+            try:
+                yield
+            finally:
+                self._put_back()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Calls the function.
+
+        Returns:
+            The tensors that it returns and through which gradients flow.
+
+        Raises:
+            RematError: there are none.
+        """
+        args, kwargs = _compat.unflatten(self._leaves, self._spec)
+        returned = _compat.tensor_leaves(self.function(*args, **kwargs))
+        outputs = tuple(each for each in returned if each.requires_grad)
+        if not outputs:
+            raise RematError(
+                explain(
+                    where=self.name,
+                    what="returned no tensor that requires grad.",
+                    why="A report is about a step: a forward and its backward.",
+                    do="Give it floating tensors, return what rests on them, and take no "
+                    "gradient inside: report the loss, not its torch.func.grad.",
+                )
+            )
+        return outputs
+
+    @staticmethod
+    def backward(
+        outputs: Sequence[Tensor], wanted: Sequence[Tensor], *, keep: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the sum of the outputs by some leaves."""
+        ones = [
+            torch.ones((), dtype=each.dtype, device=each.device).expand_as(each)
+            for each in outputs
+        ]
+        return torch.autograd.grad(
+            outputs, wanted, ones, allow_unused=True, retain_graph=keep
+        )
+
+    def _put_back(self) -> None:
+        self._survey.restore()
+        with torch.no_grad():
+            for tensor, numbers in self._numbers:
+                if tensor.device.type != "meta" and not _compat.same_bits(
+                    tensor.detach(), numbers
+                ):
+                    tensor.copy_(numbers)
+
+
+def _alias(tensor: Tensor, explicit: bool) -> Tensor:
+    """The tensor as a leaf of its own, which shares its memory."""
+    wanted = tensor.is_floating_point() or tensor.is_complex()
+    wanted = tensor.requires_grad if explicit else wanted
+    return tensor.detach().requires_grad_(wanted)
+
+
+def name_of(function: Any) -> str:
+    """What people call a function: its qualified name, or its type's."""
+    found = inspect.unwrap(function)
+    return getattr(found, "__qualname__", None) or type(found).__name__

@@ -1,0 +1,273 @@
+"""A report in words: tables of text, a rich form of the same, and two side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from remat.policies._sizes import show_size
+from remat.reporting._records import Facts, HeldValue, Peak, RegionReport
+
+_Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+_REGIONS = (
+    "region",
+    "calls",
+    "held",
+    "predicted",
+    "working set",
+    "predicted",
+    "again",
+    "",
+)
+_VALUES = ("value", "held", "made by", "read by", "region")
+
+
+def text_report(facts: Facts) -> str:
+    """The whole report as plain text."""
+    parts = [*_heading(facts)]
+    for heading, rows in _tables(facts):
+        parts += ["", *table(heading, rows)]
+    parts += ["", *_notes(facts)]
+    return "\n".join(parts)
+
+
+def rich_report(facts: Facts) -> Any:
+    """The same as a renderable of rich."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[Any] = [Text("\n".join(_heading(facts)))]
+    for heading, rows in _tables(facts):
+        made = Table(*heading)
+        for row in rows:
+            made.add_row(*row)
+        parts.append(made)
+    return Group(*parts, Text("\n".join(_notes(facts))))
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned lines: the first column to the left, numbers after it to the right."""
+    cells = [tuple(heading), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [_is_numeric(column[1:]) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    return all(not cell or cell[0] in "-+0123456789" for cell in cells)
+
+
+def _heading(facts: Facts) -> Iterator[str]:
+    yield f"{facts.function} on {facts.device}: one forward and its backward"
+    yield ""
+    yield f"held    {show_size(facts.held_bytes)} wait for the backward" + (
+        f"; {show_size(facts.outside_bytes)} of them outside of any region"
+        if facts.outside_bytes
+        else ""
+    )
+    yield f"peak    {show_size(facts.peak.size_bytes)} {peak_text(facts.peak)}:"
+    groups = facts.peak.groups
+    yield "        " + ", ".join(f"{show_size(size)} {name}" for name, size in groups)
+    optimizer = (
+        "not counted (with_optimizer adds it)"
+        if facts.optimizer_bytes is None
+        else show_size(facts.optimizer_bytes)
+    )
+    yield (
+        f"apart   parameters {show_size(facts.parameter_bytes)}, "
+        f"gradients {show_size(facts.gradient_bytes)}, "
+        f"other arguments {show_size(facts.argument_bytes)}, "
+        f"optimizer state {optimizer}"
+    )
+    yield f"again   {_again(facts)}"
+
+
+def _again(facts: Facts) -> str:
+    if facts.recompute_flops is None:
+        return 'unknown: engine="rerun" does not tell'
+    flops = show_flops(facts.recompute_flops)
+    whole = facts.forward_flops + facts.backward_flops - facts.recompute_flops
+    share = f", {facts.recompute_flops / whole:.0%} of the rest" if whole else ""
+    if facts.recompute_s is None or facts.forward_s is None or facts.backward_s is None:
+        return f"{flops}{share}"
+    rest = facts.forward_s + facts.backward_s - facts.recompute_s
+    part = f" ({facts.recompute_s / rest:.0%})" if rest else ""
+    return f"{flops}{share}; {show_time(facts.recompute_s)}{part} measured"
+
+
+def peak_text(peak: Peak) -> str:
+    """What made the peak."""
+    where = f"in the {peak.phase}"
+    if peak.region:
+        where += f" of {peak.region}, call {peak.call}"
+    made = f", at {peak.op}" if peak.op else ""
+    line = f" ({peak.source})" if peak.source else ""
+    return f"{where}{made}{line}"
+
+
+def _tables(facts: Facts) -> Iterator[_Table]:
+    if facts.regions:
+        rows = [row for region in facts.regions for row in _region_rows(region)]
+        yield _REGIONS, rows
+    if facts.values:
+        yield _VALUES, [_value_row(value) for value in facts.values]
+
+
+def _region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
+    yield (
+        region.name,
+        str(region.calls),
+        show_size(region.held_bytes),
+        _maybe(show_size, region.predicted_held_bytes),
+        show_size(region.working_set_bytes),
+        _maybe(show_size, region.predicted_working_set_bytes),
+        _maybe(show_flops, region.recompute_flops),
+        _maybe(show_time, region.recompute_s),
+    )
+    for layer in region.layers:
+        yield (
+            f"  each, x {layer.count}",
+            "",
+            show_size(layer.held_bytes),
+            "",
+            "",
+            "",
+            _maybe(show_flops, layer.recompute_flops),
+            "",
+        )
+
+
+def _value_row(value: HeldValue) -> tuple[str, ...]:
+    dtype = str(value.dtype).removeprefix("torch.")
+    what = f"{dtype}[{', '.join(map(str, value.shape))}]"
+    name = f"{value.name} {what}" if value.name else what
+    waits = "" if value.storage == "Keep()" else f", {value.storage}"
+    count = f"{value.count} x " if value.count > 1 else ""
+    source = f" {value.source}" if value.source else ""
+    return (
+        name,
+        f"{count}{show_size(value.size_bytes // value.count)}{waits}",
+        f"{value.op}{source}",
+        ", ".join(value.consumers[:2]) + (" ..." if len(value.consumers) > 2 else ""),
+        value.region or "none",
+    )
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    for policy, glob in facts.unmatched:
+        yield f'no value has the name "{glob}" of {policy}'
+    yield f"next: {facts.suggestion.text}"
+
+
+def _maybe(show: Callable[[Any], str], figure: Any) -> str:
+    return "" if figure is None else show(figure)
+
+
+def show_flops(flops: int) -> str:
+    """FLOPs as people read them: "1.5 GFLOP"."""
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if flops >= size:
+            return f"{flops / size:.1f} {unit}FLOP"
+    return f"{flops} FLOP"
+
+
+def show_time(time_s: float) -> str:
+    """Seconds as people read them: "12.3 ms"."""
+    return f"{time_s:.2f} s" if time_s >= 1 else f"{time_s * 1e3:.2f} ms"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of two reports.
+
+    Attributes:
+        figure: its name.
+        before: in the first report; None where it has none.
+        after: in the second.
+        unit: "B", "FLOP" or "s".
+    """
+
+    figure: str
+    before: float | None
+    after: float | None
+    unit: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diff:
+    """Two reports side by side.
+
+    Attributes:
+        rows: the figures of the step, then the held bytes of each region.
+    """
+
+    rows: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        """A table: figure, before, after, and the ratio."""
+        rows = [
+            (
+                row.figure,
+                _shown(row.before, row.unit),
+                _shown(row.after, row.unit),
+                f"{row.after / row.before:.2f} x"
+                if row.before and row.after is not None
+                else "",
+            )
+            for row in self.rows
+        ]
+        return "\n".join(table(("figure", "before", "after", "ratio"), rows))
+
+
+_FIGURES = (
+    ("held_bytes", "B"),
+    ("outside_bytes", "B"),
+    ("parameter_bytes", "B"),
+    ("gradient_bytes", "B"),
+    ("forward_flops", "FLOP"),
+    ("backward_flops", "FLOP"),
+    ("recompute_flops", "FLOP"),
+    ("forward_s", "s"),
+    ("backward_s", "s"),
+    ("recompute_s", "s"),
+)
+
+
+def diff(one: Facts, other: Facts) -> Diff:
+    """The figures of two reports."""
+    rows = [Change("peak_bytes", one.peak.size_bytes, other.peak.size_bytes, "B")]
+    rows += [
+        Change(name, getattr(one, name), getattr(other, name), unit)
+        for name, unit in _FIGURES
+    ]
+    held = [
+        {each.name: each.held_bytes for each in facts.regions} for facts in (one, other)
+    ]
+    rows += [
+        Change(f"held by {name}", held[0].get(name), held[1].get(name), "B")
+        for name in dict.fromkeys((*held[0], *held[1]))
+    ]
+    return Diff(tuple(rows))
+
+
+def _shown(figure: float | None, unit: str) -> str:
+    if figure is None:
+        return "-"
+    show: dict[str, Callable[[Any], str]] = {
+        "B": show_size,
+        "FLOP": show_flops,
+        "s": show_time,
+    }
+    return show[unit](figure)

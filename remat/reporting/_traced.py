@@ -1,0 +1,256 @@
+"""What a traced region says of itself: bytes, work, and what another decision would give."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+from remat import _operators as operators
+from remat._graph import Graph, TensorMeta, Value, roots
+from remat._partition import (
+    Analysis,
+    Cut,
+    backward_graph,
+    cut,
+    permitted_members,
+    step_flops,
+)
+from remat._region import Region, Roots
+from remat.policies import Save
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """One value of a region, decided about otherwise, and what that gives.
+
+    Attributes:
+        names: its names.
+        op: the operator that makes it.
+        source: the user's line.
+        saved_bytes: what all saved values would be, in bytes.
+        work: of what would be recomputed, see `work_of`.
+    """
+
+    names: tuple[str, ...]
+    op: str
+    source: str
+    saved_bytes: int
+    work: int
+
+
+@final
+class Traced:
+    """A region's trace, to be asked.
+
+    Attributes:
+        region: the region.
+        analysis: its joint graph, with classes.
+        found: where forward and backward part.
+    """
+
+    def __init__(self, region: Region, roots: Roots) -> None:
+        self.region = region
+        self.analysis: Analysis = region.analysis(roots)
+        self.found: Cut = region.cut(roots)
+        self._decisions = region.decisions(roots)
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of the saved values, as they are."""
+        return _size(self.analysis.joint.graph, self.found.saved)
+
+    @property
+    def saved_numbers(self) -> frozenset[int]:
+        """The classes of the saved values."""
+        return frozenset(self._root_number(index) for index in self.found.saved)
+
+    @property
+    def forward_work(self) -> int:
+        """Work of the whole forward, see `work_of`."""
+        return self._work(self.analysis.forward)
+
+    @property
+    def recompute_work(self) -> int:
+        """Work of what the backward runs again, see `work_of`."""
+        return self._work(self.found.repeats)
+
+    def consumers(self, position: int) -> tuple[str, ...]:
+        """The backward's operators that read a saved value or an operand.
+
+        Args:
+            position: its place among the saved values, followed by the operands.
+
+        Returns:
+            Their names; a step that is recomputed is called "again aten.mm", and stands
+            after those of the derivative.
+        """
+        return self._readers.get(position, ())
+
+    @functools.cached_property
+    def _readers(self) -> dict[int, tuple[str, ...]]:
+        joint = self.analysis.joint
+        graph = backward_graph(joint, self.found, self.found.saved, joint.gradients)
+        owners = roots(graph)
+        found: dict[int, dict[str, bool]] = {}
+        for value in graph.values[graph.num_inputs :]:
+            if operators.viewed(value) is None and value.op is not operator.getitem:
+                name = operators.short_name(value.op)
+                name = f"again {name}" if value.is_repeat else name
+                for use in value.uses:
+                    found.setdefault(owners[use], {})[name] = value.is_repeat
+        return {
+            position: tuple(sorted(names, key=lambda name: names[name]))
+            for position, names in found.items()
+        }
+
+    def saved_value(self, position: int) -> tuple[str, str, str, str]:
+        """Names, operator, line and storage of the saved value at this place."""
+        index, graph = self.found.saved[position], self.analysis.joint.graph
+        number = self._root_number(index)
+        view = self.analysis.views[number]
+        made = operators.made_by(graph.values[index], graph.values)
+        waits = repr(self._decisions[number].storage)
+        return ", ".join(view.names), made, view.source, waits
+
+    def operand_size(self, operand: int) -> int:
+        """The bytes of an operand's elements, by its metadata."""
+        return self.region.operands[operand].size_bytes
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The classes that might be saved and are recomputed where nothing is."""
+        found = self._cut(set())
+        repeated = {self.analysis.numbers[index] for index in found.repeats}
+        return tuple(number for number in self.analysis.views if number in repeated)
+
+    def at(self, saveable: set[int]) -> tuple[int, int]:
+        """Saved bytes and recomputed work, were these classes permitted."""
+        found = self._cut(saveable)
+        graph = self.analysis.joint.graph
+        return _size(graph, found.saved), self._work(found.repeats)
+
+    def saving(self) -> Iterator[Alternative]:
+        """For each value that is recomputed, what saving it too would give."""
+        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
+        permitted = {*self._decisions}
+        for number in self.analysis.views:
+            if number in repeated - permitted:
+                yield self._alternative(number, permitted | {number})
+
+    def dropping(self) -> Iterator[Alternative]:
+        """For each value that is saved, what recomputing it would give."""
+        permitted = {*self._decisions}
+        for number in sorted(self.saved_numbers & permitted):
+            yield self._alternative(number, permitted - {number})
+
+    def described(self, number: int) -> Alternative:
+        """One class, were it the only one that is permitted."""
+        return self._alternative(number, {number})
+
+    def _alternative(self, number: int, saveable: set[int]) -> Alternative:
+        view, graph = self.analysis.views[number], self.analysis.joint.graph
+        made = graph.values[self.analysis.members[number]]
+        return Alternative(
+            view.names,
+            operators.made_by(made, graph.values),
+            view.source,
+            *self.at(saveable),
+        )
+
+    def _cut(self, saveable: set[int]) -> Cut:
+        members = permitted_members(self.analysis, dict.fromkeys(saveable, Save()))
+        return cut(self.analysis, members, self.analysis.joint.gradients)
+
+    def _root_number(self, index: int) -> int:
+        return self.analysis.numbers[self.analysis.roots[index]]
+
+    def _work(self, steps: Iterable[int]) -> int:
+        return sum(self._works[index] for index in steps)
+
+    @functools.cached_property
+    def _works(self) -> tuple[int, ...]:
+        graph = self.analysis.joint.graph
+        return tuple(work_of(graph, value) for value in graph.values)
+
+
+def work_of(graph: Graph, value: Value) -> int:
+    """What a step costs, in FLOPs: torch's formula, else one for each element it makes.
+
+    Views cost nothing.
+    """
+    if value.op is None or value.op is operator.getitem:
+        return 0
+    if value.op is operators.constant or operators.viewed(value) is not None:
+        return 0
+    flops = step_flops(graph, value)
+    if flops:
+        return flops
+    return sum(_numel(meta) for meta in _metas(value))
+
+
+def _numel(meta: TensorMeta) -> int:
+    return meta.size_bytes // meta.dtype.itemsize
+
+
+def _metas(value: Value) -> tuple[TensorMeta, ...]:
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return tuple(meta for meta in metas if meta is not None)
+
+
+def _size(graph: Graph, indices: Sequence[int]) -> int:
+    metas = [graph.values[index].meta for index in indices]
+    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+
+def working_set(graph: Graph) -> int:
+    """The most bytes that a run of a graph has made and not yet freed, as predicted.
+
+    A value is freed at its last use, together with its views; outputs stay.
+    """
+    held: list[frozenset[int]] = []  # the storages of each value
+    sizes: list[int] = []
+    born: list[int] = []
+    for index, value in enumerate(graph.values):
+        held.append(_storages(graph, value, held, sizes))
+        born += [index] * (len(sizes) - len(born))
+    last = list(born)
+    for index, value in enumerate(graph.values):
+        for each in (index, *value.uses):
+            for storage in held[each]:
+                last[storage] = max(last[storage], index)
+    for ref in graph.outputs:
+        for storage in () if ref is None else held[ref.index]:
+            last[storage] = len(graph.values)
+    changes = [0] * (len(graph.values) + 2)
+    for storage, size in enumerate(sizes):
+        changes[born[storage]] += size
+        changes[last[storage] + 1] -= size
+    peak = live = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def _storages(
+    graph: Graph, value: Value, held: Sequence[frozenset[int]], sizes: list[int]
+) -> frozenset[int]:
+    """The storages of a value; those that it makes are appended to the sizes."""
+    base = operators.viewed(value)
+    if value.op is None or value.op is operators.constant:
+        return frozenset()
+    if base is not None:
+        return held[base]
+    if value.op is operator.getitem:
+        maker: int = value.args[0].index
+        if operators.viewed(graph.values[maker]) is not None:
+            return held[maker]
+        return frozenset(sorted(held[maker])[value.args[1] : value.args[1] + 1])
+    first = len(sizes)
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    sizes.extend(0 if meta is None else meta.size_bytes for meta in metas)
+    return frozenset(range(first, len(sizes)))

@@ -1,0 +1,220 @@
+"""Watches one step: which operator makes and frees which bytes, for whom, and how long."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _operators as operators
+from remat._graph import Graph
+from remat._lines import user_line
+from remat._waiting import Waiting
+from remat._watching import Watcher
+
+
+@final
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One run of a region's program.
+
+    Attributes:
+        graph: what ran.
+        phase: "forward" or "backward".
+        node: the number of the autograd node whose backward it was; None in a forward.
+        times_s: seconds in the operators of each step.
+        start_bytes: what lived when it began.
+        peak_bytes: the most that lived during it.
+    """
+
+    graph: Graph
+    phase: str
+    node: int | None
+    times_s: dict[int, float] = dataclasses.field(default_factory=dict[int, float])
+    start_bytes: int = 0
+    peak_bytes: int = 0
+    step: int = -1
+
+
+@final
+@dataclasses.dataclass(eq=False, slots=True)
+class Allocation:
+    """One storage that an operator of the step made.
+
+    Attributes:
+        key: what tells it from others while it lives.
+        size_bytes: its size.
+        op: the operator.
+        source: the user's line in the forward, "" in the backward.
+        names: what `checkpoint_name` called it.
+        phase: "forward" or "backward".
+        run: the program that made it; None outside of regions.
+        node: the number of the autograd node whose backward made it.
+    """
+
+    key: int
+    size_bytes: int
+    op: str
+    source: str
+    names: tuple[str, ...]
+    phase: str
+    run: Run | None
+    node: int | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One storage made or freed.
+
+    Attributes:
+        time_s: seconds in operators until then.
+        change: the bytes that it adds or takes.
+        allocation: the storage.
+    """
+
+    time_s: float
+    change: int
+    allocation: Allocation
+
+
+@final
+class StepWatcher(Watcher):
+    """Writes down what happens while it is active.
+
+    Counted is what operators on real and meta tensors make; not seen are buffers inside of
+    one kernel, and what the allocator adds to round a size up. A storage counts once.
+
+    Attributes:
+        phase: "forward" or "backward", set by who drives the step.
+        node: the number of the autograd node that runs, set likewise.
+        time_s: seconds spent in operators so far.
+        live_bytes: what lives now.
+        flops: of each phase, by torch's formulas.
+        events: each storage made and freed, in order.
+        runs: the programs of regions that ran, in order.
+        by_key: the living storages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        self.phase = "forward"
+        self.node: int | None = None
+        self.time_s = 0.0
+        self.live_bytes = 0
+        self.flops = {"forward": 0, "backward": 0}
+        self.events: list[Event] = []
+        self.runs: list[Run] = []
+        self.by_key: dict[int, Allocation] = {}
+        self._stack: list[Run] = []
+        self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
+
+    @contextlib.contextmanager
+    def following(self, graph: Graph, /) -> Generator[Callable[[int], None]]:
+        """Notes a run of a program, and its steps as they come."""
+        run = Run(graph, self.phase, self.node)
+        run.start_bytes = run.peak_bytes = self.live_bytes
+        self.runs.append(run)
+        self._stack.append(run)
+
+        def at(step: int) -> None:
+            run.step = step
+
+        try:
+            yield at
+        finally:
+            self._stack.pop()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operator, measures it, and counts what it returns."""
+        started = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        _finish(result)
+        elapsed = time.perf_counter() - started
+        self.time_s += elapsed
+        self.flops[self.phase] += _compat.flops_of(func, args, kwargs or {}, result)
+        run = self._stack[-1] if self._stack else None
+        if run is not None:
+            run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
+        for tensor in _compat.tensor_leaves(result):
+            for storage in storages(tensor):
+                self._count(storage, func, run)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, op: Any, run: Run | None) -> None:
+        reference = weakref.ref(storage, self._forget)
+        known = self._references.get(reference)
+        if known is None:
+            if operators.returns_view(op) or operators.is_mutable(op):
+                return  # it was there before
+            known = self._allocation(storage, op, run)
+            self._references[reference] = known
+            self.by_key[known.key] = known
+            self._note(known, known.size_bytes)
+        elif storage.nbytes() != known.size_bytes:
+            change = storage.nbytes() - known.size_bytes
+            known.size_bytes = storage.nbytes()
+            self._note(known, change)
+
+    def _allocation(
+        self, storage: torch.UntypedStorage, op: Any, run: Run | None
+    ) -> Allocation:
+        source, names = "", ()
+        if run is not None and run.step >= 0:
+            value = run.graph.values[run.step]
+            source, names = value.source, value.names
+        elif self.phase == "forward":
+            source = user_line()
+        name = operators.short_name(op)
+        key = _compat.key_of(storage)
+        return Allocation(
+            key, storage.nbytes(), name, source, names, self.phase, run, self.node
+        )
+
+    def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        allocation = self._references.pop(reference)
+        if self.by_key.get(allocation.key) is allocation:
+            del self.by_key[allocation.key]
+        self._note(allocation, -allocation.size_bytes)
+
+    def _note(self, allocation: Allocation, change: int) -> None:
+        self.live_bytes += change
+        self.events.append(Event(self.time_s, change, allocation))
+        for run in self._stack:
+            run.peak_bytes = max(run.peak_bytes, self.live_bytes)
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages in which a tensor's numbers are, whatever its class."""
+    if isinstance(tensor, Waiting):
+        for each in tensor.stored.tensors:
+            yield from storages(each)
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner: Any = tensor
+        for name in inner.__tensor_flatten__()[0]:
+            yield from storages(getattr(inner, name))
+    elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
+        yield _compat.unwrapped(tensor).untyped_storage()
+
+
+def _finish(result: Any) -> None:
+    """Waits for an accelerator, whose operators return before they are done."""
+    if not torch.accelerator.is_available():
+        return
+    if any(
+        each.device.type not in ("cpu", "meta")
+        for each in _compat.tensor_leaves(result)
+    ):
+        torch.accelerator.synchronize()

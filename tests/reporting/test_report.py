@@ -1,0 +1,505 @@
+"""The report of a step: its figures agree with other measurements, and it touches nothing.
+
+"per region and per layer (equal layers folded): bytes held (storages counted once),
+recompute FLOPs and measured time, predicted beside measured, peak and what made it,
+parameters, gradients and optimizer state apart from activations, values outside any region,
+names that matched nothing, the ten biggest values with source lines, what consumed each, and
+one suggested next step"; "Reports agree with independent measurement: torch's own
+`MemTracker` (CPU) within 1 %".
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from remat import (
+    RematError,
+    Report,
+    checkpoint_name,
+    disabled,
+    policies,
+    remat,
+    report,
+    storage,
+)
+from tests.reporting.models import Normed, batch, block, loss_of, parameters
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:.*:remat.RematWarning"),
+]
+
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "matmuls": policies.save_matmul_outputs,
+    "attn": policies.save_only_these_names("attn"),
+    "everything": policies.everything_saveable,
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+@pytest.fixture(scope="module")
+def attention() -> Report:
+    """Four layers that save their attention."""
+    layer = remat(block, policy=policies.save_only_these_names("attn"))
+    return report(loss_of(layer), parameters(), batch())
+
+
+def tracked(f: Any, given: list[dict[str, Tensor]], x: Tensor) -> tuple[int, int]:
+    """Held bytes and peak beyond the arguments, by torch's own tracker."""
+    leaves = [each for p in given for each in p.values()]
+    torch.autograd.grad(f(given, x), leaves)  # traces
+    tracker = MemTracker()
+    tracker.track_external(*leaves, x)
+    with tracker:
+        base = total(tracker, "current")
+        loss = f(given, x)
+        held = total(tracker, "current") - base
+        gradients = torch.autograd.grad(loss, leaves)
+        peak = total(tracker, "peak") - base
+    assert len(gradients) == len(leaves)
+    return held, peak
+
+
+def total(tracker: MemTracker, kind: str) -> int:
+    """The bytes on the CPU."""
+    return tracker.get_tracker_snapshot(kind)[torch.device("cpu")]["Total"]
+
+
+@each_policy
+def test_bytes_agree_with_torchs_tracker(policy: Any) -> None:
+    """Held bytes and peak are those of `MemTracker`, to 1 %."""
+    loss = loss_of(remat(block, policy=policy))
+    given = parameters(requires_grad=True)
+
+    found = report(loss, given, batch())
+
+    held, peak = tracked(loss, given, batch())
+    assert found.held_bytes == pytest.approx(held, rel=0.01)
+    assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
+
+
+def test_bytes_of_a_plain_function_agree_with_torchs_tracker() -> None:
+    """Without any region all is held outside of regions."""
+    given = parameters(requires_grad=True)
+
+    found = report(loss_of(block), given, batch())
+
+    held, peak = tracked(loss_of(block), given, batch())
+    assert found.held_bytes == pytest.approx(held, rel=0.01)
+    assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
+    assert found.outside_bytes + found.output_bytes == found.held_bytes
+    assert found.regions == ()
+
+
+@each_policy
+def test_predicted_beside_measured(policy: Any) -> None:
+    """The trace foretells what a region holds and its backward's working set, exactly."""
+    (region,) = report(
+        loss_of(remat(block, policy=policy)), parameters(), batch()
+    ).regions
+
+    assert region.predicted_held_bytes == region.held_bytes
+    assert region.predicted_working_set_bytes == region.working_set_bytes
+
+
+@each_policy
+def test_flops_agree_with_torchs_counter(policy: Any) -> None:
+    """Forward and backward FLOPs are the counter's; what is again is the surplus."""
+    given = parameters(requires_grad=True)
+    leaves = [each for p in given for each in p.values()]
+    loss = loss_of(remat(block, policy=policy))
+
+    found = report(loss, given, batch())
+
+    flops = {}
+    for name, f in {"plain": loss_of(block), "region": loss}.items():
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(f(given, batch()), leaves)
+        flops[name] = counter.get_total_flops()
+    assert found.forward_flops + found.backward_flops == flops["region"]
+    assert found.recompute_flops == flops["region"] - flops["plain"]
+
+
+def test_equal_layers_are_folded(attention: Report) -> None:
+    """The first layer's input is an argument; the three others are alike."""
+    (region,) = attention.regions
+
+    assert (region.name, region.calls) == ("block", 4)
+    assert [(layer.first, layer.count) for layer in region.layers] == [(0, 1), (1, 3)]
+    first, other = region.layers
+    assert other.held_bytes - first.held_bytes == batch().nbytes
+    assert region.held_bytes == first.held_bytes + 3 * other.held_bytes
+    assert region.recompute_flops == 4 * (first.recompute_flops or 0)
+    assert "each, x 3" in str(attention)
+
+
+def test_parameters_and_gradients_count_apart(attention: Report) -> None:
+    """Their bytes are those of the tensors; none is an activation."""
+    size = sum(each.nbytes for p in parameters() for each in p.values())
+
+    assert attention.parameter_bytes == size + batch().nbytes  # x is differentiated too
+    assert attention.gradient_bytes == attention.parameter_bytes
+    assert attention.optimizer_bytes is None
+    held = [batch().nbytes] * 4 + [2 * 2 * 16 * 4] * 4 + [batch().nbytes] * 3
+    assert sum(each.held_bytes for each in attention.regions) <= sum(held)
+
+
+def test_the_optimizers_state_is_added_on_request(attention: Report) -> None:
+    """Adam keeps two tensors like each parameter, and a step count."""
+    weight = nn.Parameter(torch.ones(10, 10))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(10, 10)
+    optimizer.step()
+
+    found = attention.with_optimizer(optimizer)
+
+    assert found.optimizer_bytes == 2 * 400 + 4
+    assert dataclasses.replace(found, optimizer_bytes=None) == attention
+
+
+def test_the_peak_says_what_made_it(attention: Report) -> None:
+    """In the backward of the first layer, where all gradients are there but its own."""
+    peak = attention.peak
+
+    assert (peak.phase, peak.region, peak.call) == ("backward", "block", 0)
+    assert sum(size for _, size in peak.groups) == peak.size_bytes
+    assert dict(peak.groups).keys() >= {"block", "gradients"}
+    assert max(attention.timeline.total_bytes) == peak.size_bytes
+
+
+def test_a_peak_in_a_forward() -> None:
+    """A large temporary of the forward is named with its line."""
+
+    def wasteful(x: Tensor) -> Tensor:
+        big = x.detach().repeat(100).cos()
+        return x * big.sum()
+
+    peak = report(wasteful, torch.ones(64)).peak
+
+    assert (peak.phase, peak.region, peak.op) == ("forward", "", "aten.cos")
+    assert peak.source.startswith("test_report.py:")
+    assert peak.size_bytes == 2 * 64 * 100 * 4
+
+
+def test_the_largest_values(attention: Report) -> None:
+    """Each with its line, its region and what reads it in the backward; folded."""
+    value = next(each for each in attention.values if each.name == "attn")
+
+    assert value.count == 4
+    assert value.size_bytes == 4 * batch().nbytes
+    assert value.region == "block"
+    assert value.storage == "Keep()"
+    assert value.source.startswith("models.py:")
+    assert any("attention" in each for each in value.consumers)
+    sizes = [each.size_bytes for each in attention.values]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) <= 10
+
+
+def test_values_outside_of_regions() -> None:
+    """What plain autograd holds has no region, and the node that reads it."""
+    region = remat(torch.sin)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.exp(region(x)).sum()
+
+    found = report(loss, torch.ones(1000))
+
+    (value,) = [each for each in found.values if not each.region]
+    assert (value.op, value.consumers) == ("aten.exp", ("ExpBackward0",))
+    assert value.source.startswith("test_report.py:")
+    assert found.outside_bytes == 4000
+    assert found.suggestion.kind == "wrap"
+    assert found.suggestion.source == value.source
+
+
+def test_one_storage_counts_once() -> None:
+    """Views of one tensor, held by several regions and by autograd, are its bytes once."""
+    region = remat(lambda t: torch.sin(torch.sin(t)))
+
+    def loss(x: Tensor) -> Tensor:
+        y = x * 2.0
+        return (
+            region(y) + region(y.view(10, 10).t()).reshape(-1) + y.exp().sin()
+        ).sum()
+
+    found = report(loss, torch.ones(100))
+
+    held = found.held_bytes - found.output_bytes
+    assert held == 400 + 400  # y, and exp(y), which the nodes of exp and sin hold
+
+
+def test_a_name_that_matches_nothing() -> None:
+    """It is listed with its policy, and stands in the text."""
+    policy = policies.save_only_these_names("attn", "atn")
+
+    found = report(loss_of(remat(block, policy=policy)), parameters(2), batch())
+
+    assert found.unmatched == ((repr(policy), "atn"),)
+    assert 'no value has the name "atn"' in str(found)
+
+
+def test_the_suggestion_holds() -> None:
+    """What saving the value costs and cuts is what the next report finds."""
+    before = report(loss_of(remat(block)), parameters(), batch())
+    suggestion = before.suggestion
+    assert suggestion.kind == "save"
+    names = suggestion.value.strip("`")
+
+    policy = policies.save_only_these_names(names)
+    after = report(loss_of(remat(block, policy=policy)), parameters(), batch())
+
+    assert after.held_bytes - before.held_bytes == suggestion.size_bytes
+    assert before.recompute_flops is not None
+    assert after.recompute_flops is not None
+    part = 1 - after.recompute_flops / before.recompute_flops
+    assert part == pytest.approx(-suggestion.fraction, abs=0.05)
+    assert f"{-suggestion.fraction:.0%}" in suggestion.text
+
+
+def test_where_nothing_is_recomputed_less_may_be_saved() -> None:
+    """Under everything_saveable the suggestion is to drop a value, and it holds."""
+    policy = policies.everything_saveable
+    loss = loss_of(remat(block, policy=policy))
+
+    suggestion = report(loss, parameters(), batch()).suggestion
+
+    assert suggestion.kind == "drop"
+    assert suggestion.size_bytes < 0
+
+
+def test_frontier_goes_from_nothing_to_everything() -> None:
+    """Each point holds more and recomputes less; the ends are those of two policies."""
+    points = report(loss_of(remat(block)), parameters(), batch()).frontier
+
+    sizes = [point.saved_bytes for point in points]
+    works = [point.recompute_work for point in points]
+    assert sizes[0] == 0
+    assert works == sorted(works, reverse=True)
+    assert len(set(works)) == len(works)
+    everything = remat(block, policy=policies.everything_saveable)
+    (found,) = report(loss_of(everything), parameters(), batch()).regions
+    assert found.recompute_flops == 0
+    assert works[-1] < 0.01 * works[0]
+    assert sizes[-1] <= found.held_bytes - 3 * batch().nbytes
+
+
+def test_storages_are_named() -> None:
+    """A value that waits in another form says so, and counts in that form."""
+    policy = policies.save_only_these_names("attn").stored(storage.Cast(torch.bfloat16))
+
+    found = report(loss_of(remat(block, policy=policy)), parameters(), batch())
+
+    value = next(each for each in found.values if each.name == "attn")
+    assert value.storage == "Cast(dtype=torch.bfloat16)"
+    assert value.size_bytes == 4 * batch().nbytes // 2
+
+
+def test_a_module_of_regions() -> None:
+    """Modules are reported by their parameters, and their buffers stay what they were."""
+    blocks: list[Any] = [remat(Normed()), remat(Normed())]
+    model = nn.Sequential(*blocks)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+
+    found = report(model, torch.randn(4, 8))
+
+    assert [region.name for region in found.regions] == ["Normed"]
+    assert found.parameter_bytes == sum(each.nbytes for each in model.parameters())
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, before[name])
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_nothing_of_the_callers_is_changed() -> None:
+    """Not the arguments, not `.grad`, not the generator; `f` may even write in place."""
+    weight = torch.ones(8, requires_grad=True)
+    weight.grad = torch.full((8,), 7.0)
+    counts = torch.zeros(8)
+    x = torch.randn(4, 8)
+    state = torch.get_rng_state()
+    copies = [each.detach().clone() for each in (weight, counts, x)]
+
+    def loss(x: Tensor, counts: Tensor) -> Tensor:
+        counts.add_(1)
+        x.mul_(2)
+        return (torch.nn.functional.dropout(x, 0.5) * weight).sin().sum()
+
+    found = report(loss, x, counts)
+
+    assert found.parameter_bytes == 32
+    for each, copy in zip((weight, counts, x), copies, strict=True):
+        assert torch.equal(each, copy)
+    assert torch.equal(weight.grad, torch.full((8,), 7.0))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not x.requires_grad
+
+
+def test_an_error_in_the_step_changes_nothing() -> None:
+    """A function that raises has its arguments put back too."""
+    x = torch.ones(3)
+
+    def fails(x: Tensor) -> Tensor:
+        x.add_(1)
+        raise KeyError("of the user's")
+
+    with pytest.raises((KeyError, RuntimeError)):
+        report(fails, x)
+
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_no_gradient_is_an_error() -> None:
+    """A function whose outputs need no grad has no step to report."""
+    with pytest.raises(RematError, match="returned no tensor that requires grad"):
+        report(lambda x: x.detach(), torch.ones(3))
+
+
+def test_several_outputs_are_summed() -> None:
+    """Any pytree of outputs: the backward is that of their sum."""
+    region = remat(lambda x: {"a": x.sin().sin(), "b": (x.exp().sin(), 3)})
+
+    found = report(region, torch.ones(16))
+
+    assert found.gradient_bytes == 64
+    assert found.regions[0].calls == 1
+
+
+def test_what_runs_again_in_python_is_unknown() -> None:
+    """engine="rerun" does not tell what of its backward is recomputation."""
+    region = remat(lambda x: x.sin().sin(), engine="rerun")
+
+    found = report(lambda x: region(region(x)).sum(), torch.ones(64))
+
+    (row,) = found.regions
+    assert (row.calls, row.recompute_flops, row.predicted_held_bytes) == (2, None, None)
+    assert row.held_bytes == 256
+    assert "unknown" in str(found)
+
+
+def test_signatures_of_one_function_are_layers() -> None:
+    """Two shapes are two layers of one row."""
+    region = remat(lambda x: x.sin().sin())
+
+    found = report(
+        lambda x: region(x * 2.0).sum() + region(x[:2] * 1.0).sum(), torch.ones(64)
+    )
+
+    (row,) = found.regions
+    assert sorted(layer.held_bytes for layer in row.layers) == [8, 256]
+    assert row.predicted_held_bytes == row.held_bytes == 264
+
+
+def test_one_function_under_two_policies_is_two_rows() -> None:
+    """They have one name, and a number."""
+    layers = [remat(block), remat(block, policy=policies.save_matmul_outputs)]
+
+    found = report(
+        lambda p, x: layers[1](p, layers[0](p, x)).sum(), parameters(1)[0], batch()
+    )
+
+    assert [row.name for row in found.regions] == ["block #1", "block #2"]
+    assert [row.policy for row in found.regions] == [
+        "nothing_saveable",
+        "save_matmul_outputs",
+    ]
+
+
+def test_meta_tensors_give_bytes_and_no_times() -> None:
+    """On the meta device the bytes are those of a real run."""
+    loss = loss_of(remat(block))
+    given = [{k: v.to("meta") for k, v in p.items()} for p in parameters()]
+
+    found = report(loss, given, batch(device="meta"))
+
+    real = report(loss, parameters(), batch())
+    assert found.recompute_s is None
+    assert found.forward_s is None
+    assert found.device == "meta"
+    assert found.regions[0].calls == real.regions[0].calls
+    # Attention has another kernel on meta tensors; what waits is the layers' inputs.
+    assert found.held_bytes == real.held_bytes
+
+
+def test_disabled_reports_the_plain_function() -> None:
+    """Under `disabled()` the report is that of the function without regions."""
+    with disabled():
+        found = report(loss_of(remat(block)), parameters(), batch())
+
+    plain = report(loss_of(block), parameters(), batch())
+    assert (found.held_bytes, found.regions) == (plain.held_bytes, ())
+
+
+def test_json_has_every_figure(attention: Report) -> None:
+    """The schema's name first, then the fields of the record; dtypes by name."""
+    found = json.loads(attention.to_json())
+
+    fields = [field.name for field in dataclasses.fields(attention)]
+    assert list(found) == ["schema", *fields]
+    assert found["schema"] == "remat.report/1"
+    assert found["held_bytes"] == attention.held_bytes
+    assert found["values"][0]["dtype"] == "float32"
+    assert found["regions"][0]["layers"][1]["count"] == 3
+
+
+def test_diff(attention: Report) -> None:
+    """Figures of two reports side by side, regions by name, as a table."""
+    plain = report(loss_of(block), parameters(), batch())
+
+    found = plain.diff(attention)
+
+    rows = {row.figure: (row.before, row.after) for row in found.rows}
+    assert rows["held_bytes"] == (plain.held_bytes, attention.held_bytes)
+    assert rows["held by block"] == (None, attention.regions[0].held_bytes)
+    assert "held by block" in str(found)
+    assert " x" in str(found)
+
+
+def test_text_has_the_figures(attention: Report) -> None:
+    """The text names what the issue asks for."""
+    text = str(attention)
+
+    for part in (
+        "wait for the backward",
+        "in the backward of block, call 0",
+        "parameters",
+        "gradients",
+        "models.py:",
+        "attn",
+        "next: Saving `mlp_up` in block costs",
+        "of the recomputation",
+    ):
+        assert part in text
+
+
+def test_rich_shows_the_same(attention: Report) -> None:
+    """With rich a report prints as tables."""
+    console = pytest.importorskip("rich.console").Console(width=200, record=True)
+    with console.capture() as capture:
+        console.print(attention)
+
+    assert "mlp_up" in capture.get()
+    assert "each, x 3" in capture.get()
+
+
+def test_repr_is_code(attention: Report) -> None:
+    """The record is frozen, and compares by value."""
+    assert dataclasses.replace(attention) == attention
+    assert repr(attention).startswith("Report(function='loss_of.<locals>.loss'")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attention.function = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_named_arguments_belong_to_the_function() -> None:
+    """Every keyword is `f`'s own, whatever it is called."""
+
+    def loss(x: Tensor, *, optimizer: float) -> Tensor:
+        return (checkpoint_name(x, "x") * optimizer).sin().sum()
+
+    assert report(loss, torch.ones(4), optimizer=2.0).function.endswith("loss")
