@@ -21,7 +21,9 @@ from remat._errors import (
 from remat._names import checkpoint_name
 from remat._residuals import Residual
 from remat.reporting import (
+    NamedValue,
     Report,
+    named_values,
     print_saved_residuals,
     report,
     saved_residuals,
@@ -33,6 +35,7 @@ __all__ = [
     "ImplicitRandomnessError",
     "KeyReuseError",
     "MutationError",
+    "NamedValue",
     "NotReplicatedError",
     "PolicyError",
     "RecomputationError",
@@ -48,6 +51,7 @@ __all__ = [
     "disabled",
     "interop",
     "modules",
+    "named_values",
     "policies",
     "print_saved_residuals",
     "random",

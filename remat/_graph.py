@@ -106,7 +106,8 @@ class Value:
         stream: whose state in a tracker the draw takes and moves, "" for the generator's.
         in_place: whether the user's draw filled a tensor, whose strides then say which
             element gets which number.
-        is_repeat: whether a backward program's step computes what the forward computed.
+        rank: in a program, which of the forward's values the step computes, counted in
+            the forward's order; -1 for a step of the derivative's own.
     """
 
     op: Callable[..., Any] | None
@@ -121,7 +122,12 @@ class Value:
     is_redraw: bool = False
     stream: str = ""
     in_place: bool = False
-    is_repeat: bool = False
+    rank: int = -1
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether a backward's step computes what the forward has computed before."""
+        return self.is_backward and self.rank >= 0
 
     @property
     def uses(self) -> tuple[int, ...]:

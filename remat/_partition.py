@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, cast, final
@@ -81,6 +82,12 @@ class Analysis:
             for index in range(self.joint.num_operands)
             if names[self.numbers[index]]
         }
+
+    @functools.cached_property
+    def ranks(self) -> dict[int, int]:
+        """For each class the place of its first forward value among `forward`."""
+        places = {index: rank for rank, index in enumerate(self.forward)}
+        return {number: places[index] for number, index in self.members.items()}
 
     def is_saveable(self, index: int) -> bool:
         """Whether a forward value may wait for the backward."""
@@ -222,15 +229,15 @@ class Cut:
         steps: what the backward runs, in order.
         stand_ins: for a value that the backward would compute, the saved one it equals.
         operands: the operands that the backward reads.
-        repeats: the steps that compute what the forward computed: recomputation, that of
-            inner regions included.
+        repeats: for each step that computes what the forward computed, the rank of that
+            value: recomputation, that of inner regions included.
     """
 
     saved: tuple[int, ...]
     steps: tuple[int, ...]
     stand_ins: dict[int, int]
     operands: frozenset[int]
-    repeats: frozenset[int]
+    repeats: dict[int, int]
 
 
 def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int]:
@@ -280,9 +287,12 @@ def cut(
             steps.add(index)
             pending.extend(joint.graph.values[index].uses)
     saved = tuple(sorted(set(stand_ins.values())))
-    repeats = frozenset(
-        index for index in steps if analysis.numbers[index] in analysis.members
-    )
+    ranks = analysis.ranks
+    repeats = {
+        index: ranks[analysis.numbers[index]]
+        for index in steps
+        if analysis.numbers[index] in ranks
+    }
     return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
 
 
@@ -311,7 +321,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         The graph, and which outputs are views of something that nobody else holds: they
         must leave as tensors of their own, which may be changed in place.
     """
-    graph = joint.graph
+    graph = _ranked(joint.graph)
     effects = [
         index
         for index, value in enumerate(graph.values)
@@ -328,6 +338,18 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
     return _with_inputs(prune(graph, effects), joint.num_operands), untracked
+
+
+def _ranked(graph: Graph) -> Graph:
+    """The graph whose forward values say which they are."""
+    ranks = itertools.count()
+    values = [
+        value
+        if value.op is None or value.is_backward
+        else dataclasses.replace(value, rank=next(ranks))
+        for value in graph.values
+    ]
+    return dataclasses.replace(graph, values=tuple(values))
 
 
 def _with_clones(
@@ -414,7 +436,7 @@ def backward_graph(
             value,
             is_backward=True,
             is_redraw=is_redraw,
-            is_repeat=index in found.repeats,
+            rank=found.repeats.get(index, -1),
         )
         lines.append(_renamed(value, number))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)

@@ -70,7 +70,7 @@ class Program:
         watcher = _watching.watcher()
         if watcher is None:
             return self._run(*inputs)
-        with watcher.following(self.graph) as at:
+        with watcher.following(self.graph, inputs) as at:
             return self._watched(at, *inputs)
 
     @functools.cached_property

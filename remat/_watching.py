@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from remat import _compat
 from remat._graph import Graph
@@ -20,9 +22,9 @@ class Watcher(_compat.TorchDispatchMode, abc.ABC):
 
     @abc.abstractmethod
     def following(
-        self, graph: Graph, /
+        self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-        """Around a run of the program of a graph.
+        """Around a run of the program of a graph on these inputs.
 
         Yields:
             What the run calls before each step, with the step's index in its graph.

@@ -3,12 +3,15 @@
 from remat.reporting._figures import batch_figure, frontier_figure, timeline_figure
 from remat.reporting._looking import print_saved_residuals, saved_residuals
 from remat.reporting._measure import report
+from remat.reporting._named_values import NamedValue, named_values
 from remat.reporting._report import Report
 
 __all__ = [
+    "NamedValue",
     "Report",
     "batch_figure",
     "frontier_figure",
+    "named_values",
     "print_saved_residuals",
     "report",
     "saved_residuals",

@@ -68,7 +68,7 @@ def timeline_figure(
     )
     axes.set_ylabel(f"live bytes ({name})")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside right upper")  # pyright: ignore[reportUnknownMemberType]
     return figure
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _compat
 from remat._graph import Graph
 from remat._partition import step_flops
-from remat._region import Region
 from remat.reporting import _suggest
+from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import Node, graph_of
 from remat.reporting._records import (
     HeldValue,
@@ -24,8 +24,8 @@ from remat.reporting._records import (
     Timeline,
 )
 from remat.reporting._report import Report
-from remat.reporting._step import Step, name_of
-from remat.reporting._traced import Traced, working_set
+from remat.reporting._step import Step
+from remat.reporting._traced import working_set
 from remat.reporting._watch import Allocation, Run, StepWatcher, storages
 from remat.storage import Keep
 
@@ -98,38 +98,6 @@ class _Held:
 
 
 @final
-class _Call:
-    """A node of a region in the watched step.
-
-    Attributes:
-        place: the place of the node.
-        call: what it says of itself.
-        name: the function's name.
-        key: equal for calls that are one row: one code under one policy.
-        traced: the trace; None if it has none of its own.
-        number: its place among the calls of its row.
-    """
-
-    def __init__(self, place: int, node: Node) -> None:
-        assert node.call is not None
-        self.place = place
-        self.call = node.call
-        function = self.call.roots[0]
-        self.name = name_of(function)
-        if not self.call.region.keeps:
-            self.name += ", differentiated"
-        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
-        self.traced: Traced | None = None
-        self.number = 0
-
-    @property
-    def policy(self) -> str:
-        """Its policy as code."""
-        region = self.call.region
-        return repr(region.policy) if isinstance(region, Region) else "engine='rerun'"
-
-
-@final
 class _Measurement:
     """The watched step, and what is summed up of it."""
 
@@ -141,7 +109,7 @@ class _Measurement:
             self.forward_s = self.watch.time_s
             nodes, self.leaves = graph_of(outputs)
             self._read(nodes, outputs)
-            self._hook(nodes)
+            hook(nodes, self.watch)
             del nodes
             self.num_forward = len(self.watch.events)
             self.watch.phase = "backward"
@@ -154,15 +122,7 @@ class _Measurement:
     def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
         self.names = [node.name for node in nodes]
-        self.calls = {
-            place: _Call(place, node) for place, node in enumerate(nodes) if node.call
-        }
-        self._trace()
-        counts: Counter[Hashable] = Counter()
-        for call in self.calls.values():
-            call.number = counts[call.key]
-            counts[call.key] += 1
-        self._name_apart()
+        self.calls = Calls(nodes)
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
         for place, node in enumerate(nodes):
@@ -174,29 +134,6 @@ class _Measurement:
             key: held.allocation.size_bytes for key, held in self.held.items()
         }
         self.device = str(outputs[0].device)
-
-    def _trace(self) -> None:
-        """Looks at each trace once, however many calls share it."""
-        self.traces: dict[int, tuple[Traced, list[_Call]]] = {}
-        for call in self.calls.values():
-            region = call.call.region
-            if isinstance(region, Region) and region.keeps:
-                if id(region) not in self.traces:
-                    self.traces[id(region)] = Traced(region, call.call.roots), []
-                call.traced, calls = self.traces[id(region)]
-                calls.append(call)
-
-    def _name_apart(self) -> None:
-        """Different functions of one name, and one under several policies, get a number."""
-        keys: dict[str, list[Hashable]] = {}
-        for call in self.calls.values():
-            known = keys.setdefault(call.name, [])
-            if call.key not in known:
-                known.append(call.key)
-        for call in self.calls.values():
-            known = keys[call.name]
-            if len(known) > 1:
-                call.name = f"{call.name} #{known.index(call.key) + 1}"
 
     def _hold(
         self, place: int, position: int, tensor: Tensor, storage: torch.UntypedStorage
@@ -210,18 +147,6 @@ class _Measurement:
                 place, position, allocation, tuple(tensor.shape), tensor.dtype
             )
 
-    def _hook(self, nodes: Sequence[Node]) -> None:
-        """Tells the watcher which node's backward runs."""
-
-        def hook(place: int) -> Callable[[Any], None]:
-            def enter(_: Any) -> None:
-                self.watch.node = place
-
-            return enter
-
-        for place, node in enumerate(nodes):
-            node.raw.register_prehook(hook(place))
-
     def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
         found = [
             self.watch.by_key.get(_compat.key_of(each))
@@ -234,17 +159,18 @@ class _Measurement:
 
     def report(self) -> Report:
         """The figures in a row."""
-        self._assign_runs()
+        self._caller = self.calls.callers(self.watch.runs)
+        self._backwards = self._backward_runs()
         self._outside = self._outside_values()
         regions = self._regions()
         groups = [
             _suggest.Group(calls[0].name, len(calls), traced)
-            for traced, calls in self.traces.values()
+            for traced, calls in self.calls.traces
         ]
         outside_bytes = sum(
             self.held_sizes[key]
             for key, held in self.held.items()
-            if held.node not in self.calls
+            if held.node not in self.calls.at
         )
         known = [each.recompute_flops for each in regions]
         repeated = [row for row in known if row is not None]
@@ -278,36 +204,21 @@ class _Measurement:
             timeline=self._timeline(),
         )
 
-    def _assign_runs(self) -> None:
-        """Finds whose each run of a program was."""
-        rows: dict[Hashable, list[_Call]] = {}
-        for call in self.calls.values():
-            rows.setdefault(call.key, []).append(call)
-        self._rows = list(rows.values())
-        waiting: dict[int, Iterator[_Call]] = {}
-        for traced, calls in self.traces.values():
-            program = traced.region.forward(calls[0].call.roots, True).program
-            waiting[id(program.graph)] = iter(calls)
-        self._caller: dict[int, _Call] = {}
-        self._backwards: dict[int, Run] = {}
+    def _backward_runs(self) -> dict[int, Run]:
+        """The run of each node's backward program: the longest, as views run there too."""
+        found: dict[int, Run] = {}
         for run in self.watch.runs:
-            if run.phase == "forward":
-                call = next(waiting.get(id(run.graph), iter(())), None)
-            else:
-                call = self.calls.get(-1 if run.node is None else run.node)
-            if call is not None:
-                self._caller[id(run)] = call
-                if run.phase == "backward":
-                    # Programs of views run in a backward too.
-                    known = self._backwards.get(call.place, run)
-                    self._backwards[call.place] = max(
-                        known, run, key=lambda each: len(each.graph.values)
-                    )
+            if run.phase == "backward" and id(run) in self._caller:
+                place = self._caller[id(run)].place
+                known = found.get(place, run)
+                longest = max(known, run, key=lambda each: len(each.graph.values))
+                found[place] = longest
+        return found
 
     def _regions(self) -> tuple[RegionReport, ...]:
-        return tuple(self._region(calls) for calls in self._rows)
+        return tuple(self._region(calls) for calls in self.calls.rows)
 
-    def _region(self, calls: Sequence[_Call]) -> RegionReport:
+    def _region(self, calls: Sequence[Call]) -> RegionReport:
         held = [self._held_by(call) for call in calls]
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
@@ -336,14 +247,14 @@ class _Measurement:
             else None,
         )
 
-    def _held_by(self, call: _Call) -> int:
+    def _held_by(self, call: Call) -> int:
         return sum(
             self.held_sizes[key]
             for key, held in self.held.items()
             if held.node == call.place
         )
 
-    def _predicted(self, call: _Call) -> int:
+    def _predicted(self, call: Call) -> int:
         """The saved values by the trace, and the operands that this call holds first."""
         assert call.traced is not None
         saved = len(call.traced.found.saved)
@@ -358,7 +269,7 @@ class _Measurement:
         )
 
     def _value(self, held: _Held) -> HeldValue:
-        call = self.calls.get(held.node)
+        call = self.calls.at.get(held.node)
         allocation = held.allocation
         name, waits = ", ".join(allocation.names), "Keep()"
         op, source = allocation.op, allocation.source
@@ -386,7 +297,7 @@ class _Measurement:
     def _consumers(self, allocation: Allocation) -> tuple[str, ...]:
         found: dict[str, None] = {}
         for place, position in self.readers[allocation.key]:
-            call = self.calls.get(place)
+            call = self.calls.at.get(place)
             if call is None:
                 found[self.names[place]] = None
             elif call.traced is None:
@@ -409,13 +320,13 @@ class _Measurement:
         found = [
             self._value(held)
             for held in self.held.values()
-            if held.node not in self.calls
+            if held.node not in self.calls.at
         ]
         return sorted(found, key=lambda value: -value.size_bytes)
 
     def _unmatched(self) -> tuple[tuple[str, str], ...]:
         names: dict[Any, set[str]] = {}
-        for traced, _ in self.traces.values():
+        for traced, _ in self.calls.traces:
             values = traced.analysis.joint.graph.values
             known = names.setdefault(traced.region.policy, set())
             known.update(name for value in values for name in value.names)
@@ -432,7 +343,9 @@ class _Measurement:
             return GRADIENTS
         held = self.held.get(allocation.key)
         if held is not None and held.allocation is allocation:
-            return self.calls[held.node].name if held.node in self.calls else OUTSIDE
+            return (
+                self.calls.at[held.node].name if held.node in self.calls.at else OUTSIDE
+            )
         call = self._caller.get(id(allocation.run))
         return OUTSIDE if call is None else call.name
 
@@ -459,7 +372,7 @@ class _Measurement:
         )
 
     def _timeline(self) -> Timeline:
-        names = [calls[0].name for calls in self._rows]
+        names = [calls[0].name for calls in self.calls.rows]
         groups = tuple(dict.fromkeys([*names, OUTSIDE, GRADIENTS]))
         live = dict.fromkeys(groups, 0)
         is_real = self.device != "meta"

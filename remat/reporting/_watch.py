@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -116,7 +116,9 @@ class StepWatcher(Watcher):
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
 
     @contextlib.contextmanager
-    def following(self, graph: Graph, /) -> Generator[Callable[[int], None]]:
+    def following(
+        self, graph: Graph, inputs: Sequence[Tensor], /
+    ) -> Generator[Callable[[int], None]]:
         """Notes a run of a program, and its steps as they come."""
         run = Run(graph, self.phase, self.node)
         run.start_bytes = run.peak_bytes = self.live_bytes

@@ -1,0 +1,135 @@
+"""The calls of regions in one step: whose each run of a program was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, final
+
+from remat import _captures
+from remat._graph import Graph
+from remat._region import Region
+from remat.reporting._held import Node
+from remat.reporting._step import name_of
+from remat.reporting._traced import Traced
+
+
+class Run(Protocol):
+    """A run of a program, as a watcher notes it."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def node(self) -> int | None: ...
+
+
+class Listener(Protocol):
+    """A watcher that wants to know which node's backward runs."""
+
+    node: int | None
+
+
+@final
+class Call:
+    """A node of a region.
+
+    Attributes:
+        place: the place of the node among all.
+        call: what it says of itself.
+        name: the function's name.
+        key: equal for calls that are one row: one code under one policy.
+        traced: the trace; None if it has none of its own.
+        number: its place among the calls of its row.
+    """
+
+    def __init__(self, place: int, node: Node) -> None:
+        assert node.call is not None
+        self.place = place
+        self.call = node.call
+        function = self.call.roots[0]
+        self.name = name_of(function)
+        if not self.call.region.keeps:
+            self.name += ", differentiated"
+        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
+        self.traced: Traced | None = None
+        self.number = 0
+
+    @property
+    def policy(self) -> str:
+        """Its policy as code."""
+        region = self.call.region
+        return repr(region.policy) if isinstance(region, Region) else "engine='rerun'"
+
+
+@final
+class Calls:
+    """All calls of regions that one backward will meet.
+
+    Attributes:
+        at: the call at the place of a node.
+        rows: the calls of one code under one policy together.
+        traces: each trace with its calls.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.at = {
+            place: Call(place, node) for place, node in enumerate(nodes) if node.call
+        }
+        rows: dict[Hashable, list[Call]] = {}
+        traces: dict[int, tuple[Traced, list[Call]]] = {}
+        for call in self.at.values():
+            row = rows.setdefault(call.key, [])
+            call.number = len(row)
+            row.append(call)
+            region = call.call.region
+            if isinstance(region, Region) and region.keeps:
+                if id(region) not in traces:
+                    traces[id(region)] = Traced(region, call.call.roots), []
+                call.traced, calls = traces[id(region)]
+                calls.append(call)
+        self.rows = list(rows.values())
+        self.traces = list(traces.values())
+        self._name_apart()
+
+    def _name_apart(self) -> None:
+        """Different functions of one name, and one under several policies, get a number."""
+        names: dict[str, list[list[Call]]] = {}
+        for row in self.rows:
+            names.setdefault(row[0].name, []).append(row)
+        for rows in names.values():
+            for number, row in enumerate(rows if len(rows) > 1 else (), start=1):
+                for call in row:
+                    call.name = f"{call.name} #{number}"
+
+    def callers(self, runs: Sequence[Run]) -> dict[int, Call]:
+        """For the id of each run of a region's program, the call.
+
+        Forwards run in the order of the calls; of a backward the run says the node.
+        """
+        waiting: dict[int, Iterator[Call]] = {}
+        for traced, calls in self.traces:
+            program = traced.region.forward(calls[0].call.roots, True).program
+            waiting[id(program.graph)] = iter(calls)
+        found: dict[int, Call] = {}
+        for run in runs:
+            if run.phase == "forward":
+                call = next(waiting.get(id(run.graph), iter(())), None)
+            else:
+                call = None if run.node is None else self.at.get(run.node)
+            if call is not None:
+                found[id(run)] = call
+        return found
+
+
+def hook(nodes: Sequence[Node], listener: Listener) -> None:
+    """Tells a listener, when a backward runs, which node it has come to."""
+
+    def enter(place: int) -> Callable[[Any], None]:
+        def note(_: Any) -> None:
+            listener.node = place
+
+        return note
+
+    for place, node in enumerate(nodes):
+        node.raw.register_prehook(enter(place))

@@ -1,0 +1,260 @@
+"""Every named value of a forward and, beside it, of the recomputation.
+
+Recomputation hides intermediate values from debuggers: a hook or a print sees the forward's
+alone. Programs tell a listening mode which of their steps comes next; a named step of the
+forward and the step of the backward that repeats it have one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from remat import _compat, _names
+from remat._graph import Graph, TensorMeta
+from remat._lines import user_line
+from remat._watching import Watcher
+from remat.reporting._calls import Call, Calls, hook
+from remat.reporting._held import graph_of
+from remat.reporting._step import Step
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NamedValue:
+    """One named value of a step.
+
+    Attributes:
+        name: what `checkpoint_name` called it.
+        occurrence: how many values of this name came before it in the forward.
+        region: the region whose value it is; "" outside of regions.
+        call: which call of it, from 0; None outside of regions.
+        source: the user's "file.py:line" that made it.
+        forward: a copy of what the forward computed.
+        recomputed: a copy of what the backward computed in its place; None where it did
+            not: the value was saved, or no gradient needs it again.
+    """
+
+    name: str
+    occurrence: int
+    region: str
+    call: int | None
+    source: str
+    forward: Tensor
+    recomputed: Tensor | None
+
+    @property
+    def is_same(self) -> bool | None:
+        """Whether both have the same bits; None where nothing was recomputed."""
+        if self.recomputed is None:
+            return None
+        return _compat.same_bits(self.forward, self.recomputed)
+
+    def __str__(self) -> str:
+        """One line: name, occurrence, where, and whether the two agree."""
+        found = {None: "not recomputed", True: "the same again", False: "DIFFERS again"}
+        where = f" in {self.region}, call {self.call}" if self.region else ""
+        line = f" at {self.source}" if self.source else ""
+        meta = TensorMeta.of(self.forward)
+        return (
+            f'"{self.name}" #{self.occurrence}: {meta}{where}{line}, '
+            f"{found[self.is_same]}"
+        )
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """One run of a program."""
+
+    graph: Graph
+    phase: str
+    node: int | None
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class _Seen:
+    """One named tensor as it passed by; `rank` says which value of its run it is."""
+
+    name: str
+    source: str
+    phase: str
+    node: int | None
+    run: _Run | None
+    rank: int
+    tensor: Tensor
+
+
+@final
+class _NameWatcher(Watcher):
+    """Copies what has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        self.phase = "forward"
+        self.node: int | None = None
+        self.runs: list[_Run] = []
+        self.seen: list[_Seen] = []
+        self._stack: list[tuple[Graph, dict[int, Any], list[int]]] = []
+
+    @contextlib.contextmanager
+    def following(
+        self, graph: Graph, inputs: Sequence[Tensor], /
+    ) -> Generator[Callable[[int], None]]:
+        """Keeps what each step gives until the run ends, then copies what has a name."""
+        results: dict[int, Any] = dict(enumerate(inputs))
+        step = [-1]
+        run = _Run(graph, self.phase, self.node)
+        self.runs.append(run)
+        self._stack.append((graph, results, step))
+
+        def at(index: int) -> None:
+            step[0] = index
+            value = graph.values[index]
+            if value.op is operator.getitem:
+                results[index] = results[value.args[0].index][value.args[1]]
+
+        try:
+            yield at
+        finally:
+            self._stack.pop()
+        for index, value in enumerate(graph.values):
+            is_own = value.op is not None or run.phase == "forward"
+            for name in value.names if is_own and index in results else ():
+                self._see(name, value.source, results[index], run, value.rank)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operator, and notes its result for its step, or a mark by itself."""
+        result = func(*args, **(kwargs or {}))
+        if func is _names.MARK:
+            if not _compat.is_fake(args[0]):
+                self._see(args[1], user_line(), args[0], None, -1)
+        elif self._stack:
+            graph, results, step = self._stack[-1]
+            if _is_wanted(graph, step[0]):
+                results[step[0]] = result
+        return result
+
+    def _see(
+        self, name: str, source: str, tensor: Tensor, run: _Run | None, rank: int
+    ) -> None:
+        copy = _compat.unwrapped(tensor).detach().clone()
+        self.seen.append(_Seen(name, source, self.phase, self.node, run, rank, copy))
+
+
+def _is_wanted(graph: Graph, step: int) -> bool:
+    """Whether a step, or what is taken of its outputs, has a name."""
+    if step < 0:
+        return False
+    value = graph.values[step]
+    return bool(value.names) or isinstance(value.meta, tuple)
+
+
+def named_values(
+    f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[NamedValue, ...]:
+    """What `checkpoint_name` named, as the forward computed it and as the backward did.
+
+    Runs one step: the forward, and the backward of the sum of the outputs, on detached
+    aliases of the arguments; nothing of the caller's is changed. Each value is copied.
+
+    Args:
+        f: a function with or without regions. Names outside of regions are listed too,
+            with nothing recomputed.
+        *args: its arguments.
+        **kwargs: likewise.
+
+    Returns:
+        The values in the order of the forward, those of one call of a region together.
+        A tensor that has two names is listed by each.
+
+    Raises:
+        RematError: `f` returns nothing that requires grad.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, named_values, remat
+        >>> f = remat(lambda x: checkpoint_name(x.sin(), "hidden").cos().exp())
+        >>> (hidden,) = named_values(f, torch.zeros(2))
+        >>> hidden.forward, hidden.recomputed, hidden.is_same
+        (tensor([0., 0.]), tensor([0., 0.]), True)
+    """
+    step = Step(f, args, kwargs)
+    with step.kept(), _names.marking(), _NameWatcher() as watcher:
+        outputs = step.forward()
+        nodes, leaves = graph_of(outputs)
+        calls = Calls(nodes)
+        hook(nodes, watcher)
+        watcher.phase = "backward"
+        step.backward(outputs, leaves)
+    callers = calls.callers(watcher.runs)
+    again = _Again(watcher.seen, callers, calls)
+    counts: Counter[str] = Counter()
+    found: list[NamedValue] = []
+    for seen in watcher.seen:
+        if seen.phase == "forward":
+            call = callers.get(id(seen.run))
+            recomputed, rerun = again.of(seen, call)
+            call = call or rerun
+            found.append(
+                NamedValue(
+                    seen.name,
+                    counts[seen.name],
+                    "" if call is None else call.name,
+                    None if call is None else call.number,
+                    seen.source,
+                    seen.tensor,
+                    recomputed,
+                )
+            )
+            counts[seen.name] += 1
+    return tuple(found)
+
+
+@final
+class _Again:
+    """What the backward computed, to be found by what the forward did."""
+
+    def __init__(
+        self, seen: Sequence[_Seen], callers: dict[int, Call], calls: Calls
+    ) -> None:
+        self._by_rank: dict[tuple[int, int, str], Tensor] = {}
+        by_node: list[tuple[int, _Seen]] = []
+        for each in seen:
+            if each.phase == "backward":
+                call = callers.get(id(each.run))
+                if call is not None:
+                    self._by_rank[call.place, each.rank, each.name] = each.tensor
+                elif each.node is not None and each.node in calls.at:
+                    by_node.append((each.node, each))
+        # What runs again in Python has no ranks: its names come in the forward's order.
+        self._calls = calls
+        by_node.sort(key=lambda pair: pair[0])
+        self._in_order: dict[tuple[str, str, Any], Iterator[tuple[int, _Seen]]] = {}
+        for key in dict.fromkeys(_key(each) for _, each in by_node):
+            rows = [pair for pair in by_node if _key(pair[1]) == key]
+            self._in_order[key] = iter(rows)
+
+    def of(self, seen: _Seen, call: Call | None) -> tuple[Tensor | None, Call | None]:
+        """The recomputed tensor, and the call of engine="rerun" that did it."""
+        if call is not None:
+            return self._by_rank.get((call.place, seen.rank, seen.name)), None
+        if seen.run is not None:
+            return None, None
+        place, found = next(self._in_order.get(_key(seen), iter(())), (None, None))
+        if place is None or found is None:
+            return None, None
+        return found.tensor, self._calls.at[place]
+
+
+def _key(seen: _Seen) -> tuple[str, str, Any]:
+    return seen.name, seen.source, seen.tensor.shape
