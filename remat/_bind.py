@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat import _ahead, _compat
+from remat import _ahead, _compat, _shortage
 from remat._derived import Batch
 from remat._errors import SavedTensorModifiedError, explain
 from remat._graph import TensorMeta, layout_of
@@ -328,7 +328,12 @@ class _Ticket:
 @_compat.unseen_by_dynamo
 def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
     call = ticket.call
-    results = ticket.run(operands)
+    try:
+        results = ticket.run(operands)
+    except RuntimeError as error:
+        if call.region.keeps:  # else it is a backward, which says so itself
+            _shortage.note(error, "forward", call, _made_by(operands))
+        raise
     outputs = results.outputs
     if ticket.interpreter is not None:
         level = ticket.interpreter.level()
@@ -346,6 +351,11 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
             *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
         )
     return tuple(outputs)
+
+
+def _made_by(operands: Sequence[Tensor]) -> list[Any]:
+    """The nodes of autograd behind some tensors."""
+    return [operand.grad_fn for operand in operands]
 
 
 @_compat.unseen_by_dynamo
@@ -369,11 +379,15 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
         call.roots, Asked(layouts, wanted, ctx.num_states, numerics)
     )
     present = [each for each in cotangents if each is not None]
-    if derived.program is None or torch.is_grad_enabled() or not _compat.is_quiet():
-        below = Call(derived, call.roots, numerics, call.labels)
-        found = bind(below, [*saved, *present])
-    else:
-        found = derived.program([*saved, *present])
+    try:
+        if derived.program is None or torch.is_grad_enabled() or not _compat.is_quiet():
+            below = Call(derived, call.roots, numerics, call.labels)
+            found = bind(below, [*saved, *present])
+        else:
+            found = derived.program([*saved, *present])
+    except RuntimeError as error:
+        _shortage.note(error, "backward", call, [ctx])
+        raise
     if False not in wanted:
         return (None, *found)
     rest = iter(found)
@@ -437,7 +451,11 @@ def _forward_straight(
     """What `_forward` comes to where a program is all that runs."""
     ctx.call, forward = job
     num_outputs, _, num_saved, num_states = forward.shape
-    found = forward.program(operands)
+    try:
+        found = forward.program(operands)
+    except RuntimeError as error:
+        _shortage.note(error, "forward", ctx.call, _made_by(operands))
+        raise
     last = num_outputs + num_saved
     ctx.num_states = num_states
     ctx.save_for_backward(*found[num_outputs:last], *operands, *found[last:])

@@ -8,7 +8,7 @@ on it. Nothing may compute with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -90,6 +90,19 @@ class Waiting(Tensor):
 
 # What waits already, by its storage and by the numbers in memory that it is a copy of.
 Twins = dict[tuple[Any, ...], Stored]
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages in which a tensor's numbers are, whatever its class."""
+    if isinstance(tensor, Waiting):
+        for each in tensor.stored.tensors:
+            yield from storages(each)
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner: Any = tensor
+        for name in inner.__tensor_flatten__()[0]:
+            yield from storages(getattr(inner, name))
+    elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
+        yield _compat.unwrapped(tensor).untyped_storage()
 
 
 def wait(

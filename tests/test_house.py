@@ -37,6 +37,7 @@ LAYERS = (
     ("_ahead",),
     ("_verification", "_waiting"),
     ("_region",),
+    ("_shortage",),
     ("_bind",),
     ("_rerun", "_entry"),
     ("_advice", "_residuals", "_options"),

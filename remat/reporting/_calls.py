@@ -8,8 +8,8 @@ from typing import Any, Protocol, final
 from remat import _captures
 from remat._graph import Graph
 from remat._region import Region
+from remat._shortage import name_of
 from remat.reporting._held import Node
-from remat.reporting._step import name_of
 from remat.reporting._traced import Traced
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._bind import Call
-from remat.reporting._watch import storages
+from remat._waiting import storages
 
 
 @final

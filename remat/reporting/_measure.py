@@ -13,6 +13,7 @@ from torch import Tensor
 from remat import _compat
 from remat._graph import Graph
 from remat._partition import step_flops
+from remat._waiting import storages
 from remat.reporting import _suggest
 from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import Node, graph_of
@@ -26,7 +27,7 @@ from remat.reporting._records import (
 from remat.reporting._report import Report
 from remat.reporting._step import Step
 from remat.reporting._traced import working_set
-from remat.reporting._watch import Allocation, Run, StepWatcher, storages
+from remat.reporting._watch import Allocation, Run, StepWatcher
 from remat.storage import Keep
 
 OUTSIDE = "outside of regions"

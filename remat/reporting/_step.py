@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat import _captures, _compat
 from remat._errors import RematError, explain
+from remat._shortage import name_of
 
 
 @final
@@ -120,9 +121,3 @@ def _alias(tensor: Tensor, explicit: bool) -> Tensor:
     wanted = tensor.is_floating_point() or tensor.is_complex()
     wanted = tensor.requires_grad if explicit else wanted
     return tensor.detach().requires_grad_(wanted)
-
-
-def name_of(function: Any) -> str:
-    """What people call a function: its qualified name, or its type's."""
-    found = inspect.unwrap(function)
-    return getattr(found, "__qualname__", None) or type(found).__name__

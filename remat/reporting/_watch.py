@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from remat import _compat, _operators as operators
 from remat._graph import Graph
 from remat._lines import user_line
-from remat._waiting import Waiting
+from remat._waiting import storages
 from remat._watching import Watcher
 
 
@@ -196,19 +196,6 @@ class StepWatcher(Watcher):
         self.events.append(Event(self.time_s, change, allocation))
         for run in self._stack:
             run.peak_bytes = max(run.peak_bytes, self.live_bytes)
-
-
-def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages in which a tensor's numbers are, whatever its class."""
-    if isinstance(tensor, Waiting):
-        for each in tensor.stored.tensors:
-            yield from storages(each)
-    elif hasattr(tensor, "__tensor_flatten__"):
-        inner: Any = tensor
-        for name in inner.__tensor_flatten__()[0]:
-            yield from storages(getattr(inner, name))
-    elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
-        yield _compat.unwrapped(tensor).untyped_storage()
 
 
 def _finish(result: Any) -> None:
