@@ -1,14 +1,37 @@
-"""The command line: `python -m remat demo`.
+"""The command line: `python -m remat demo`, `report` and `compare`.
 
-Exit codes: 0 all is well; 1 the command ran into an error, or its claim did not hold; 2
+Standard output has the result alone, plain where it is no terminal; progress, warnings and
+errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran into an error, or its claim did not hold; 2
 the command was called wrongly; 130 it was interrupted.
 """
 
 import argparse
+import contextlib
+import importlib.util
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
 
 from remat._errors import RematError
+
+# What a function of the user's may raise, argument and import errors included.
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RematError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return _demo(options)
-    except RematError as error:
+        with _one_line_warnings():
+            return options.run(options)
+    except _ERRORS as error:
         return _fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
@@ -39,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "random keys, on pydoc's help topics under torch.func.grad, once under each policy, then prints the loss, "
         "the bytes held between forward and backward, the peak and the step time.",
     )
+    demo.set_defaults(run=_demo)
     demo.add_argument(
         "--steps",
         type=_positive,
@@ -58,7 +83,77 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print JSON in place of the table",
     )
+    _add_report(commands)
+    _add_compare(commands)
     return parser
+
+
+_ARGUMENTS = (
+    "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
+    "named), ids=8,256:int64<1000 has whole numbers below 1000, heads==4 is a Python "
+    "literal, params.w=3,4 goes into a dict"
+)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="measure one step of a function: what each region holds and recomputes",
+        description="Runs one forward and its backward, and reports where the bytes and "
+        "the seconds go.",
+    )
+    report.set_defaults(run=_report)
+    report.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
+    )
+    report.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+    report.add_argument(
+        "--device",
+        default="cpu",
+        help="where the tensors are; on meta nothing is computed (default: %(default)s)",
+    )
+    report.add_argument(
+        "--json", action="store_true", help="print JSON in place of the tables"
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write there instead: .svg and .png hold the figure, others the text or JSON",
+    )
+
+
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="run a function under several policies, and peers, on this machine",
+        description="Runs a function as one region under several policies, without "
+        "remat, and under torch_remat where it is installed.",
+    )
+    compare.set_defaults(run=_compare)
+    compare.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        nargs="?",
+        help="what to run (default: one layer of the demo's model)",
+    )
+    compare.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+    compare.add_argument(
+        "--steps",
+        type=_positive,
+        default=10,
+        metavar="N",
+        help="how many steps of each are timed (default: %(default)s)",
+    )
+    compare.add_argument(
+        "--device", default="cpu", help="where the tensors are (default: %(default)s)"
+    )
+    compare.add_argument(
+        "--json", action="store_true", help="print JSON in place of the table"
+    )
+    compare.add_argument(
+        "--out", type=Path, metavar="FILE", help="write there instead of printing"
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -74,6 +169,86 @@ def _demo(options: argparse.Namespace) -> int:
     print(demo_json(rows) if options.json else demo_table(rows))
     difference = first_loss_difference(rows)
     return 0 if difference is None else _fail(str(difference))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from remat.reporting._arguments import keywords, load
+    from remat.reporting._measure import report
+
+    function = load(options.function)
+    kwargs = keywords(options.arguments, options.device)
+    with patience("running one step"):
+        found = report(function, **kwargs)
+    if options.out is not None and options.out.suffix in (".svg", ".png"):
+        figure: Any = found.figure()
+        figure.savefig(options.out)
+        return 0
+    return _give(found, found.to_json() if options.json else str(found), options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from remat.reporting._arguments import keywords, load
+    from remat.reporting._compare import compare
+    from remat.reporting._gpt import one_layer
+    from remat.reporting._json import to_json
+
+    if options.function is None:
+        function, kwargs = one_layer(options.device)
+    else:
+        function = load(options.function)
+        kwargs = keywords(options.arguments, options.device)
+    found = compare(function, kwargs, options.steps)
+    text = to_json("remat.comparison/1", found) if options.json else str(found)
+    return _give(found, text, options)
+
+
+def _give(found: Any, text: str, options: argparse.Namespace) -> int:
+    """Writes a result where it is wanted: in a file, on a terminal, or into a pipe."""
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+    elif not options.json and sys.stdout.isatty() and _show_richly(found):
+        return 0
+    else:
+        print(text)
+    return 0
+
+
+def _show_richly(found: Any) -> bool:
+    """Prints by rich, if it is installed and the result has a form for it."""
+    if importlib.util.find_spec("rich") is None or not hasattr(found, "__rich__"):
+        return False
+    from rich.console import Console
+
+    Console().print(found)
+    return True
+
+
+@contextlib.contextmanager
+def patience(what: str, after_s: float = 2.0) -> Generator[None]:
+    """Says on standard error what takes so long, if it does."""
+
+    def say() -> None:
+        print(f"remat: {what} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(after_s, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Generator[None]:
+    """Shows each warning as one line without the place that raised it."""
+    with warnings.catch_warnings():
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            print(f"remat: {' '.join(str(message).split())}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fail(message: str, code: int = 1) -> int:

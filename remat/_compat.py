@@ -630,11 +630,23 @@ def _from_functional(tensor: Tensor) -> Tensor:
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of one operator by torch's own formulas, 0 where it has none."""
-    formula = flop_counter.flop_registry.get(getattr(op, "overloadpacket", op))
+    """FLOPs of one operator by torch's own formulas, 0 where it has none.
+
+    The CPU's attention has none in torch 2.15, and takes those of its likes.
+    """
+    packet = getattr(op, "overloadpacket", op)
+    registry = flop_counter.flop_registry
+    formula = registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
     if formula is None:
         return 0
     return int(formula(*args, **kwargs, out_val=out))
+
+
+_aten: Any = torch.ops.aten
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_efficient_attention_backward,
+}
 
 
 @functools.cache

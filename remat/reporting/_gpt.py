@@ -5,7 +5,7 @@ Axes in the comments: b = batch, t = time, c = width, h = heads, v = vocabulary 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from einops import rearrange
@@ -86,15 +86,42 @@ def block(
     Returns:
         What the layer above gets, shape (b, t, c).
     """
+    mixed = _attention(parameters, x, heads)
+    x = x + random.dropout(random.fold_in(key, 0), mixed, DROPOUT)
+    thought = _perceptron(parameters, x)
+    return x + random.dropout(random.fold_in(key, 1), thought, DROPOUT)
+
+
+def block_without_dropout(
+    parameters: Mapping[str, Tensor], x: Tensor, heads: int
+) -> Tensor:
+    """`block` where nothing is dropped, so that it means the same to every library."""
+    x = x + _attention(parameters, x, heads)
+    return x + _perceptron(parameters, x)
+
+
+def _attention(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
     qkv = _layer_norm(x, parameters["norm1"]) @ parameters["qkv"]  # (b, t, 3c)
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     attended = checkpoint_name(attended, "attn")  # (b, h, t, d)
-    mixed = rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
-    x = x + random.dropout(random.fold_in(key, 0), mixed, DROPOUT)
+    return rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
+
+
+def _perceptron(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
     hidden = _layer_norm(x, parameters["norm2"]) @ parameters["up"]  # (b, t, 4c)
-    thought = F.gelu(hidden) @ parameters["down"]
-    return x + random.dropout(random.fold_in(key, 1), thought, DROPOUT)
+    return F.gelu(hidden) @ parameters["down"]
+
+
+def one_layer(device: str) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """`block_without_dropout` and arguments for it, on a device, by keyword."""
+    shape = GPTShape()
+    generator = torch.Generator().manual_seed(0)
+    own = initial_parameters(shape, generator)["block0"]
+    x = torch.randn(shape.batch, shape.time, shape.width, generator=generator)
+    tensors = {name: each.to(device) for name, each in own.items()}
+    kwargs = {"parameters": tensors, "x": x.to(device), "heads": shape.heads}
+    return block_without_dropout, kwargs
 
 
 def make_loss(shape: GPTShape, block: Block) -> Loss:

@@ -50,8 +50,18 @@ class Node:
 
 
 def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor, ...]]:
-    """The nodes behind some outputs in the order of the forward, and the leaves."""
-    nodes: list[Node] = []
+    """The nodes behind some outputs in the order of the forward, and the leaves.
+
+    What saved-tensor hooks of others packed is unpacked by looking at it.
+    """
+    raws, leaves = walk(outputs)
+    nodes = sorted(map(_node, raws), key=lambda node: node.number)
+    return tuple(nodes), leaves
+
+
+def walk(outputs: Sequence[Tensor]) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """Autograd's nodes behind some outputs, in no order, and the leaves."""
+    nodes: list[Any] = []
     leaves: list[Tensor] = []
     first: list[Any] = [each.grad_fn or _leaf_node(each) for each in outputs]
     pending = list(dict.fromkeys(first))
@@ -61,13 +71,12 @@ def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor,
         if hasattr(raw, "variable"):
             leaves.append(raw.variable)
         else:
-            nodes.append(_node(raw))
+            nodes.append(raw)
         for below, _ in raw.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 pending.append(below)
-    nodes.sort(key=lambda node: node.number)
-    return tuple(nodes), tuple(leaves)
+    return nodes, tuple(leaves)
 
 
 def _leaf_node(leaf: Tensor) -> Any:

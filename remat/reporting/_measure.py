@@ -43,7 +43,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     The step runs twice: the first time traces what is not traced yet, the second one is
     watched. Differentiated is what requires grad, captured tensors included, or, where
     nothing does, every floating tensor argument. Nothing of the caller's is changed: no
-    `.grad` is written, and buffers, generators and arguments are put back.
+    `.grad` is written, and buffers, generators and arguments are put back. To see what is
+    held, the step unpacks what saved-tensor hooks of other libraries packed.
 
     Args:
         f: a loss, a module, a region, or any function that calls regions or none; on
@@ -72,7 +73,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     step = Step(f, args, kwargs)
     with step.kept():
         outputs = step.forward()
-        step.backward(outputs, graph_of(outputs)[1])
+        step.backward(outputs, step.leaves(outputs))
         del outputs
     with step.kept():
         return _Measurement(step).report()

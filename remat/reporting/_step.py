@@ -17,6 +17,7 @@ from torch import Tensor
 from remat import _captures, _compat
 from remat._errors import RematError, explain
 from remat._shortage import name_of
+from remat.reporting._held import walk
 
 
 @final
@@ -92,6 +93,11 @@ class Step:
                 )
             )
         return outputs
+
+    @staticmethod
+    def leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the outputs are to be differentiated by."""
+        return walk(outputs)[1]
 
     @staticmethod
     def backward(

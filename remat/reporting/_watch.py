@@ -7,6 +7,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -190,6 +191,11 @@ class StepWatcher(Watcher):
         if self.by_key.get(allocation.key) is allocation:
             del self.by_key[allocation.key]
         self._note(allocation, -allocation.size_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lived at one time."""
+        return max(accumulate(event.change for event in self.events), default=0)
 
     def _note(self, allocation: Allocation, change: int) -> None:
         self.live_bytes += change

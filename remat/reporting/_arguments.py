@@ -1,0 +1,144 @@
+"""What the command line calls, and with what: `model.py:loss x=8,256:bfloat16 heads==4`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat._errors import RematError, explain
+
+_TENSOR = re.compile(r"([\w.]+)=(\d+(?:,\d+)*|)(?::(\w+))?(?:<(\d+))?")
+_LITERAL = re.compile(r"([\w.]+)==(.+)")
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function, module or region that "package.module:name" or "file.py:name" names.
+
+    A class of modules is made one without arguments.
+
+    Raises:
+        RematError: there is no such thing.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise _refused(target, "is not MODULE:FUNCTION.", "Write model.py:loss.")
+    thing: Any = _module(place, target)
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            raise _refused(
+                target,
+                f"`{place}` has no `{part}`.",
+                "Correct the name after the colon.",
+            )
+        thing = getattr(thing, part)
+    if not callable(thing):
+        raise _refused(target, "cannot be called.", "Name a function or a module.")
+    found: Any = thing
+    return found() if _is_module_class(found) else found
+
+
+def _is_module_class(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, nn.Module)
+
+
+def _module(place: str, target: str) -> Any:
+    if not place.endswith(".py"):
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise _refused(
+                target, f"there is no module `{place}`.", "Correct it, or name a file."
+            ) from error
+    path = Path(place)
+    if not path.is_file():
+        raise _refused(target, f"there is no file `{place}`.", "Correct the path.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
+    """The keyword arguments that some words describe.
+
+    Args:
+        words: `x=8,256:bfloat16` is a tensor of that shape and dtype (float32 if none is
+            named; `s=` has no dimension); `ids=8,256:int64<50257` has whole numbers below
+            a bound (2 if none is named); `heads==4` is a Python literal; a dotted name,
+            `params.w=3,4`, goes into a dict.
+        device: where the tensors are made; "meta" for none.
+
+    Raises:
+        RematError: a word cannot be read.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for word in words:
+        literal, tensor = _LITERAL.fullmatch(word), _TENSOR.fullmatch(word)
+        if literal is not None:
+            name, value = literal[1], _literal(literal[2], word)
+        elif tensor is not None:
+            name = tensor[1]
+            value = _tensor(tensor, device, generator, word)
+        else:
+            raise _refused(
+                word,
+                "is no argument.",
+                "Write x=8,256:bfloat16 for a tensor, heads==4 for a value.",
+            )
+        *path, last = name.split(".")
+        owner = found
+        for part in path:
+            owner = owner.setdefault(part, {})
+        owner[last] = value
+    return found
+
+
+def _literal(text: str, word: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise _refused(
+            word, f"`{text}` is no Python literal.", "Quote text: name=='gelu'."
+        ) from error
+
+
+def _tensor(
+    found: re.Match[str], device: str, generator: torch.Generator, word: str
+) -> Tensor:
+    sizes = [int(size) for size in found[2].split(",") if size]
+    dtype: Any = getattr(torch, found[3] or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise _refused(word, f"`{found[3]}` is no dtype.", "Write bfloat16, say.")
+    if device == "meta":
+        return torch.empty(sizes, dtype=dtype, device="meta")
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        made = torch.randn(sizes, generator=generator, dtype=wide)
+    else:
+        made = torch.randint(int(found[4] or 2), sizes, generator=generator)
+    return made.to(device=device, dtype=dtype)
+
+
+def _refused(where: str, what: str, do: str) -> RematError:
+    return RematError(
+        explain(
+            where=where, what=what, why="The command line names what to call.", do=do
+        )
+    )

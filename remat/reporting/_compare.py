@@ -1,0 +1,169 @@
+"""One function under several policies, and under peers that are installed, on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast, final
+
+from remat import policies
+from remat._api import Region, disabled, remat
+from remat._shortage import name_of
+from remat.policies._sizes import show_size
+from remat.reporting._progress import progress
+from remat.reporting._step import Step
+from remat.reporting._text import show_flops, show_time, table
+from remat.reporting._watch import StepWatcher
+
+_PEER = "torch_remat"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run the function.
+
+    Attributes:
+        name: the policy as code, "no remat", or the peer.
+        held_bytes: what lives between forward and backward, arguments apart.
+        peak_bytes: the most that lives at one time in one step.
+        recompute_flops: FLOPs of the step beyond those of no remat.
+        step_s: median time of one step, in seconds.
+    """
+
+    name: str
+    held_bytes: int
+    peak_bytes: int
+    recompute_flops: int
+    step_s: float
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `python -m remat compare` prints.
+
+    Attributes:
+        function: the name of what ran.
+        rows: the ways to run it, no remat first.
+        without: peers that are not compared, and why.
+    """
+
+    function: str
+    rows: tuple[Row, ...]
+    without: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A table; ratios are to no remat."""
+        plain = self.rows[0]
+        rows = [
+            (
+                row.name,
+                show_size(row.held_bytes),
+                _ratio(row.held_bytes, plain.held_bytes),
+                show_size(row.peak_bytes),
+                _ratio(row.peak_bytes, plain.peak_bytes),
+                show_flops(row.recompute_flops),
+                show_time(row.step_s),
+                _ratio(row.step_s, plain.step_s),
+            )
+            for row in self.rows
+        ]
+        heading = (self.function, "held", "", "peak", "", "again", "step", "")
+        return "\n".join([*table(heading, rows), "", *self.without])
+
+
+def compare(
+    f: Callable[..., Any], kwargs: Mapping[str, Any], num_steps: int
+) -> Comparison:
+    """Measures a function as one region under several policies, and under peers.
+
+    Args:
+        f: a function, a module, or a region, whose own policy is then one of the rows.
+        kwargs: its arguments.
+        num_steps: how many steps of each are timed; they take turns.
+    """
+    ways = _ways(f)
+    steps = {name: Step(each, (), kwargs) for name, each in ways.items()}
+    watched: dict[str, tuple[int, int, int]] = {}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with progress("comparing", len(ways) + num_steps, sys.stderr) as advance:
+        for name, step in steps.items():
+            _time(step)  # it traces
+            watched[name] = _watch(step)
+            advance(name)
+        for _ in range(num_steps):
+            for name, step in steps.items():
+                times[name].append(_time(step))
+            advance("timed")
+    plain_flops = next(iter(watched.values()))[2]
+    rows = [
+        Row(name, held, peak, flops - plain_flops, statistics.median(times[name]))
+        for name, (held, peak, flops) in watched.items()
+    ]
+    return Comparison(name_of(f), tuple(rows), _left_out())
+
+
+def _ways(f: Any) -> dict[str, Callable[..., Any]]:
+    plain = getattr(f, "__wrapped__", f)
+    rows = (
+        policies.nothing_saveable,
+        policies.save_attention_outputs,
+        policies.save_matmul_outputs,
+        policies.everything_saveable,
+    )
+
+    @functools.wraps(plain, updated=())  # its tensors are looked for in what it wraps
+    def without(*args: Any, **kwargs: Any) -> Any:
+        with disabled():
+            return plain(*args, **kwargs)
+
+    ways: dict[str, Callable[..., Any]] = {"no remat": without}
+    ways |= {repr(policy): remat(plain, policy=policy) for policy in rows}
+    if isinstance(f, Region):
+        region = cast("Region[..., Any]", f)
+        ways.setdefault(repr(region.settings.policy), region)
+    if importlib.util.find_spec(_PEER) is not None:
+        ways[_PEER] = importlib.import_module(_PEER).checkpoint()(plain)
+    return ways
+
+
+def _left_out() -> tuple[str, ...]:
+    hooks = (
+        "torch.utils.checkpoint rests on hooks, which this package never loads; "
+        "`python -m tests.benchmarks overhead` in the sources compares it."
+    )
+    if importlib.util.find_spec(_PEER) is not None:
+        return (hooks,)
+    return (f"{_PEER} is not installed: pip install 'remat[bench]'.", hooks)
+
+
+def _watch(step: Step) -> tuple[int, int, int]:
+    """Bytes held, peak bytes, and FLOPs of one step."""
+    with step.kept(), StepWatcher() as watch:
+        outputs = step.forward()
+        held_bytes = watch.live_bytes
+        leaves = step.leaves(outputs)
+        watch.phase = "backward"
+        gradients = step.backward(outputs, leaves)
+    del outputs, gradients
+    return held_bytes, watch.peak_bytes, sum(watch.flops.values())
+
+
+def _time(step: Step) -> float:
+    """Seconds of one step."""
+    with step.kept():
+        started = time.perf_counter()
+        outputs = step.forward()
+        step.backward(outputs, step.leaves(outputs))
+        return time.perf_counter() - started
+
+
+def _ratio(figure: float, plain: float) -> str:
+    return f"{figure / plain:.2f} x" if plain else ""

@@ -1,0 +1,246 @@
+"""`python -m remat report` and `compare`: what they print, where, and how they fail."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from remat.__main__ import main, patience
+from remat.reporting._arguments import keywords, load
+
+MODEL = """
+import torch
+from remat import checkpoint_name, remat
+
+
+@remat
+def block(params, x):
+    h = checkpoint_name(torch.tanh(x @ params["up"]), "hidden")
+    return x + torch.sin(h) @ params["down"]
+
+
+def loss(params, x, layers=2):
+    for _ in range(layers):
+        x = block(params, x)
+    return x.square().mean()
+
+
+def fails(x):
+    raise ValueError("of the\\nuser's")
+
+
+class Line(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+
+number = 3
+"""
+SIZES = ["params.up=8,32", "params.down=32,8", "x=4,8"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The path of a file with a model."""
+    path = tmp_path / "a_model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_report_prints_the_report(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output has the text alone, without escapes; nothing else is said."""
+    assert main(["report", f"{model}:loss", *SIZES, "layers==3"]) == 0
+
+    out, err = capsys.readouterr()
+    assert out.startswith("loss on cpu: one forward and its backward")
+    assert "each, x 2" in out
+    assert "a_model.py:" in out
+    assert "\x1b" not in out
+    assert err == ""
+
+
+def test_report_prints_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json standard output is the JSON."""
+    assert main(["report", f"{model}:loss", *SIZES, "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "remat.report/1"
+    assert found["regions"][0]["calls"] == 2
+
+
+def test_report_on_meta_tensors(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes that no machine has: nothing is computed, the bytes are there."""
+    words = ["params.up=4096,16384", "params.down=16384,4096", "x=65536,4096"]
+
+    assert main(["report", f"{model}:loss", *words, "--device", "meta", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["regions"][0]["held_bytes"] == 65536 * 4096 * 4
+    assert found["recompute_s"] is None
+
+
+@pytest.mark.parametrize("name", ["r.txt", "r.json", "r.svg", "r.png"])
+def test_out(
+    name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--out writes a file, by its suffix a figure, and prints nothing."""
+    path = tmp_path / name
+    words = ["--json"] if name.endswith("json") else []
+
+    assert main(["report", f"{model}:loss", *SIZES, "--out", str(path), *words]) == 0
+
+    assert capsys.readouterr().out == ""
+    start = path.read_bytes()[:100]
+    expected = {"txt": b"loss on", "json": b"{", "svg": b"<?xml", "png": b"\x89PNG"}
+    assert start.startswith(expected[name.partition(".")[2]])
+
+
+def test_a_terminal_gets_tables(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where standard output is a terminal, and rich is there, tables have borders."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    assert main(["report", f"{model}:loss", *SIZES]) == 0
+
+    assert "│" in capsys.readouterr().out
+
+
+def test_compare(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row a policy; under nothing_saveable the least is held and the most repeated."""
+    words = ["compare", f"{model}:block", *SIZES, "--steps", "1", "--json"]
+
+    assert main(words) == 0
+
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["function"] == "block"
+    assert next(iter(rows)) == "no remat"
+    held = {name: row["held_bytes"] for name, row in rows.items()}
+    assert held["nothing_saveable"] == min(held.values()) < held["no remat"]
+    assert rows["nothing_saveable"]["recompute_flops"] > 0
+    assert rows["everything_saveable"]["recompute_flops"] == 0
+    assert any("torch.utils.checkpoint" in line for line in found["without"])
+    assert "comparing" in err
+
+
+def test_compare_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ratios are to no remat."""
+    assert main(["compare", f"{model}:block", *SIZES, "--steps", "1"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["block", "held", "peak"]
+    assert "1.00 x" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{}:loss", "x=1,2,"], "x=1,2,: is no argument."),
+        (["{}:loss", "x=2:float33"], "`float33` is no dtype."),
+        (["{}:loss", "n==oops"], "`oops` is no Python literal."),
+        (["{}:los"], "has no `los`."),
+        (["{}:number"], "cannot be called."),
+        (["{}"], "is not MODULE:FUNCTION."),
+        (["no_such_module:f"], "there is no module `no_such_module`."),
+        (["no_such_file.py:f"], "there is no file `no_such_file.py`."),
+        (["{}:fails", "x=2"], "ValueError: of the user's"),
+        (["{}:loss"], "TypeError: "),
+        (["{}:loss", *SIZES, "--out", "/no/such/folder/r.txt"], "FileNotFoundError"),
+    ],
+    ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else None,
+)
+def test_errors_are_one_line(
+    words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, and on standard error one line that says what is wrong."""
+    assert main(["report", *(word.replace("{}", model) for word in words)]) == 1
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("remat: ")
+    assert message in line
+
+
+@pytest.mark.filterwarnings("always")
+def test_warnings_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a region warns of goes to standard error without the place that raised it."""
+    path = tmp_path / "warns.py"
+    path.write_text(
+        "from remat import policies, remat\n"
+        "f = remat(lambda x: x.sin().sin(), "
+        "policy=policies.save_only_these_names('nothing_has_it'))\n"
+    )
+
+    assert main(["report", f"{path}:f", "x=2"]) == 0
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("remat: the region <lambda>")
+
+
+def test_arguments() -> None:
+    """Tensors by shape, dtype and bound; literals; dotted names go into dicts."""
+    found = keywords(
+        ["x=2,3:bfloat16", "ids=50:int64<7", "s=", "p.a.w=1", "p.b==[1, 2]"], "cpu"
+    )
+
+    assert found["x"].shape == (2, 3)
+    assert found["x"].dtype == torch.bfloat16
+    assert found["ids"].dtype == torch.int64
+    assert 2 <= int(found["ids"].max()) < 7
+    assert found["s"].shape == ()
+    assert found["p"]["a"]["w"].shape == (1,)
+    assert found["p"]["b"] == [1, 2]
+
+
+def test_arguments_are_the_same_at_every_call() -> None:
+    """And no generator of the process moves."""
+    state = torch.get_rng_state()
+
+    one, other = (keywords(["x=5"], "cpu")["x"] for _ in range(2))
+
+    assert torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_class_of_modules_is_made(model: str) -> None:
+    """MODULE:CLASS is a module with its own parameters."""
+    assert isinstance(load(f"{model}:Line"), torch.nn.Linear)
+
+
+def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a while, here none, one line says what runs; a quick run says nothing."""
+    said = threading.Event()
+    stream = io.StringIO()
+    stream.flush = said.set
+
+    with contextlib.redirect_stderr(stream), patience("thinking", after_s=0.0):
+        assert said.wait(10)
+    with patience("thinking"):
+        pass
+
+    assert stream.getvalue() == "remat: thinking ...\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_runs_as_a_program(model: str) -> None:
+    """Through the shell, into a pipe: text, no escapes, exit code 0."""
+    command = [sys.executable, "-m", "remat", "report", f"{model}:loss", *SIZES]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "wait for the backward" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
