@@ -21,8 +21,10 @@ from remat._errors import (
 from remat._names import checkpoint_name
 from remat._residuals import Residual
 from remat.reporting import (
+    Checklist,
     NamedValue,
     Report,
+    checklist,
     named_values,
     print_saved_residuals,
     report,
@@ -32,6 +34,7 @@ from remat.reporting import (
 __all__ = [
     "BudgetError",
     "CapturedTensorError",
+    "Checklist",
     "ImplicitRandomnessError",
     "KeyReuseError",
     "MutationError",
@@ -47,6 +50,7 @@ __all__ = [
     "SideEffectError",
     "StaticArgumentError",
     "TraceError",
+    "checklist",
     "checkpoint_name",
     "disabled",
     "interop",

@@ -1,5 +1,6 @@
 """Looking at what regions hold: before a step, during it, and where it ran out."""
 
+from remat.reporting._checklist import Check, Checklist, checklist
 from remat.reporting._figures import batch_figure, frontier_figure, timeline_figure
 from remat.reporting._looking import print_saved_residuals, saved_residuals
 from remat.reporting._measure import report
@@ -7,9 +8,12 @@ from remat.reporting._named_values import NamedValue, named_values
 from remat.reporting._report import Report
 
 __all__ = [
+    "Check",
+    "Checklist",
     "NamedValue",
     "Report",
     "batch_figure",
+    "checklist",
     "frontier_figure",
     "named_values",
     "print_saved_residuals",

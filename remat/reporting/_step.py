@@ -17,7 +17,7 @@ from torch import Tensor
 from remat import _captures, _compat
 from remat._errors import RematError, explain
 from remat._shortage import name_of
-from remat.reporting._held import walk
+from remat.reporting._held import graph_of, walk
 
 
 @final
@@ -98,6 +98,22 @@ class Step:
     def leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the outputs are to be differentiated by."""
         return walk(outputs)[1]
+
+    @staticmethod
+    def held_keys(outputs: Sequence[Tensor]) -> frozenset[int]:
+        """The storages that wait for the backward."""
+        nodes, _ = graph_of(outputs)
+        return frozenset(key for node in nodes for key, _ in node.keys)
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        """The batch: what needs no gradient and is no key, else the last argument."""
+        found = [
+            each
+            for each in self.arguments
+            if not each.requires_grad and each.dtype is not torch.uint64 and each.dim()
+        ]
+        return tuple(found or [each for each in self.arguments if each.dim()][-1:])
 
     @staticmethod
     def backward(

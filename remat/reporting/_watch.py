@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, final
@@ -98,6 +99,7 @@ class StepWatcher(Watcher):
         time_s: seconds spent in operators so far.
         live_bytes: what lives now.
         flops: of each phase, by torch's formulas.
+        counts: how often each operator ran.
         events: each storage made and freed, in order.
         runs: the programs of regions that ran, in order.
         by_key: the living storages.
@@ -110,6 +112,7 @@ class StepWatcher(Watcher):
         self.time_s = 0.0
         self.live_bytes = 0
         self.flops = {"forward": 0, "backward": 0}
+        self.counts: Counter[str] = Counter()
         self.events: list[Event] = []
         self.runs: list[Run] = []
         self.by_key: dict[int, Allocation] = {}
@@ -147,6 +150,7 @@ class StepWatcher(Watcher):
         _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
+        self.counts[operators.short_name(func)] += 1
         self.flops[self.phase] += _compat.flops_of(func, args, kwargs or {}, result)
         run = self._stack[-1] if self._stack else None
         if run is not None:

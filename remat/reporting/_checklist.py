@@ -1,0 +1,343 @@
+"""The checklist: what one should know of a step before trusting its recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _operators as operators
+from remat._api import disabled
+from remat.policies._sizes import show_size
+from remat.reporting._json import to_json
+from remat.reporting._measure import report
+from remat.reporting._records import Facts
+from remat.reporting._report import Report
+from remat.reporting._step import Step
+from remat.reporting._text import table
+from remat.reporting._watch import StepWatcher
+
+PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the checklist.
+
+    Attributes:
+        question: what is asked.
+        verdict: "pass", "fail" or "not applicable".
+        figure: what was measured, and what it is measured against.
+    """
+
+    question: str
+    verdict: str
+    figure: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checklist:
+    """All rows.
+
+    Attributes:
+        function: the name of what ran.
+        checks: the rows.
+    """
+
+    function: str
+    checks: tuple[Check, ...]
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether no row failed."""
+        return all(check.verdict != FAIL for check in self.checks)
+
+    def __str__(self) -> str:
+        """A table: verdict, question, figure."""
+        rows = [(each.verdict, each.question, each.figure) for each in self.checks]
+        return "\n".join(table(("verdict", self.function, "measured"), rows))
+
+    def to_json(self) -> str:
+        """The rows as JSON; the schema is "remat.checklist/1"."""
+        return to_json("remat.checklist/1", self)
+
+
+def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
+    """Answers by measurement what reviewers of activation recomputation ask.
+
+    Seven rows, each "pass", "fail" or "not applicable":
+
+    - activation bytes by layer: regions hold less than the same step without remat;
+    - parameters apart: no copy of a parameter (a cast, a transposed copy) is held as an
+      activation;
+    - recompute overhead: at most one forward's FLOPs are computed again;
+    - determinism: two backwards of one forward give the same bits;
+    - attention once: no region computes an attention again in its backward;
+    - throughput and largest batch: with remat more fits into the device's memory; both
+      that batch, extrapolated from this one, and the tokens per second are given;
+    - gradients: those of the undecorated function, bit by bit on a CPU, else to rounding.
+
+    The step runs about ten times. Nothing of the caller's is changed.
+
+    Args:
+        f: a loss, a module or a region, as in `report`.
+        *args: its arguments. The batch is the largest tensor that needs no gradient, or,
+            where all do, the last one; its first dimension counts examples.
+        **kwargs: likewise.
+
+    Returns:
+        The rows, which print as a table.
+
+    Raises:
+        RematError: `f` returns nothing that requires grad.
+
+    Example:
+        >>> import torch
+        >>> from remat import checklist, remat
+        >>> found = checklist(remat(lambda x: x.sin().sin().sin()), torch.ones(64, 64))
+        >>> found.checks[0].verdict
+        'pass'
+    """
+    step = Step(f, args, kwargs)
+    with disabled():
+        plain = report(f, *args, **kwargs)
+    found = report(f, *args, **kwargs)
+    checks = (
+        _by_layer(found, plain),
+        _parameters_apart(step, found),
+        _overhead(found),
+        _determinism(step, found),
+        _attention_once(step, found),
+        _throughput(step, found, plain),
+        _gradients(step, found),
+    )
+    return Checklist(step.name, checks)
+
+
+def _by_layer(found: Report, plain: Report) -> Check:
+    question = "activation bytes by layer"
+    if not found.regions:
+        return Check(question, NOT_APPLICABLE, "no region ran")
+    layers = ", ".join(
+        f"{region.name}: {layer.count} x {show_size(layer.held_bytes)}"
+        for region in found.regions
+        for layer in region.layers
+    )
+    figure = (
+        f"{layers}; all {show_size(found.held_bytes)}, "
+        f"without remat {show_size(plain.held_bytes)}"
+    )
+    return Check(question, _verdict(found.held_bytes < plain.held_bytes), figure)
+
+
+def _verdict(is_good: bool) -> str:
+    return PASS if is_good else FAIL
+
+
+@final
+class _CopyWatcher(_compat.TorchDispatchMode):
+    """Remembers the storages that are copies of parameters: casts, clones, transposes."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        self._parameters = {_compat.storage_key(each) for each in parameters}
+        self.copies: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operator."""
+        result = func(*args, **(kwargs or {}))
+        if operators.short_name(func) in _COPIES and not _compat.is_fake(args[0]):
+            key = _compat.storage_key(result)
+            if _compat.storage_key(args[0]) in self._parameters | self.copies.keys():
+                # Held, so that no other storage can have its key.
+                self.copies[key] = result
+        return result
+
+
+_COPIES = ("aten._to_copy", "aten.clone", "aten.copy")
+
+
+def _parameters_apart(step: Step, found: Report) -> Check:
+    question = "parameters apart"
+    figure = f"parameters {show_size(found.parameter_bytes)}"
+    with step.kept():
+        data = set(map(id, step.data))
+        leaves = [each for each in step.leaves(step.forward()) if id(each) not in data]
+        with _CopyWatcher(leaves) as watcher:
+            outputs = step.forward()
+            held = step.held_keys(outputs)
+    size = sum(
+        each.untyped_storage().nbytes()
+        for key, each in watcher.copies.items()
+        if key in held
+    )
+    del outputs
+    return Check(
+        question,
+        _verdict(size == 0),
+        f"{figure}; copies of them among the activations {show_size(size)}",
+    )
+
+
+def _overhead(found: Facts) -> Check:
+    question = "recompute overhead"
+    if not found.regions:
+        return Check(question, NOT_APPLICABLE, "no region ran")
+    if found.recompute_flops is None:
+        return Check(question, NOT_APPLICABLE, 'unknown: engine="rerun" does not tell')
+    forward, whole = found.forward_flops, found.forward_flops + found.backward_flops
+    once = whole - found.recompute_flops
+    share = found.recompute_flops / forward if forward else 0.0
+    part = found.recompute_flops / once if once else 0.0
+    figure = f"{share:.0%} of a forward, {part:.0%} of the step without it, in FLOPs"
+    return Check(question, _verdict(share <= 1.0), figure)
+
+
+def _determinism(step: Step, found: Report) -> Check:
+    question = "determinism"
+    if not found.regions:
+        return Check(question, NOT_APPLICABLE, "no region ran")
+    if found.device == "meta":
+        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    with step.kept():
+        outputs = step.forward()
+        leaves = step.leaves(outputs)
+        first = step.backward(outputs, leaves, keep=True)
+        second = step.backward(outputs, leaves)
+    differing = _num_differing(first, second)
+    figure = f"{differing} of {len(leaves)} gradients differ in a second recomputation"
+    return Check(question, _verdict(differing == 0), figure)
+
+
+def _num_differing(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
+    return sum(not _same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return _compat.same_bits(one, other)
+
+
+def _attention_once(step: Step, found: Report) -> Check:
+    question = "attention not run twice"
+    with step.kept(), StepWatcher() as watch:
+        outputs = step.forward()
+        leaves = step.leaves(outputs)
+        forward = watch.counts.copy()
+        step.backward(outputs, leaves)
+    again = watch.counts - forward
+    ran = sum(count for name, count in forward.items() if _is_attention(name))
+    twice = sum(count for name, count in again.items() if _is_attention(name))
+    if ran == 0:
+        return Check(question, NOT_APPLICABLE, "no fused attention ran")
+    figure = f"{ran} in the forward, {twice} again in the backward"
+    return Check(question, _verdict(twice == 0), figure)
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name and not name.endswith("backward")
+
+
+def _throughput(step: Step, found: Report, plain: Report) -> Check:
+    question = "tokens per second, and largest batch"
+    if not found.regions or not step.data:
+        return Check(question, NOT_APPLICABLE, "no region ran, or there is no batch")
+    if found.device == "meta":
+        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    data = max(step.data, key=lambda each: each.nbytes)
+    # Of (batch, time, width) the first two count; of whole numbers, each is a token.
+    is_embedded = data.is_floating_point()
+    tokens = data[..., 0].numel() if is_embedded else data.numel()
+    with_remat, without = _seconds(step), _seconds_disabled(step)
+    memory = memory_bytes(data.device)
+    largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
+    figure = (
+        f"{tokens / with_remat:.0f} tokens/s, largest batch {largest}; "
+        f"without remat {tokens / without:.0f} and {largest_plain}"
+    )
+    return Check(question, _verdict(largest > largest_plain), figure)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory that a device has."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def _largest(facts: Facts, data: Tensor, memory: int) -> int:
+    """The largest batch, if all but parameters and their gradients grows with it."""
+    own = 2 * data.nbytes if data.requires_grad else 0
+    fixed = facts.parameter_bytes + facts.gradient_bytes - own
+    moving = facts.peak.size_bytes - facts.gradient_bytes + facts.argument_bytes + own
+    return max(memory - fixed, 0) * data.shape[0] // max(moving, 1)
+
+
+def _seconds(step: Step) -> float:
+    """Seconds of one step, the second of two."""
+    elapsed = 0.0
+    for _ in range(2):
+        with step.kept():
+            started = time.perf_counter()
+            outputs = step.forward()
+            gradients = step.backward(outputs, step.leaves(outputs))
+            for each in gradients[:1]:
+                if each is not None and each.device.type != "cpu":
+                    torch.accelerator.synchronize()
+            elapsed = time.perf_counter() - started
+    return elapsed
+
+
+def _seconds_disabled(step: Step) -> float:
+    with disabled():
+        return _seconds(step)
+
+
+def _gradients(step: Step, found: Report) -> Check:
+    question = "gradients equal to undecorated"
+    if not found.regions:
+        return Check(question, NOT_APPLICABLE, "no region ran")
+    if found.device == "meta":
+        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    with disabled():
+        leaves, plain = _step_gradients(step)
+    _, region = _step_gradients(step, leaves)
+    differing = _num_differing(plain, region)
+    if differing == 0:
+        return Check(question, PASS, f"all {len(plain)} to the last bit")
+    gap = max(_gaps(plain, region), default=float("inf"))
+    is_close = found.device != "cpu" and gap <= 1e-4
+    figure = f"{differing} of {len(plain)} differ, relatively by at most {gap:.2g}"
+    return Check(question, _verdict(is_close), figure)
+
+
+def _step_gradients(
+    step: Step, leaves: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    with step.kept():
+        outputs = step.forward()
+        leaves = step.leaves(outputs) if leaves is None else leaves
+        return leaves, step.backward(outputs, leaves)
+
+
+def _gaps(
+    one: Sequence[Tensor | None], other: Sequence[Tensor | None]
+) -> Iterator[float]:
+    """For each pair that differs, its largest difference relative to its largest element."""
+    for a, b in zip(one, other, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                yield float("inf")
+        elif a.numel():
+            scale = a.abs().max().double().clamp_min(torch.finfo(torch.float32).tiny)
+            yield float((a - b).abs().max().double() / scale)

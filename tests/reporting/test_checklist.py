@@ -1,0 +1,171 @@
+"""The checklist: each row passes where it should, and has a case that makes it fail."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import Checklist, checklist, policies, remat, storage
+from tests.reporting.models import batch, block, loss_of, parameters
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:.*:remat.RematWarning"),
+]
+
+LAYERS = "activation bytes by layer"
+APART = "parameters apart"
+OVERHEAD = "recompute overhead"
+DETERMINISM = "determinism"
+ATTENTION = "attention not run twice"
+THROUGHPUT = "tokens per second, and largest batch"
+GRADIENTS = "gradients equal to undecorated"
+
+
+def verdict(found: Checklist, question: str) -> tuple[str, str]:
+    """The verdict of a row, and its figure."""
+    (check,) = [each for each in found.checks if each.question == question]
+    return check.verdict, check.figure
+
+
+def test_a_good_model_passes() -> None:
+    """A stack of layers that save their attention passes every row."""
+    layer = remat(block, policy=policies.save_attention_outputs)
+
+    found = checklist(loss_of(layer), parameters(3, requires_grad=True), batch(4))
+
+    assert [check.question for check in found.checks] == [
+        LAYERS,
+        APART,
+        OVERHEAD,
+        DETERMINISM,
+        ATTENTION,
+        THROUGHPUT,
+        GRADIENTS,
+    ]
+    assert found.is_passed, str(found)
+    assert {check.verdict for check in found.checks} == {"pass"}
+    assert "block: 1 x" in verdict(found, LAYERS)[1]
+    assert "tokens/s" in verdict(found, THROUGHPUT)[1]
+    assert verdict(found, GRADIENTS)[1] == "all 12 to the last bit"
+
+
+def test_without_regions_most_does_not_apply() -> None:
+    """A plain function has nothing to check but its parameters."""
+    found = checklist(loss_of(block), parameters(1), batch())
+
+    verdicts = {check.question: check.verdict for check in found.checks}
+    assert verdicts.pop(APART) == "pass"
+    assert verdicts.pop(ATTENTION) == "pass"
+    assert set(verdicts.values()) == {"not applicable"}
+    assert found.is_passed
+
+
+def sines(x: Tensor) -> Tensor:
+    """Three sines in a row."""
+    return x.sin().sin().sin()
+
+
+def casts(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A matmul in half precision, whose cast weight waits outside of the region."""
+    weight = p["w"].to(torch.bfloat16)
+    return remat(sines)((x * p["scale"]).to(torch.bfloat16) @ weight).float().sum()
+
+
+def nested(x: Tensor) -> Tensor:
+    """Regions in regions: the innermost matmuls run again three times."""
+    inner = remat(lambda t: torch.tanh(torch.tanh(t @ t) @ t) @ t)
+    middle = remat(lambda t: inner(torch.tanh(inner(t))))
+    return remat(lambda t: middle(torch.tanh(middle(t))))(x)
+
+
+def impure() -> Callable[[Tensor], Tensor]:
+    """A function that computes other numbers each time."""
+    counter = itertools.count(1)
+    region: Any = remat(lambda x: (x * float(next(counter))).sin(), engine="rerun")
+    return region
+
+
+def lossy() -> Callable[[Tensor], Tensor]:
+    """A region whose saved values lose bits."""
+    policy = policies.everything_saveable.stored(storage.Cast(torch.bfloat16))
+    return remat(sines, policy=policy)
+
+
+FAILING: dict[str, tuple[Callable[[], Any], tuple[Any, ...], str]] = {
+    LAYERS: (
+        lambda: remat(sines, policy=policies.everything_saveable),
+        (torch.linspace(0, 1, 64),),
+        "without remat",
+    ),
+    APART: (
+        lambda: casts,
+        (
+            {
+                "w": torch.eye(16, requires_grad=True),
+                "scale": torch.ones(16, requires_grad=True),
+            },
+            torch.ones(4, 16),
+        ),
+        "copies of them among the activations 512 B",
+    ),
+    OVERHEAD: (lambda: nested, (torch.eye(8),), "of a forward"),
+    DETERMINISM: (impure, (torch.ones(4),), "1 of 1 gradients differ"),
+    ATTENTION: (
+        lambda: loss_of(remat(block)),
+        (parameters(2), batch()),
+        "2 in the forward, 2 again in the backward",
+    ),
+    THROUGHPUT: (
+        lambda: remat(sines, policy=policies.everything_saveable),
+        (torch.linspace(0, 1, 64),),
+        "largest batch",
+    ),
+    GRADIENTS: (lossy, (torch.linspace(0, 1, 64),), "1 of 1 differ, relatively by"),
+}
+
+
+@pytest.mark.parametrize("question", FAILING)
+def test_each_row_can_fail(question: str) -> None:
+    """What the row asks is broken, the row fails, and its figure says by how much."""
+    make, args, figure = FAILING[question]
+
+    found = checklist(make(), *args)
+
+    assert verdict(found, question)[0] == "fail", str(found)
+    assert figure in verdict(found, question)[1]
+    assert not found.is_passed
+
+
+def test_on_meta_tensors_nothing_is_computed() -> None:
+    """Bytes are checked there; bits and seconds do not apply."""
+    found = checklist(remat(sines), torch.empty(64, 8, device="meta"))
+
+    assert verdict(found, LAYERS)[0] == "pass"
+    for question in (DETERMINISM, THROUGHPUT, GRADIENTS):
+        assert verdict(found, question)[0] == "not applicable"
+
+
+def test_nothing_of_the_callers_is_changed() -> None:
+    """Parameters get no gradients, and no generator moves."""
+    given = parameters(1, requires_grad=True)
+    state = torch.get_rng_state()
+
+    checklist(loss_of(remat(block)), given, batch())
+
+    assert all(each.grad is None for each in given[0].values())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_text_and_json() -> None:
+    """A table with the function's name, and the same rows under a schema."""
+    found = checklist(remat(sines), torch.linspace(0, 1, 64))
+
+    assert str(found).splitlines()[0].split()[:2] == ["verdict", "sines"]
+    plain = json.loads(found.to_json())
+    assert plain["schema"] == "remat.checklist/1"
+    assert plain["checks"][0]["question"] == LAYERS
