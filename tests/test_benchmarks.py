@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.benchmarks import random as draws, timing
+from remat.reporting._gpt import GPTShape
+from tests.benchmarks import random as draws, reports, timing
 
 pytestmark = pytest.mark.contract
 
@@ -47,3 +48,17 @@ def test_keyed_draws_are_measured_beside_torchs_own(
     for name in ("torch.rand", "torch.randn", "F.dropout"):
         assert f"Beside `{name}`" in printed
         assert f"| {name} |" in printed
+
+
+def test_reports_are_measured_beside_steps(capsys: pytest.CaptureFixture[str]):
+    """Three lines: a step, a report, and the first one, which traces."""
+    shape = GPTShape(layers=2, width=16, heads=2, time=4, batch=1)
+
+    reports.main(1, shape)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "one step",
+        "a report",
+        "the first, with its traces",
+    ]

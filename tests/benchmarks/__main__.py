@@ -15,6 +15,7 @@ BENCHMARKS = {
     "overhead": "tests.benchmarks.overhead",
     "random": "tests.benchmarks.random",
     "sharding": "tests.benchmarks.sharding",
+    "reports": "tests.benchmarks.reports",
     "storage": "tests.benchmarks.storage",
 }
 
