@@ -121,6 +121,9 @@ def _add_report(commands: Any) -> None:
         metavar="FILE",
         help="write there instead: .svg and .png hold the figure, others the text or JSON",
     )
+    report.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page there as well"
+    )
 
 
 def _add_compare(commands: Any) -> None:
@@ -179,6 +182,8 @@ def _report(options: argparse.Namespace) -> int:
     kwargs = keywords(options.arguments, options.device)
     with patience("running one step"):
         found = report(function, **kwargs)
+    if options.html is not None:
+        found.to_html(options.html)
     if options.out is not None and options.out.suffix in (".svg", ".png"):
         figure: Any = found.figure()
         figure.savefig(options.out)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from remat import _compat
+from remat.reporting._html import html_report
 from remat.reporting._json import to_json
 from remat.reporting._records import Facts
 from remat.reporting._text import Diff, diff, rich_report, text_report
@@ -69,6 +72,16 @@ class Report(Facts):
         "remat.report/1".
         """
         return to_json("remat.report/1", self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one page: drawings, tables that sort, and a search.
+
+        The page needs no network and no other file.
+
+        Args:
+            path: the file, which is replaced if it exists.
+        """
+        Path(path).write_text(html_report(self), encoding="utf-8")
 
     def diff(self, other: Report) -> Diff:
         """The figures of this report beside those of a later one.

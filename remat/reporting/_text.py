@@ -26,10 +26,10 @@ _VALUES = ("value", "held", "made by", "read by", "region")
 
 def text_report(facts: Facts) -> str:
     """The whole report as plain text."""
-    parts = [*_heading(facts)]
-    for heading, rows in _tables(facts):
-        parts += ["", *table(heading, rows)]
-    parts += ["", *_notes(facts)]
+    parts = [*heading(facts)]
+    for heads, rows in _tables(facts):
+        parts += ["", *table(heads, rows)]
+    parts += ["", *notes(facts)]
     return "\n".join(parts)
 
 
@@ -39,18 +39,18 @@ def rich_report(facts: Facts) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text("\n".join(_heading(facts)))]
-    for heading, rows in _tables(facts):
-        made = Table(*heading)
+    parts: list[Any] = [Text("\n".join(heading(facts)))]
+    for heads, rows in _tables(facts):
+        made = Table(*heads)
         for row in rows:
             made.add_row(*row)
         parts.append(made)
-    return Group(*parts, Text("\n".join(_notes(facts))))
+    return Group(*parts, Text("\n".join(notes(facts))))
 
 
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned lines: the first column to the left, numbers after it to the right."""
-    cells = [tuple(heading), *map(tuple, rows)]
+    cells = [tuple(heads), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [_is_numeric(column[1:]) for column in zip(*cells, strict=True)]
     lines = [
@@ -67,7 +67,8 @@ def _is_numeric(cells: Sequence[str]) -> bool:
     return all(not cell or cell[0] in "-+0123456789" for cell in cells)
 
 
-def _heading(facts: Facts) -> Iterator[str]:
+def heading(facts: Facts) -> Iterator[str]:
+    """The figures of the whole step, a line each."""
     yield f"{facts.function} on {facts.device}: one forward and its backward"
     yield ""
     yield f"held    {show_size(facts.held_bytes)} wait for the backward" + (
@@ -117,13 +118,14 @@ def peak_text(peak: Peak) -> str:
 
 def _tables(facts: Facts) -> Iterator[_Table]:
     if facts.regions:
-        rows = [row for region in facts.regions for row in _region_rows(region)]
+        rows = [row for region in facts.regions for row in region_rows(region)]
         yield _REGIONS, rows
     if facts.values:
-        yield _VALUES, [_value_row(value) for value in facts.values]
+        yield _VALUES, [value_row(value) for value in facts.values]
 
 
-def _region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
+def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
+    """A row of the table for a region, then one for each kind of its layers."""
     yield (
         region.name,
         str(region.calls),
@@ -147,7 +149,8 @@ def _region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _value_row(value: HeldValue) -> tuple[str, ...]:
+def value_row(value: HeldValue) -> tuple[str, ...]:
+    """The row of the table for a value."""
     dtype = str(value.dtype).removeprefix("torch.")
     what = f"{dtype}[{', '.join(map(str, value.shape))}]"
     name = f"{value.name} {what}" if value.name else what
@@ -163,7 +166,8 @@ def _value_row(value: HeldValue) -> tuple[str, ...]:
     )
 
 
-def _notes(facts: Facts) -> Iterator[str]:
+def notes(facts: Facts) -> Iterator[str]:
+    """Names that match nothing, and what to try next."""
     for policy, glob in facts.unmatched:
         yield f'no value has the name "{glob}" of {policy}'
     yield f"next: {facts.suggestion.text}"
