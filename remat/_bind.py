@@ -141,7 +141,7 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
         operands = list(tensors[skip:])
-        if call.region.inputs and not _compat.is_watched():
+        if call.region.inputs and not _compat.proxy_is_active():
             number = next(call.region.calls.inputs)
             twins: Twins = {}
             for index, storage in call.region.inputs.items():

@@ -193,7 +193,7 @@ def _overhead(found: Facts) -> Check:
     if not found.regions:
         return Check(question, NOT_APPLICABLE, "no region ran")
     if found.recompute_flops is None:
-        return Check(question, NOT_APPLICABLE, 'unknown: engine="rerun" does not tell')
+        return Check(question, NOT_APPLICABLE, "unknown: some region does not tell")
     forward, whole = found.forward_flops, found.forward_flops + found.backward_flops
     once = whole - found.recompute_flops
     share = found.recompute_flops / forward if forward else 0.0

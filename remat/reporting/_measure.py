@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -44,8 +43,8 @@ _MOST_POINTS = 1000
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Measures one step of a function: the forward, and the backward of its outputs' sum.
 
-    The step runs once under a watcher, and a short one twice, so that what kernels do at
-    their first call does not count. Traces take no part in its times. Differentiated is what requires grad, captured tensors included, or, where
+    The step runs once under a watcher; one of milliseconds runs twice, so that what kernels
+    do at their first call does not count. Traces take no part in the times. Differentiated is what requires grad, captured tensors included, or, where
     nothing does, every floating tensor argument. Nothing of the caller's is changed: no
     `.grad` is written, and buffers, generators and arguments are put back. To see what is
     held, the step unpacks what saved-tensor hooks of other libraries packed.
@@ -75,13 +74,12 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         and what consumed it (jax #15151).
     """
     step = Step(f, args, kwargs)
-    started = time.perf_counter()
     with step.kept():
-        found = _Measurement(step).report()
-    if time.perf_counter() - started < _SHORT_S:
+        found = _Measurement(step)
+    if found.watch.time_s < _SHORT_S:
         with step.kept():
-            found = _Measurement(step).report()
-    return found
+            found = _Measurement(step)
+    return found.report()
 
 
 @final
@@ -271,8 +269,14 @@ class _Measurement:
             if held.node == call.place and held.position >= saved
         }
         count = len(call.traced.region.operands)
-        return call.traced.saved_bytes + sum(
-            call.traced.operand_size(operand) for operand in operands if operand < count
+        return (
+            call.traced.saved_bytes
+            + call.traced.state_bytes
+            + sum(
+                call.traced.operand_size(operand)
+                for operand in operands
+                if operand < count
+            )
         )
 
     def _value(self, held: _Held) -> HeldValue:

@@ -68,7 +68,8 @@ class RegionReport:
         layers: equal calls folded, in the order of the first of each kind.
         held_bytes: measured bytes that its calls hold, each storage counted once, with
             the first call that holds it.
-        predicted_held_bytes: the same by the trace; None if there is none.
+        predicted_held_bytes: the same by the trace, where all waits as it is; None if
+            there is none.
         working_set_bytes: the most that one backward had made and not yet freed.
         predicted_working_set_bytes: the same by its program; None if there is none.
         recompute_flops: FLOPs run again, by torch's formulas (matmuls, convolutions,

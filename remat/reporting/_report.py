@@ -43,8 +43,8 @@ class Report(Facts):
         optimizer_bytes: the optimizer's state; None unless `with_optimizer` added it.
         forward_flops: FLOPs of the forward.
         backward_flops: FLOPs of the backward, recomputation included.
-        recompute_flops: FLOPs that regions ran again; None if some region is of
-            engine="rerun", which does not tell.
+        recompute_flops: FLOPs that regions ran again; None if some region does not tell:
+            one of engine="rerun", or one that the function differentiates itself.
         forward_s: seconds in the operators of the forward.
         backward_s: seconds in those of the backward, recomputation included.
         recompute_s: seconds in those that ran again.

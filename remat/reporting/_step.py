@@ -139,7 +139,9 @@ class Step:
 
 
 def _alias(tensor: Tensor, explicit: bool) -> Tensor:
-    """The tensor as a leaf of its own, which shares its memory."""
+    """The tensor as a leaf of its own, which shares its memory if autograd may have it."""
     wanted = tensor.is_floating_point() or tensor.is_complex()
     wanted = tensor.requires_grad if explicit else wanted
-    return tensor.detach().requires_grad_(wanted)
+    with torch.inference_mode(False):
+        own = tensor.clone() if tensor.is_inference() else tensor.detach()
+        return own.requires_grad_(wanted)

@@ -58,11 +58,12 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     for value in outside:
         lines[value.source] = lines.get(value.source, 0) + value.size_bytes
     source = max(lines, key=lambda line: lines[line])
-    place = source or "the function"
-    text = (
-        f"{show_size(outside_bytes)} are held outside of any region, most of it "
-        f"({show_size(lines[source])}) made at {place}: put the function around "
-        "that line in @remat."
+    text = f"{show_size(outside_bytes)} are held outside of any region"
+    text += (
+        f", most of it ({show_size(lines[source])}) made at {source}: put the function "
+        "around that line in @remat."
+        if source
+        else ", by a backward inside of the function: put what it differentiates in @remat."
     )
     return Suggestion("wrap", outside[0].op, source, -outside_bytes, 0.0, text)
 

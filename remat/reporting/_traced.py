@@ -64,6 +64,12 @@ class Traced:
         return _size(self.analysis.joint.graph, self.found.saved)
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of the generator states that draws started from."""
+        joint = self.analysis.joint
+        return _size(joint.graph, [state.index for state in joint.states])
+
+    @property
     def saved_numbers(self) -> frozenset[int]:
         """The classes of the saved values."""
         return frozenset(self._root_number(index) for index in self.found.saved)

@@ -304,6 +304,51 @@ def test_storages_are_named() -> None:
     assert value.size_bytes == 4 * batch().nbytes // 2
 
 
+def test_inputs_that_wait_otherwise_count_so() -> None:
+    """`saved_inputs` holds under the watcher too, and the value says how it waits."""
+    how = storage.Cast(torch.bfloat16)
+    region = remat(lambda t: t.sin().sin(), saved_inputs=how)
+
+    found = report(lambda x: region(x * 2.0).sum(), torch.ones(64))
+
+    (value,) = found.values
+    assert (value.name, value.size_bytes, value.storage) == ("t", 128, repr(how))
+
+
+def test_generator_states_are_held_as_predicted() -> None:
+    """A region that draws holds the state from which it draws again."""
+    region: Any = remat(
+        lambda x: torch.nn.functional.dropout(x.sin(), 0.5).sin(), rng="preserve"
+    )
+
+    (row,) = report(lambda x: region(x).sum(), torch.ones(64)).regions
+
+    assert row.held_bytes == row.predicted_held_bytes == torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_on_inside(mode: Any) -> None:
+    """A report can be asked for where no gradients are recorded."""
+    with mode():
+        found = report(remat(lambda x: x.sin().sin()), torch.ones(4))
+
+    assert found.gradient_bytes == 16
+
+
+def test_a_function_that_differentiates_inside() -> None:
+    """Regions under its own transform are listed; what they repeat is not known."""
+    region = remat(lambda w, x: torch.tanh(w @ x).sin())
+
+    def penalty(w: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda v: region(v, x).sum())(w).square().sum()
+
+    found = report(penalty, torch.eye(8), torch.ones(8, 8))
+
+    assert any("differentiated" in row.name for row in found.regions)
+    assert found.recompute_flops is None
+    assert found.parameter_bytes == 2 * 256
+
+
 def test_a_module_of_regions() -> None:
     """Modules are reported by their parameters, and their buffers stay what they were."""
     blocks: list[Any] = [remat(Normed()), remat(Normed())]
