@@ -57,8 +57,9 @@ class Traced:
         self.analysis: Analysis = region.analysis(roots)
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
+        self._known: dict[frozenset[int], tuple[int, int]] = {}
 
-    @property
+    @functools.cached_property
     def saved_bytes(self) -> int:
         """The bytes of the saved values, as they are."""
         return _size(self.analysis.joint.graph, self.found.saved)
@@ -79,7 +80,7 @@ class Traced:
         """Work of the whole forward, see `work_of`."""
         return self._work(self.analysis.forward)
 
-    @property
+    @functools.cached_property
     def recompute_work(self) -> int:
         """Work of what the backward runs again, see `work_of`."""
         return self._work(self.found.repeats)
@@ -135,9 +136,12 @@ class Traced:
 
     def at(self, saveable: set[int]) -> tuple[int, int]:
         """Saved bytes and recomputed work, were these classes permitted."""
-        found = self._cut(saveable)
-        graph = self.analysis.joint.graph
-        return _size(graph, found.saved), self._work(found.repeats)
+        key = frozenset(saveable)
+        if key not in self._known:
+            found = self._cut(saveable)
+            size = _size(self.analysis.joint.graph, found.saved)
+            self._known[key] = size, self._work(found.repeats)
+        return self._known[key]
 
     def saving(self) -> Iterator[Alternative]:
         """For each value that is recomputed, what saving it too would give."""
