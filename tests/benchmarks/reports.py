@@ -21,9 +21,7 @@ SHAPE = GPTShape(layers=LAYERS, width=256, heads=8, time=256, batch=8)
 def main(threads: int, shape: GPTShape = SHAPE) -> None:
     """Prints the time of a report beside that of a step, with traces and without."""
     torch.set_num_threads(threads)
-    layer = remat(
-        block_without_dropout, policy=policies.save_only_these_names("attn")
-    )
+    layer = remat(block_without_dropout, policy=policies.save_only_these_names("attn"))
     groups = initial_parameters(shape, torch.Generator().manual_seed(0))
     given = [groups[f"block{k}"] for k in range(shape.layers)]
     leaves = [each.requires_grad_() for own in given for each in own.values()]
