@@ -269,9 +269,7 @@ def cut(
     steps: set[int] = set()
     operands: set[int] = set()
     seen: set[int] = set()
-    pending = [ref.index for ref in wanted if ref is not None]
-    if pending:
-        pending += _checks_of_backward(joint)
+    pending = starts(joint, wanted)
     while pending:
         index = pending.pop()
         if index in seen or index in given:
@@ -294,6 +292,12 @@ def cut(
         if analysis.numbers[index] in ranks
     }
     return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
+
+
+def starts(joint: Joint, wanted: Sequence[Ref | None]) -> list[int]:
+    """Where the walk starts: the wanted gradients, and checks that raise."""
+    found = [ref.index for ref in wanted if ref is not None]
+    return found + _checks_of_backward(joint) if found else []
 
 
 def _checks_of_backward(joint: Joint) -> list[int]:
@@ -411,7 +415,9 @@ def backward_graph(
 ) -> Graph:
     """Saved values, operands, states, cotangents -> the wanted gradients.
 
-    A draw of the forward that the backward runs again reads its recorded state.
+    A draw of the forward that the backward runs again reads its recorded state. Each
+    value is recomputed just before the first step that reads it, so that what comes back
+    of one layer is gone before the next one's does.
     """
     values = joint.graph.values
     inputs = [
@@ -426,7 +432,7 @@ def backward_graph(
         Value(None, meta=values[index].meta, names=values[index].names)
         for index in inputs
     ]
-    for index in found.steps:
+    for index in _late(values, found.steps):
         value = values[index]
         number[index] = len(lines)
         is_redraw = value.is_redraw or (
@@ -441,6 +447,24 @@ def backward_graph(
         lines.append(_renamed(value, number))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
     return check(Graph(tuple(lines), len(inputs), outputs))
+
+
+def _late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
+    """The steps, those of the forward moved to before the first that reads them."""
+    order: list[int] = []
+    waiting = {index for index in steps if not values[index].is_backward}
+    for step in steps:
+        if not values[step].is_backward:
+            continue
+        needed, pending = set[int](), [step]
+        while pending:
+            uses = waiting.intersection(values[pending.pop()].uses)
+            waiting -= uses
+            needed |= uses
+            pending += uses
+        order += [*sorted(needed), step]
+    # What is handed out as it was recomputed, no step reads.
+    return order + sorted(waiting)
 
 
 def unique_outputs(graph: Graph, skip: int) -> tuple[Graph, tuple[View, ...]]:
