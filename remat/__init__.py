@@ -19,6 +19,7 @@ from remat._errors import (
     TraceError,
 )
 from remat._names import checkpoint_name
+from remat._plan import Plan, plan
 from remat._residuals import Residual
 from remat.reporting import (
     Checklist,
@@ -40,6 +41,7 @@ __all__ = [
     "MutationError",
     "NamedValue",
     "NotReplicatedError",
+    "Plan",
     "PolicyError",
     "RecomputationError",
     "RematError",
@@ -56,6 +58,7 @@ __all__ = [
     "interop",
     "modules",
     "named_values",
+    "plan",
     "policies",
     "print_saved_residuals",
     "random",

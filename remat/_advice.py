@@ -12,6 +12,7 @@ from remat._region import Region, Roots
 from remat.policies import (
     AbstractPolicy,
     Save,
+    WholeProgram,
     everything_saveable,
     nothing_saveable,
 )
@@ -133,6 +134,9 @@ def _bytes(analysis: Analysis, saved: tuple[int, ...]) -> int:
 
 def _useless(region: Region, roots: Roots) -> _Advice:
     if region.policy in (everything_saveable, nothing_saveable):
+        return
+    if isinstance(region.policy, WholeProgram):
+        # A budget for everything is met by saving everything.
         return
     if region.forward(roots, save=True).storages:
         # How many bytes wait is known when they do.

@@ -189,7 +189,7 @@ class Region(Generic[_P, _R]):
     def __init__(self, fun: Callable[_P, _R], settings: Settings) -> None:
         self.settings = settings
         self._fun = fun
-        self._rng_default = "preserve" if _is_of_module(fun) else "keys"
+        self.rng_default = "preserve" if _is_of_module(fun) else "keys"
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
 
@@ -253,7 +253,7 @@ class Region(Generic[_P, _R]):
 
     @property
     def _rng(self) -> str:
-        return self.settings.rng or self._rng_default
+        return self.settings.rng or self.rng_default
 
     def _entry(
         self,
@@ -432,7 +432,7 @@ class Region(Generic[_P, _R]):
     def __set_name__(self, owner: type, name: str) -> None:
         """A decorated method of a module draws like the module."""
         if issubclass(owner, nn.Module):
-            self._rng_default = "preserve"
+            self.rng_default = "preserve"
 
     def __reduce__(self) -> Any:
         """Pickles a decorated function by its name, another region by its parts."""
@@ -533,6 +533,20 @@ def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
     """A region to look at a plain function with; it is never run, and warns of nothing."""
     settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
     return Region(fun, settings)
+
+
+def undecided(fun: Callable[..., Any]) -> Region[..., Any]:
+    """The region of a function, or of what another region runs, without its policy."""
+    if isinstance(fun, RematModule):
+        fun = fun.__dict__["_region"]
+    if not isinstance(fun, (Region, BoundRegion)):
+        return plain_region(fun)
+    settings: Settings = fun.settings
+    rng = settings.rng or fun.rng_default
+    return Region(
+        fun.__wrapped__,
+        dataclasses.replace(settings, policy=nothing_saveable, rng=rng),
+    )
 
 
 def _is_of_module(fun: object) -> bool:

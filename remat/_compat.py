@@ -632,7 +632,7 @@ def _from_functional(tensor: Tensor) -> Tensor:
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
-    The CPU's attention has none in torch 2.15, and takes those of its likes.
+    The CPU's attention has none in torch 2.13, and takes those of its likes.
     """
     packet = getattr(op, "overloadpacket", op)
     registry = flop_counter.flop_registry

@@ -59,6 +59,11 @@ def short_name(op: Any) -> str:
     return "input" if op is None else getattr(op, "__name__", str(op))
 
 
+def full_name(op: Any) -> str:
+    """Its name with the overload, the same in every process."""
+    return op.name() if isinstance(op, _compat.OpOverload) else short_name(op)
+
+
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
     return isinstance(op, _compat.OpOverload) and _compat.schema_of(op).is_mutable

@@ -209,6 +209,8 @@ def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
 
 def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
     """How named operands are to be saved, by their index: they are saved in any case."""
+    if isinstance(policy, policies.WholeProgram):
+        return {}
     return _permitted(analysis.named_operands, policy)
 
 

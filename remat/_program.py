@@ -149,7 +149,7 @@ class _Writer:
         inputs = [f"v{index}" for index in range(graph.num_inputs)]
         inputs = ["at", *inputs] if is_watched else inputs
         lines = [f"def {title}({', '.join(inputs)}):"]
-        last = _last_uses(graph)
+        last = last_uses(graph)
         for index in range(graph.num_inputs, len(graph.values)):
             value = graph.values[index]
             lines += [f"    at({index})"] if is_watched else []
@@ -225,7 +225,7 @@ def _comment(value: Value) -> str:
     return "  # " + " ".join(notes) if notes else ""
 
 
-def _last_uses(graph: Graph) -> dict[int, list[int]]:
+def last_uses(graph: Graph) -> dict[int, list[int]]:
     """For each step the values that nothing reads after it."""
     kept = {ref.index for ref in graph.outputs if ref is not None}
     last: dict[int, int] = {}
@@ -247,7 +247,7 @@ def _device(value: Value) -> torch.device:
 
 def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
-    last = _last_uses(graph)
+    last = last_uses(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
     with _compat.without_torch_function():
         for index, value in enumerate(graph.values):

@@ -36,17 +36,17 @@ from remat._partition import (
     analyze,
     backward_graph,
     cut,
-    decide,
     decide_of_operands,
     forward_graph,
     permitted_members,
     unique_outputs,
 )
+from remat._planning import decisions as decisions_of
 from remat._program import Program
 from remat._trace import Flat, Joint, Request, View, record, trace, with_states
 from remat._verification import Verification, verification
 from remat._waiting import resumed, wait
-from remat.policies import AbstractPolicy, nothing_saveable
+from remat.policies import AbstractPolicy, for_derived, nothing_saveable
 from remat.storage import AbstractStorage, Keep, Place
 
 _FORWARDS = ("forward", "forward that saves")
@@ -388,7 +388,7 @@ class Region:
     def decisions(self, roots: Roots) -> dict[int, Save]:
         """What the policy permits, by class."""
         return self._once(
-            "decisions", lambda: decide(self.analysis(roots), self.policy)
+            "decisions", lambda: decisions_of(self.analysis(roots), self.policy)
         )
 
     def store_named_operands(self, roots: Roots) -> None:
@@ -644,7 +644,7 @@ class Region:
         region = Region(
             self.function.derive(lambda f: pushforward(f, outputs, has_tangent)),
             operands,
-            self.policy,
+            for_derived(self.policy),
             states=self._states_after(num_states),
             calls=self.calls,
         )
@@ -671,7 +671,7 @@ class Region:
             region = Region(
                 function,
                 batch.metas,
-                self.policy,
+                for_derived(self.policy),
                 states=self.states,
                 inputs=self.inputs,
                 calls=self.calls,

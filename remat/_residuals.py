@@ -13,6 +13,7 @@ from remat._entry import Entry
 from remat._graph import Graph, TensorMeta
 from remat._partition import Analysis
 from remat._region import Roots
+from remat.policies import Planned
 from remat.storage import AbstractStorage, Keep
 
 
@@ -69,10 +70,11 @@ def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
     for index in found.saved:
         number = analysis.numbers[_root(analysis, index)]
         view = analysis.views[number]
-        reason = f"permitted by {region.policy!r}"
+        is_planned = isinstance(region.policy, Planned)
+        chosen = "chosen by a plan" if is_planned else f"permitted by {region.policy!r}"
         storage = decisions[number].storage
         name = ", ".join(view.names)
-        values.append(_residual(analysis.joint.graph, index, name, storage, reason))
+        values.append(_residual(analysis.joint.graph, index, name, storage, chosen))
     operands = [
         operand_residual(
             analysis.joint.graph,

@@ -3,6 +3,7 @@
 from remat.policies._as_policy import as_policy, from_callable
 from remat.policies._attention import save_attention_outputs
 from remat.policies._both import save_from_both_policies
+from remat.policies._budget import Budget, budget
 from remat.policies._by_op import by_op
 from remat.policies._by_size import by_size
 from remat.policies._contract import (
@@ -11,6 +12,7 @@ from remat.policies._contract import (
     Recompute,
     Save,
     Value,
+    WholeProgram,
     decide,
 )
 from remat.policies._everything_or_nothing import everything_saveable, nothing_saveable
@@ -29,20 +31,26 @@ from remat.policies._offload import (
     offload_dot_with_no_batch_dims,
     save_and_offload_only_these_names,
 )
+from remat.policies._planned import Planned, for_derived
 
 __all__ = [
     "AbstractPolicy",
+    "Budget",
     "Operand",
+    "Planned",
     "Recompute",
     "Save",
     "Value",
+    "WholeProgram",
     "as_policy",
+    "budget",
     "by_op",
     "by_size",
     "decide",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
+    "for_derived",
     "from_callable",
     "nothing_saveable",
     "offload_dot_with_no_batch_dims",

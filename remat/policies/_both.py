@@ -15,6 +15,10 @@ class SaveFromBothPolicies(AbstractPolicy):
     first: AbstractPolicy
     second: AbstractPolicy
 
+    def __post_init__(self) -> None:
+        """Checks that the two can be joined."""
+        _ = self.first | self.second
+
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
         return decide(self.first | self.second, value)

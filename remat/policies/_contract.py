@@ -228,6 +228,27 @@ class AbstractPolicy(abc.ABC):
         )
 
 
+class WholeProgram(AbstractPolicy):
+    """The base of policies that weigh all values of a program against each other.
+
+    They cannot be asked about a single value, and so cannot be combined.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, value: Value, /) -> NoReturn:
+        """Refuses: whether one value is saved depends on the others."""
+        raise PolicyError(
+            explain(
+                where=str(value),
+                what=f"the policy {self!r} was asked about it alone.",
+                why="It is solved over the whole program: whether one value is saved "
+                "depends on all others.",
+                do="Pass it as the policy of a region, by itself.",
+            )
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Union(AbstractPolicy):
@@ -504,12 +525,15 @@ def _diagnose_class(answer: type) -> tuple[str, str, str]:
 
 def _require_policies(symbol: str, *operands: object) -> None:
     for operand in operands:
-        if not isinstance(operand, AbstractPolicy):
+        if not isinstance(operand, AbstractPolicy) or isinstance(operand, WholeProgram):
             raise _not_combinable(operand, symbol)
 
 
 def _not_combinable(operand: object, symbol: str) -> PolicyError:
-    if callable(operand) and not isinstance(operand, type):
+    if isinstance(operand, WholeProgram):
+        why = "It is solved over the whole program, not value by value."
+        do = "Say what it may save, and how, with `budget(size, allow=policy)`."
+    elif callable(operand) and not isinstance(operand, type):
         why = "A plain callable does not say how it combines, compares or prints."
         do = f"Write `policies.from_callable({policy_name(operand)})` for it."
     else:

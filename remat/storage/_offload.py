@@ -98,6 +98,20 @@ class Offload(AbstractStorage):
             stacklevel=3,
         )
 
+    def takes(self, size_bytes: int, home: torch.device) -> bool:
+        """Whether a value of so many bytes waits elsewhere than where it is.
+
+        Args:
+            size_bytes: of the value.
+            home: the value's device.
+
+        Returns:
+            Whether `store` moves it.
+        """
+        most = size_bytes if self.max_bytes is None else self.max_bytes
+        is_away = self.path is not None or torch.device(self.device) != home
+        return is_away and size_bytes > 0 and self.min_bytes <= size_bytes <= most
+
     def __post_init__(self) -> None:
         """Checks the arguments."""
         _check_device(self.device)

@@ -218,11 +218,6 @@ def test_names_of_jax():
     assert policies.dots_with_no_batch_dims_saveable is save_matmul_outputs_no_batch
 
 
-def test_no_budget_yet():
-    """A budget comes with a later release, and no name stands for it before."""
-    assert not hasattr(policies, "budget")
-
-
 # Policies are values.
 
 

@@ -1,0 +1,54 @@
+"""How many bytes are free: on a device, or to the process."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_CGROUPS = (  # limit and use: the second version's names, then the first's
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a call can still take on a device.
+
+    On a CUDA device: what the driver has free, and what torch's allocator keeps unused.
+    Elsewhere: the least of what the machine has available, what the process's control
+    group has left, and what its limit of address space has.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + kept
+    return min(limits(Path("/")))
+
+
+def limits(root: Path) -> Iterator[int]:
+    """What each limit on this process leaves; `root` is where the system's files are."""
+    available = root / "proc/meminfo"
+    if available.exists():
+        for line in available.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+    for limit, used in _CGROUPS:
+        most, taken = root / limit.lstrip("/"), root / used.lstrip("/")
+        if most.exists() and taken.exists() and most.read_text().strip() != "max":
+            yield max(0, int(most.read_text()) - int(taken.read_text()))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        yield max(0, space - _address_space(root))
+
+
+def _address_space(root: Path) -> int:
+    pages = root / "proc/self/statm"
+    if not pages.exists():
+        return 0
+    return int(pages.read_text().split()[0]) * resource.getpagesize()

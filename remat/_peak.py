@@ -1,0 +1,82 @@
+"""The most bytes that live at one time in a forward and its backward, by replay.
+
+Both programs are walked step by step as they will run: each makes its storages and frees
+at last use what nothing reads any more. Counted is what operators make; arguments are the
+caller's, and what lives only inside of one kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+
+from remat import _operators as operators
+from remat._graph import Graph, TensorMeta, roots
+from remat._partition import Cut, backward_graph, forward_graph, unique_outputs
+from remat._program import last_uses
+from remat._trace import Joint
+
+_Storage = tuple[int, int]
+"""A storage: the value that made it, and which output of it."""
+
+
+def peak_bytes(joint: Joint, found: Cut, held_bytes: int) -> int:
+    """The peak of a call under `.backward()`.
+
+    Args:
+        joint: the forward and its backward.
+        found: where they part.
+        held_bytes: what is held between the two.
+    """
+    forward, _ = forward_graph(joint, found.saved)
+    backward = backward_graph(joint, found, found.saved, joint.gradients)
+    unique, _ = unique_outputs(backward, len(found.saved))
+    outputs = sum(
+        meta.size_bytes
+        for ref in joint.outputs
+        if ref.index not in found.saved
+        and isinstance(meta := joint.graph.values[ref.index].meta, TensorMeta)
+    )
+    return max(_peak(forward), held_bytes + outputs + _peak(unique))
+
+
+def _peak(graph: Graph) -> int:
+    """The most bytes of storages that a program made and that live at one time."""
+    last, owners = last_uses(graph), roots(graph)
+    uses = Counter[_Storage]()
+    live = peak = 0
+    for index, value in enumerate(graph.values):
+        if value.op is not None and value.op is not operators.constant:
+            made = list(_storages(graph, owners, index))
+            live += sum(_size(graph, each) for each in made if not uses[each])
+            uses.update(made)
+            peak = max(peak, live)
+        for freed in last.get(index, ()):
+            for each in _storages(graph, owners, freed):
+                uses[each] -= 1
+                live -= 0 if uses[each] else _size(graph, each)
+    return peak
+
+
+def _storages(graph: Graph, owners: tuple[int, ...], index: int) -> Iterator[_Storage]:
+    """The storages that a value, or a tuple of values, keeps alive."""
+    owner = owners[index]
+    value = graph.values[owner]
+    if value.op is None:
+        return
+    if value.op is operator.getitem:
+        yield value.args[0].index, value.args[1]
+    elif isinstance(value.meta, tuple):
+        for place, meta in enumerate(value.meta):
+            if meta is not None:
+                yield owner, place
+    else:
+        yield owner, 0
+
+
+def _size(graph: Graph, storage: _Storage) -> int:
+    maker, place = storage
+    meta = graph.values[maker].meta
+    found = meta[place] if isinstance(meta, tuple) else meta
+    return found.size_bytes if isinstance(found, TensorMeta) else 0

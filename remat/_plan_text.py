@@ -1,0 +1,106 @@
+"""The parts of a plan as what JSON knows, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from remat import storage as storages
+from remat._errors import PolicyError, explain
+from remat.planners import Option, Problem, Step
+from remat.storage import AbstractStorage, Chain
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def from_storage(storage: AbstractStorage | None) -> Any:
+    """A storage as text.
+
+    Raises:
+        PolicyError: it holds what text cannot: a mesh, a key, a class of the user's.
+    """
+    if storage is None:
+        return None
+    if isinstance(storage, Chain):
+        return [from_storage(link) for link in storage.links]
+    kind = type(storage).__name__
+    if getattr(storages, kind, None) is not type(storage):
+        raise _not_text(storage)
+    each: Any = storage
+    fields = {
+        field.name: getattr(each, field.name) for field in dataclasses.fields(each)
+    }
+    return {"kind": kind, **{key: _text(each, storage) for key, each in fields.items()}}
+
+
+def _text(value: Any, storage: AbstractStorage) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": name_of(value)}
+    if not isinstance(value, _PLAIN):
+        raise _not_text(storage)
+    return value
+
+
+def _not_text(storage: AbstractStorage) -> PolicyError:
+    return PolicyError(
+        explain(
+            where="Plan.to_json()",
+            what=f"the storage {storage!r} cannot be written.",
+            why="Text holds the storages of this package, and of them no device meshes "
+            "and no keys.",
+            do="Plan again where the plan is needed, or allow other storages.",
+        )
+    )
+
+
+def to_storage(text: Any) -> AbstractStorage | None:
+    """The inverse of `from_storage`."""
+    if text is None:
+        return None
+    if isinstance(text, list):
+        links: list[Any] = text  # pyright: ignore[reportUnknownVariableType]
+        made = [to_storage(each) for each in links]
+        return Chain(tuple(each for each in made if each is not None))
+    fields: dict[str, Any] = dict(text)
+    kind: Any = getattr(storages, str(fields.pop("kind")))
+    return kind(**{key: _value(each) for key, each in fields.items()})
+
+
+def _value(text: Any) -> Any:
+    return getattr(torch, str(text["dtype"])) if isinstance(text, dict) else text  # pyright: ignore[reportUnknownArgumentType]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as people write it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def from_problem(problem: Problem) -> Any:
+    """A problem as lists of numbers."""
+    return {
+        "steps": [[each.cost, each.uses, each.item] for each in problem.steps],
+        "wanted": problem.wanted,
+        "items": [
+            [[each.size_bytes, each.cost] for each in options]
+            for options in problem.items
+        ],
+        "fixed_bytes": problem.fixed_bytes,
+        "base_cost": problem.base_cost,
+    }
+
+
+def to_problem(text: Any) -> Problem:
+    """The inverse of `from_problem`."""
+    return Problem(
+        steps=tuple(
+            Step(cost, tuple(uses), item) for cost, uses, item in text["steps"]
+        ),
+        wanted=tuple(text["wanted"]),
+        items=tuple(
+            tuple(Option(*each) for each in options) for options in text["items"]
+        ),
+        fixed_bytes=text["fixed_bytes"],
+        base_cost=text["base_cost"],
+    )

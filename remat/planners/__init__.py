@@ -1,0 +1,16 @@
+"""Planners: which values to save so that what is held fits a budget; no tensors here."""
+
+from remat.planners._cut import solve_cut
+from remat.planners._milp import solve_milp
+from remat.planners._problem import Option, Outcome, Problem, Step
+from remat.planners._solution import Solution
+
+__all__ = [
+    "Option",
+    "Outcome",
+    "Problem",
+    "Solution",
+    "Step",
+    "solve_cut",
+    "solve_milp",
+]

@@ -1,0 +1,301 @@
+"""The core solver: minimum cuts at swept prices, then what still fits.
+
+At each price on bytes a minimum cut is the best choice for the bytes that it takes, and a
+lower bound for every other budget (Everett, Generalized Lagrange multiplier method,
+Operations Research 11, 1963). The sweep closes in on the budget from both sides until no
+price is left in between. The two choices that it ends with differ in parts that do not
+touch, one for each of a row of equal layers; as many of them are exchanged as fit, and the
+rest is filled value by value.
+
+More budget never costs more: the two choices, the parts and the filling are the same for
+all budgets in between, and of them the cheapest that fits is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from remat.planners._network import Network
+from remat.planners._problem import (
+    Choice,
+    Option,
+    Outcome,
+    Problem,
+    require_feasible,
+)
+from remat.planners._solution import Solution
+
+_MOST_CUTS = 64
+_AROUND = 4  # states from which the budget is filled, on each side
+_FEW = 48  # items of which pairs are tried: about a thousand
+_SMALL = 256  # steps of a network that is cut again for each item
+
+
+def solve_cut(
+    problem: Problem, budget: int, where: str = "a budget", enumerate_up_to: int = 4096
+) -> Solution:
+    """Saves what fits a budget so that little is recomputed.
+
+    Laws: the bytes never exceed the budget; the bound holds; a larger budget never costs
+    more.
+
+    Args:
+        problem: the steps and items.
+        budget: the most bytes that may be held.
+        where: what messages call the budget.
+        enumerate_up_to: the number of choices up to which all of them are tried.
+
+    Returns:
+        The choice, and how far from the best it can be.
+
+    Raises:
+        BudgetError: more bytes are held whatever is saved.
+
+    Example:
+        >>> from remat.planners import Option, Problem, Step, solve_cut
+        >>> chain = Problem(
+        ...     steps=(Step(5, (), 0), Step(7, (0,), 1)),
+        ...     wanted=(0, 1),
+        ...     items=((Option(4),), (Option(4),)),
+        ... )
+        >>> solve_cut(chain, 4)
+        Solution(choice=(None, 0), saved_bytes=4, cost=5, lower_bound=5)
+    """
+    require_feasible(problem, budget, where)
+    if math.prod(len(options) + 1 for options in problem.items) <= enumerate_up_to:
+        return _best_of_all(problem, budget)
+    left, right, bound = _bracket(problem, budget)
+    outcomes = [left]
+    if right is not None:
+        states = [*_exchanges(problem, left, right)]
+        outcomes += states
+        outcomes += _filled(problem, states, budget)
+        outcomes += _branched(problem, budget, left, right)
+    return _solution(_cheapest(outcomes, budget), bound)
+
+
+def _solution(outcome: Outcome, bound: int) -> Solution:
+    return Solution(
+        outcome.choice, outcome.saved_bytes, outcome.cost, min(bound, outcome.cost)
+    )
+
+
+def _cheapest(outcomes: list[Outcome], budget: int) -> Outcome:
+    fitting = [each for each in outcomes if each.saved_bytes <= budget]
+    return min(fitting, key=lambda each: (each.cost, each.saved_bytes))
+
+
+def _best_of_all(problem: Problem, budget: int) -> Solution:
+    choices = itertools.product(
+        *((None, *range(len(options))) for options in problem.items)
+    )
+    best = _cheapest([problem.outcome(choice) for choice in choices], budget)
+    return _solution(best, best.cost)
+
+
+def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, int]:
+    """The best choices for the bytes that they take, next to the budget on both sides.
+
+    Returns:
+        The one within the budget, the one beyond it (None if the cheapest of all choices
+        is within), and the least cost that any choice within the budget can have.
+    """
+    network = Network(problem)
+    free = budget - problem.fixed_bytes
+    cut = network.cut(Fraction(0))
+    left, right = problem.outcome(problem.nothing), problem.outcome(cut.choices[0])
+    bound = math.ceil(cut.bound)
+    if right.saved_bytes <= budget:
+        return min(left, right, key=lambda each: each.cost), None, bound
+    for _ in range(_MOST_CUTS):
+        if left.cost <= right.cost:
+            break
+        price = Fraction(left.cost - right.cost, right.saved_bytes - left.saved_bytes)
+        cut = network.cut(price)
+        bound = max(bound, math.ceil(cut.bound - price * free))
+        most, least = map(problem.outcome, cut.choices)
+        line = _at(price, left)
+        if min(_at(price, most), _at(price, least)) >= line:
+            if _at(price, most) == _at(price, least) == line:
+                # The same ends, whatever budget in between has led here.
+                left = least if least.saved_bytes <= budget else left
+                right = most if most.saved_bytes > budget else right
+            break
+        for each in (most, least):
+            if _at(price, each) < line:
+                left, right = (
+                    (each, right) if each.saved_bytes <= budget else (left, each)
+                )
+    return left, right, bound
+
+
+def _at(price: Fraction, outcome: Outcome) -> Fraction:
+    return outcome.cost + price * outcome.saved_bytes
+
+
+def _exchanges(problem: Problem, left: Outcome, right: Outcome) -> Iterator[Outcome]:
+    """From one choice to another, one part in which they differ after the other."""
+    choice = list(left.choice)
+    yield left
+    for part in _parts(problem, left.choice, right.choice):
+        for item in part:
+            choice[item] = right.choice[item]
+        yield problem.outcome(choice)
+
+
+def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
+    """The items in which two choices differ, grouped by the steps that tie them."""
+    runs = _runs(problem, left), _runs(problem, right)
+    differs = [
+        runs[0][place] != runs[1][place]
+        or (step.item is not None and left[step.item] != right[step.item])
+        for place, step in enumerate(problem.steps)
+    ]
+    leader = list(range(len(problem.steps)))
+
+    def find(place: int) -> int:
+        while leader[place] != place:
+            leader[place] = leader[leader[place]]
+            place = leader[place]
+        return place
+
+    first: dict[int, int] = {}
+    for place, step in enumerate(problem.steps):
+        if not differs[place]:
+            continue
+        if step.item is not None:
+            leader[find(place)] = find(first.setdefault(step.item, place))
+        for use in step.uses:
+            if differs[use]:
+                leader[find(place)] = find(use)
+    parts: dict[int, list[int]] = {}
+    for item, place in first.items():
+        if left[item] != right[item]:
+            parts.setdefault(find(place), []).append(item)
+    return list(parts.values())
+
+
+def _runs(problem: Problem, choice: Choice) -> list[bool]:
+    """Which steps run under a choice."""
+    needed = [False] * len(problem.steps)
+    for place in problem.wanted:
+        needed[place] = True
+    for place in range(len(problem.steps) - 1, -1, -1):
+        step = problem.steps[place]
+        if needed[place] and step.item is not None and choice[step.item] is not None:
+            needed[place] = False
+        elif needed[place]:
+            for use in step.uses:
+                needed[use] = True
+    return needed
+
+
+def _branched(
+    problem: Problem, budget: int, left: Outcome, right: Outcome
+) -> Iterator[Outcome]:
+    """The same search with one more value kept out, or in: small problems only."""
+    differing = [
+        item
+        for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
+        if one != other
+    ]
+    if len(problem.steps) > _SMALL or len(differing) > _FEW:
+        return
+    for item in differing:
+        for option in (None, *range(len(problem.items[item]))):
+            branch = _settled(problem, item, option)
+            if branch.fixed_bytes <= budget:
+                found = list(_bracket(branch, budget)[0].choice)
+                found[item] = option
+                yield problem.outcome(found)
+
+
+def _settled(problem: Problem, item: int, option: int | None) -> Problem:
+    """The problem in which it is no question any more how an item is kept."""
+    options = () if option is None else (Option(0),)
+    items = (*problem.items[:item], options, *problem.items[item + 1 :])
+    held = 0 if option is None else problem.items[item][option].size_bytes
+    return dataclasses.replace(
+        problem, items=items, fixed_bytes=problem.fixed_bytes + held
+    )
+
+
+def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
+    """Between the two states around a budget: values added, or dropped, one by one.
+
+    Also from a few states before and behind: what one part takes may be better used for
+    other values.
+    """
+    below = max(k for k, each in enumerate(states) if each.saved_bytes <= budget)
+    if below + 1 == len(states):
+        return
+    low, high = states[below].saved_bytes, states[below + 1].saved_bytes
+    every = range(len(problem.items))
+    others = [k for k in every if states[0].choice[k] == states[-1].choice[k]]
+    for distance in range(_AROUND):
+        items = others if distance else every
+        if distance <= below:
+            yield from _walk(problem, states[below - distance], high, items, adds=True)
+        if below + 1 + distance < len(states):
+            start = states[below + 1 + distance]
+            yield from _walk(problem, start, low, items, adds=False)
+
+
+def _walk(
+    problem: Problem, start: Outcome, limit: int, items: Sequence[int], *, adds: bool
+) -> Iterator[Outcome]:
+    """Adds the values that spare most a byte, or drops those that spare least."""
+    state, moves = start, _moves(problem, items, adds=adds)
+    rank = dict.fromkeys(moves, math.inf)
+    while True:
+        best: tuple[float, Outcome] | None = None
+        # The worth of a move seldom grows by another: most are not looked at again.
+        for move in sorted(moves, key=lambda each: -rank[each]):
+            if best is not None and rank[move] <= best[0]:
+                break
+            found = _moved(problem, state, move)
+            rank[move] = _worth(state, found, limit, adds=adds)
+            if rank[move] > -math.inf and (best is None or rank[move] > best[0]):
+                best = rank[move], found
+        if best is None:
+            return
+        state = best[1]
+        yield state
+        moves = [each for each in moves if rank[each] > -math.inf]
+
+
+_Move = tuple[tuple[int, int | None], ...]
+
+
+def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]:
+    """Single items, and pairs where there are few: some spare nothing on their own."""
+    singles = [
+        (item, option)
+        for item in items
+        for option in (range(len(problem.items[item])) if adds else (None,))
+    ]
+    pairs = itertools.combinations(singles, 2) if len(singles) <= _FEW else ()
+    return [(each,) for each in singles] + list(pairs)
+
+
+def _moved(problem: Problem, state: Outcome, move: _Move) -> Outcome:
+    choice = list(state.choice)
+    for item, option in move:
+        choice[item] = option
+    return problem.outcome(choice)
+
+
+def _worth(state: Outcome, found: Outcome, limit: int, *, adds: bool) -> float:
+    """Cost spared per byte more; what brings nothing, or goes too far, is worth -inf."""
+    spared, more = state.cost - found.cost, found.saved_bytes - state.saved_bytes
+    if adds:
+        if spared <= 0 or found.saved_bytes >= limit:
+            return -math.inf
+        return math.inf if more <= 0 else spared / more
+    if more >= 0 or found.saved_bytes <= limit:
+        return -math.inf
+    return spared / -more

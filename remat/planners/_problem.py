@@ -1,0 +1,177 @@
+"""What a planner is asked: the steps of a recomputation, and what may be saved of them.
+
+A backward needs some values. Each value is either read from what was saved, or computed
+again by its step, which needs the values that it reads in turn: the *closure*. So a saved
+value that nothing needs any more spares nothing, and a value that is recomputed pulls in
+its ancestors, back to saved values and inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import final
+
+from remat._errors import BudgetError, explain
+
+Choice = tuple[int | None, ...]
+"""For each item the number of the option in which it is saved; None to recompute it."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One way in which an item may be saved.
+
+    Attributes:
+        size_bytes: what it counts against the budget.
+        cost: of storing it and of bringing it back.
+    """
+
+    size_bytes: int
+    cost: int = 0
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One computation that the backward may have to run.
+
+    Attributes:
+        cost: of running it once.
+        uses: the earlier steps whose values it reads; inputs, which are there, left out.
+        item: what is saved if this step shall not run; None if it cannot be spared.
+    """
+
+    cost: int
+    uses: tuple[int, ...] = ()
+    item: int | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Steps in an order in which they can run, and the items that can stand for them.
+
+    Several steps of one item make the same value: if it is saved, none of them runs; if
+    not, each of them runs that something needs.
+
+    Attributes:
+        steps: the computations.
+        wanted: those whose values the backward needs in any case.
+        items: for each item the options in which it may be saved.
+        fixed_bytes: what is held whatever is saved.
+        base_cost: the cost of what runs again whatever is saved.
+
+    Raises:
+        ValueError: a number is negative, or a step reads one that does not come before.
+
+    Example:
+        >>> from remat.planners import Option, Problem, Step
+        >>> chain = Problem(
+        ...     steps=(Step(5, (), 0), Step(7, (0,), 1)),
+        ...     wanted=(0, 1),
+        ...     items=((Option(4),), (Option(4),)),
+        ... )
+        >>> chain.outcome((None, 0))
+        Outcome(choice=(None, 0), saved_bytes=4, cost=5)
+    """
+
+    steps: tuple[Step, ...]
+    wanted: tuple[int, ...]
+    items: tuple[tuple[Option, ...], ...]
+    fixed_bytes: int = 0
+    base_cost: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks that it is one."""
+        numbers = [self.fixed_bytes, self.base_cost, *(s.cost for s in self.steps)]
+        for options in self.items:
+            numbers += [n for each in options for n in (each.size_bytes, each.cost)]
+        if min(numbers) < 0:
+            raise ValueError("a problem has no negative sizes and costs")
+        for place, step in enumerate(self.steps):
+            if any(not 0 <= use < place for use in step.uses):
+                raise ValueError(f"step {place} reads one that does not come before it")
+
+    @property
+    def nothing(self) -> Choice:
+        """The choice to save nothing."""
+        return (None,) * len(self.items)
+
+    @functools.cached_property
+    def everything(self) -> Choice:
+        """The choice to save all, each item in the option that costs least."""
+        return tuple(
+            None if not options else cheapest(options, 0, 1) for options in self.items
+        )
+
+    def outcome(self, choice: Sequence[int | None]) -> Outcome:
+        """What a choice comes to: what of it is read, its bytes and its cost."""
+        steps, items = self.steps, self.items
+        read: list[int | None] = [None] * len(items)
+        seen = bytearray(len(steps))
+        pending = list(self.wanted)
+        size_bytes, cost = self.fixed_bytes, self.base_cost
+        while pending:
+            place = pending.pop()
+            if seen[place]:
+                continue
+            seen[place] = 1
+            step = steps[place]
+            item = step.item
+            option = None if item is None else choice[item]
+            if item is None or option is None:
+                cost += step.cost
+                pending += step.uses
+            elif read[item] is None:
+                read[item] = option
+                size_bytes += items[item][option].size_bytes
+                cost += items[item][option].cost
+        return Outcome(tuple(read), size_bytes, cost)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A choice without what nothing reads, and what it comes to.
+
+    Attributes:
+        choice: for each item that is read from what was saved, its option.
+        saved_bytes: what is held, the fixed bytes included.
+        cost: of what runs again, and of storing what is saved.
+    """
+
+    choice: Choice
+    saved_bytes: int
+    cost: int
+
+
+def cheapest(options: Sequence[Option], price: int, unit: int) -> int:
+    """The number of the option of the least `unit * cost + price * size_bytes`."""
+    return min(
+        range(len(options)),
+        key=lambda k: (
+            unit * options[k].cost + price * options[k].size_bytes,
+            options[k].size_bytes,
+            options[k].cost,
+        ),
+    )
+
+
+def require_feasible(problem: Problem, budget: int, where: str) -> None:
+    """Raises BudgetError where no choice fits the budget."""
+    if budget >= problem.fixed_bytes:
+        return
+    raise BudgetError(
+        explain(
+            where=where,
+            what=f"no choice of saved values fits {budget} bytes.",
+            why=f"{problem.fixed_bytes} bytes are held whatever is saved: states of "
+            "generators that the backward draws from again, and copies of buffers that "
+            "the function changes.",
+            do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
+            "can be met.",
+        )
+    )

@@ -1,0 +1,151 @@
+"""The policy that is a number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, final
+
+from remat._errors import PolicyError, explain
+from remat.policies._as_policy import as_policy
+from remat.policies._contract import (
+    AbstractPolicy,
+    Save,
+    Value,
+    WholeProgram,
+    decide,
+)
+from remat.policies._sizes import parse_size
+from remat.storage import AbstractStorage, Keep
+
+if TYPE_CHECKING:
+    import torch
+
+Memory = Callable[["torch.device"], int]
+"""From a device to the bytes that are free there."""
+
+Size = int | float | str | Memory
+"""Bytes, a part of what no remat saves, a text with a unit, "auto", or a `Memory`."""
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Budget(WholeProgram):
+    """What `budget` makes.
+
+    Attributes:
+        size: bytes; a float is a part of what no remat saves; "auto"; or a `Memory`.
+        allow: what may be saved, and how; None for anything, as it is.
+    """
+
+    size: int | float | str | Memory
+    allow: AbstractPolicy | None = None
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of what is allowed."""
+        return () if self.allow is None else self.allow.globs
+
+    def storages(self, value: Value) -> tuple[AbstractStorage, ...]:
+        """The ways in which a value may wait; none if it may not be saved.
+
+        Raises:
+            PolicyError: `allow` gave an answer that has no meaning.
+        """
+        if self.allow is None:
+            return (Keep(),)
+        allow: Any = self.allow
+        answer: Any = allow(value)
+        if isinstance(answer, AbstractStorage):
+            return (answer,)
+        if isinstance(answer, (tuple, list)) and answer:
+            several = cast("tuple[Any, ...]", tuple(answer))  # pyright: ignore[reportUnknownArgumentType]
+            if all(isinstance(each, AbstractStorage) for each in several):
+                return several
+        decision = decide(self.allow, value)
+        return (decision.storage,) if isinstance(decision, Save) else ()
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        allow = "" if self.allow is None else f", allow={self.allow!r}"
+        return f"budget({self.size!r}{allow})"
+
+
+def budget(size: Size, allow: object = None) -> AbstractPolicy:
+    """Saves what fits so many bytes, and of that what spares most recomputation.
+
+    What counts is what a call of the region holds from its forward to its backward
+    because of the policy: the values that it saves, as `saved_residuals` lists them, in
+    the form in which they wait. Added are states of generators and copies of changed
+    buffers, where the function has some; they are held whatever is saved. Arguments do
+    not count: they are the caller's, and wait under every policy.
+
+    The choice is made once for each trace, over the whole program, with what `plan` calls
+    the core solver and FLOPs; `plan` shows it, and offers others. For a part of the bytes
+    the choice is within a certified gap of the best, not always the best.
+
+    Laws: the bytes held never exceed the budget; a larger budget never costs more.
+
+    Args:
+        size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a part of what
+            no remat saves; "auto" for what the device, or the process, has free, with a
+            tenth in reserve; or a function from the device to its free bytes, which
+            "auto" then goes by. Each is meant for one call of the region.
+        allow: what may be saved, and how: a policy, or a function of a value that may
+            also return a storage, or a tuple of storages to choose from. None means
+            anything, as it is.
+
+    Returns:
+        The policy. It combines with no other one: `allow` says what it may save.
+
+    Raises:
+        PolicyError: `size` is no size, or `allow` no policy.
+        ValueError: `size` is negative, a float outside of (0, 1], or cannot be read.
+        BudgetError: at the first call, if more bytes are held whatever is saved.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.budget("512MiB", allow=policies.save_matmul_outputs)
+        budget(536870912, allow=save_matmul_outputs)
+
+    References:
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.3,
+        https://arxiv.org/abs/1604.06174; Jain et al., "Checkmate", 2020,
+        https://arxiv.org/abs/1910.02653. torch has `activation_memory_budget` for
+        compiled functions, a fraction.
+    """
+    where = "budget(allow=...)"
+    if isinstance(allow, WholeProgram):
+        raise PolicyError(
+            explain(
+                where=where,
+                what=f"got {allow!r}.",
+                why="It is solved over the whole program, not value by value.",
+                do="Pass a policy that decides about single values.",
+            )
+        )
+    permitted = None if allow is None else as_policy(allow, where)
+    return Budget(_checked(size), permitted)
+
+
+def _checked(size: Any) -> int | float | str | Memory:
+    where = "budget(size)"
+    match size:
+        case float():
+            if not (math.isfinite(size) and 0.0 < size <= 1.0):
+                raise ValueError(
+                    explain(
+                        where=where,
+                        what=f"the part {size} is not in (0, 1].",
+                        why="A float is a part of what no remat saves.",
+                        do="Pass bytes as an int, or a float in (0, 1].",
+                    )
+                )
+            return size
+        case "auto":
+            return size
+        case _ if callable(size) and not isinstance(size, type):
+            return cast("Memory", size)
+        case _:
+            return parse_size(size, where)

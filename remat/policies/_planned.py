@@ -1,0 +1,53 @@
+"""The policy of a plan: a decision for each value of one program."""
+
+from dataclasses import dataclass
+from typing import final
+
+from remat.policies._budget import Budget
+from remat.policies._contract import AbstractPolicy, WholeProgram
+from remat.storage import AbstractStorage
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Planned(WholeProgram):
+    """Saves certain values of one program; `plan(...)` makes it, as `Plan.policy`.
+
+    Values are meant by their place in the program, not by their names. So the policy
+    holds for the program that was planned, and refuses another one. What is derived from
+    the planned function under a transform (its tangents, or the function mapped where
+    reverse mode is taken of that) is planned again, for the same bytes.
+
+    Args:
+        fingerprint: of the forward that was planned.
+        saved: the place in the forward of each saved value, and how it waits.
+        budget_bytes: the most that the plan may hold.
+
+    Example:
+        >>> import torch
+        >>> from remat import plan
+        >>> def square_of_sine(x):
+        ...     return x.sin().square().sum()
+        >>> policy = plan(square_of_sine, budget=64)(torch.ones(4)).policy
+        >>> policy.saved
+        ((0, Keep()),)
+    """
+
+    fingerprint: str
+    saved: tuple[tuple[int, AbstractStorage], ...]
+    budget_bytes: int
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """None: values are meant by their places."""
+        return ()
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        saved, budget = f"saved={self.saved!r}", f"budget_bytes={self.budget_bytes}"
+        return f"Planned({self.fingerprint!r}, {saved}, {budget})"
+
+
+def for_derived(policy: AbstractPolicy) -> AbstractPolicy:
+    """The policy for what is derived from a function under a transform."""
+    return Budget(policy.budget_bytes) if isinstance(policy, Planned) else policy

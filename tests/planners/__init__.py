@@ -1,0 +1,1 @@
+"""Random planning problems, their brute-force optimum, and a sweep over many of them."""
