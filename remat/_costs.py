@@ -8,6 +8,7 @@ comes beside them by what it reads and writes.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import statistics
 import time
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from remat import _compat, _operators as operators
 from remat._errors import PolicyError, explain
-from remat._graph import Graph, TensorMeta, Value, replace_refs
+from remat._graph import Graph, TensorMeta, Value, refs, replace_refs
 from remat._partition import step_flops
 from remat.storage import (
     AbstractStorage,
     Chain,
     Keep,
     Offload,
+    Quantize,
     Shard,
     Sparse,
     Stored,
@@ -54,7 +56,9 @@ def by_flops(graph: Graph, index: int) -> int:
 
 
 def _moved_bytes(graph: Graph, value: Value) -> int:
-    metas = [graph.values[use].meta for use in set(value.uses)]
+    # Without the state of a generator, which is small.
+    read = set(refs((value.args, value.kwargs)))
+    metas = [graph.values[use].meta for use in read]
     return sum(sum(map(_stored_bytes, _tensors(meta))) for meta in [*metas, value.meta])
 
 
@@ -187,6 +191,9 @@ def _through(link: AbstractStorage, part: TensorMeta) -> tuple[list[TensorMeta],
 
 def _rehearsed(link: AbstractStorage, part: TensorMeta) -> list[TensorMeta] | None:
     """What a storage makes of a tensor without data; None where it has to see numbers."""
+    if isinstance(link, Quantize):
+        # A key has numbers, and no say in the sizes.
+        link = dataclasses.replace(link, stochastic=False, key=None)
     with _compat.isolated(), _compat.fake_mode(part.device), torch.no_grad():
         value = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         try:

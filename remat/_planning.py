@@ -8,6 +8,7 @@ partition cuts there, and can be counted.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -220,24 +221,32 @@ def _solve_for_memory(
     model: Model, memory: Memory, solver: Solver, where: str
 ) -> tuple[int, Solution]:
     """Saves as much as leaves the predicted peak within what is free."""
-    free = memory(_device(model.analysis))
+    device = _device(model.analysis)
+    free = memory(device)
     usable = int(free * (1 - _RESERVE))
     low, high = model.problem.fixed_bytes, model.everything.saved_bytes
-    smallest = None
-    for stage in range(_STAGES, -1, -1):
+
+    @functools.cache
+    def tried(stage: int) -> tuple[int, int, Solution]:
         size = low + (high - low) * stage // _STAGES
         solution = solver(model.problem, size, where)
-        peak = model.predicted_peak_bytes(solution.choice)
-        if peak <= usable:
-            return size, solution
-        smallest = peak if smallest is None else min(smallest, peak)
-    assert smallest is not None
+        return model.predicted_peak_bytes(solution.choice), size, solution
+
+    stages = range(_STAGES + 1)
+    # Peaks grow with what is saved, but for details; if the search fails all are tried.
+    found = bisect.bisect_right(stages, usable, key=lambda stage: tried(stage)[0])
+    fitting = [
+        k for k in stages[max(0, found - 1) : found] or stages if tried(k)[0] <= usable
+    ]
+    if fitting:
+        _, size, solution = tried(fitting[-1])
+        return size, solution
+    smallest = min(tried(stage)[0] for stage in stages)
     needed = -(-smallest // (1 - _RESERVE))
     raise BudgetError(
         explain(
             where=where,
-            what=f"no plan fits the {free} bytes that are free on "
-            f"{_device(model.analysis)}.",
+            what=f"no plan fits the {free} bytes that are free on {device}.",
             why=f"A tenth stays in reserve, and the call needs {smallest} bytes at its "
             "peak, whatever is saved.",
             do=f"Free {needed} bytes, the least that suffices, or make regions of parts "

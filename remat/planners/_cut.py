@@ -32,7 +32,7 @@ from remat.planners._solution import Solution
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
 _FEW = 48  # items of which pairs are tried: about a thousand
-_SMALL = 256  # steps of a network that is cut again for each item
+_SMALL = 1024  # steps times items of networks that are cut again for each item
 
 
 def solve_cut(
@@ -203,7 +203,7 @@ def _branched(
         for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
         if one != other
     ]
-    if len(problem.steps) > _SMALL or len(differing) > _FEW:
+    if len(problem.steps) * len(differing) > _SMALL:
         return
     for item in differing:
         for option in (None, *range(len(problem.items[item]))):

@@ -167,6 +167,9 @@ class _Groups:
             places = places.add_(draws).floor_()
         numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
         packed = pack(numbers.view(-1)[: value.numel()], self.bits)
+        if packed.untyped_storage().nbytes() > packed.nbytes:
+            # Eight bits are packed as they are, and would wait with what filled the row.
+            packed = packed.clone()
         shape, dtype = value.shape, value.dtype
 
         def decode(parts: Sequence[Tensor]) -> Tensor:
