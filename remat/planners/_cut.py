@@ -28,6 +28,7 @@ from remat.planners._problem import (
     require_feasible,
 )
 from remat.planners._solution import Solution
+from remat.planners._tally import Tally
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
@@ -249,22 +250,27 @@ def _walk(
     problem: Problem, start: Outcome, limit: int, items: Sequence[int], *, adds: bool
 ) -> Iterator[Outcome]:
     """Adds the values that spare most a byte, or drops those that spare least."""
-    state, moves = start, _moves(problem, items, adds=adds)
+    tally, room = Tally(problem, start.choice), limit - start.saved_bytes
+    moves = [
+        each
+        for each in _moves(problem, items, adds=adds)
+        if (_size(problem, each) < room if adds else _is_saved(start, each))
+    ]
     rank = dict.fromkeys(moves, math.inf)
-    while True:
-        best: tuple[float, Outcome] | None = None
+    while moves:
+        best: tuple[float, _Move] | None = None
         # The worth of a move seldom grows by another: most are not looked at again.
         for move in sorted(moves, key=lambda each: -rank[each]):
             if best is not None and rank[move] <= best[0]:
                 break
-            found = _moved(problem, state, move)
-            rank[move] = _worth(state, found, limit, adds=adds)
+            rank[move] = _worth(tally, move, limit, adds=adds)
             if rank[move] > -math.inf and (best is None or rank[move] > best[0]):
-                best = rank[move], found
+                best = rank[move], move
         if best is None:
             return
-        state = best[1]
-        yield state
+        for item, option in best[1]:
+            tally.settle(item, option)
+        yield tally.outcome()
         moves = [each for each in moves if rank[each] > -math.inf]
 
 
@@ -282,20 +288,30 @@ def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]
     return [(each,) for each in singles] + list(pairs)
 
 
-def _moved(problem: Problem, state: Outcome, move: _Move) -> Outcome:
-    choice = list(state.choice)
-    for item, option in move:
-        choice[item] = option
-    return problem.outcome(choice)
+def _size(problem: Problem, move: _Move) -> int:
+    return sum(
+        problem.items[item][option].size_bytes
+        for item, option in move
+        if option is not None
+    )
 
 
-def _worth(state: Outcome, found: Outcome, limit: int, *, adds: bool) -> float:
+def _is_saved(state: Outcome, move: _Move) -> bool:
+    return all(state.choice[item] is not None for item, _ in move)
+
+
+def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
     """Cost spared per byte more; what brings nothing, or goes too far, is worth -inf."""
-    spared, more = state.cost - found.cost, found.saved_bytes - state.saved_bytes
+    size_bytes, cost = tally.saved_bytes, tally.cost
+    before = [(item, tally.settle(item, option)) for item, option in move]
+    reached = tally.saved_bytes
+    spared, more = cost - tally.cost, reached - size_bytes
+    for item, option in reversed(before):
+        tally.settle(item, option)
     if adds:
-        if spared <= 0 or found.saved_bytes >= limit:
+        if spared <= 0 or reached >= limit:
             return -math.inf
         return math.inf if more <= 0 else spared / more
-    if more >= 0 or found.saved_bytes <= limit:
+    if more >= 0 or reached <= limit:
         return -math.inf
     return spared / -more

@@ -12,6 +12,7 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
 BENCHMARKS = {
+    "budget": "tests.benchmarks.budget",
     "overhead": "tests.benchmarks.overhead",
     "random": "tests.benchmarks.random",
     "sharding": "tests.benchmarks.sharding",

@@ -7,11 +7,13 @@ are tried by `python -m tests.planners`.
 """
 
 import functools
+import random
 
 import pytest
 
 from remat import BudgetError
 from remat.planners import Option, Problem, Solution, Step, solve_cut, solve_milp
+from remat.planners._tally import Tally
 from tests.planners.problems import (
     budgets,
     least_costs,
@@ -171,3 +173,25 @@ def test_what_is_no_problem(wrong):
     """Negative numbers and steps that read later ones are refused."""
     with pytest.raises(ValueError, match=r"negative|before"):
         Problem(**{"steps": (), "wanted": (), "items": (), **wrong})
+
+
+def test_a_tally_is_the_outcome_of_its_choice():
+    """After any changes, item by item and back, it says what `outcome` counts afresh."""
+    draw = random.Random(0)
+    for seed in range(60):
+        problem = random_problem(seed)
+        tally = Tally(problem, problem.everything)
+        choice = list(problem.everything)
+        for _ in range(20):
+            item = draw.randrange(len(choice)) if choice else None
+            if item is None:
+                break
+            option = draw.choice([None, *range(len(problem.items[item]))])
+            assert tally.settle(item, option) == choice[item]
+            choice[item] = option
+            expected = problem.outcome(choice)
+            assert (tally.saved_bytes, tally.cost) == (
+                expected.saved_bytes,
+                expected.cost,
+            )
+        assert tally.outcome() == problem.outcome(choice)
