@@ -46,7 +46,8 @@ from remat._program import Program
 from remat._trace import Flat, Joint, Request, View, record, trace, with_states
 from remat._verification import Verification, verification
 from remat._waiting import resumed, wait
-from remat.policies import AbstractPolicy, for_derived, nothing_saveable
+from remat.policies import AbstractPolicy, nothing_saveable
+from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep, Place
 
 _FORWARDS = ("forward", "forward that saves")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -32,6 +33,7 @@ from remat.planners._tally import Tally
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
+_SIZES = 12  # of values, which are left out in turn
 _FEW = 48  # items of which pairs are tried: about a thousand
 _SMALL = 1024  # steps times items of networks that are cut again for each item
 
@@ -240,10 +242,23 @@ def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Ou
     for distance in range(_AROUND):
         items = others if distance else every
         if distance <= below:
-            yield from _walk(problem, states[below - distance], high, items, adds=True)
+            start = states[below - distance]
+            for some in _without_one_size(problem, items):
+                yield from _walk(problem, start, high, some, adds=True)
         if below + 1 + distance < len(states):
             start = states[below + 1 + distance]
             yield from _walk(problem, start, low, items, adds=False)
+
+
+def _without_one_size(
+    problem: Problem, items: Sequence[int]
+) -> Iterator[Sequence[int]]:
+    """All items, and all but those of one size: what is best alone may fit badly."""
+    yield items
+    sizes = Counter(problem.items[item] for item in items)
+    for size, count in sizes.most_common(_SIZES):
+        if count < len(items):
+            yield [item for item in items if problem.items[item] != size]
 
 
 def _walk(

@@ -31,7 +31,7 @@ from remat.policies._offload import (
     offload_dot_with_no_batch_dims,
     save_and_offload_only_these_names,
 )
-from remat.policies._planned import Planned, for_derived
+from remat.policies._planned import Planned
 
 __all__ = [
     "AbstractPolicy",
@@ -50,7 +50,6 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
-    "for_derived",
     "from_callable",
     "nothing_saveable",
     "offload_dot_with_no_batch_dims",

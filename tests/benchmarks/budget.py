@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -30,7 +31,7 @@ def _attention_flops(*args: Any, **kwargs: Any) -> int:
     return flop_registry[_aten._scaled_dot_product_flash_attention](*args, **kwargs)
 
 
-_attention_flops._get_raw = True
+vars(_attention_flops)["_get_raw"] = True  # it takes tensors, not shapes
 
 
 def count(f: Callable[[], Tensor], stack: Stack) -> tuple[int, int]:
@@ -83,8 +84,8 @@ def _knapsack(stack: Stack, part: float) -> Callable[[], Tensor]:
 
     compiled: Any = aot_function(
         loss,
-        fw_compiler=lambda module, _: make_boxed_func(module.forward),
-        bw_compiler=lambda module, _: make_boxed_func(module.forward),
+        fw_compiler=_as_it_is,
+        bw_compiler=_as_it_is,
         partition_fn=min_cut_rematerialization_partition,
     )
 
@@ -97,6 +98,10 @@ def _knapsack(stack: Stack, part: float) -> Callable[[], Tensor]:
             return compiled(stack.x, *flat)
 
     return run
+
+
+def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    return make_boxed_func(gm.forward)
 
 
 def main(threads: int) -> None:
