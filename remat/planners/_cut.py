@@ -34,7 +34,7 @@ from remat.planners._tally import Tally
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
 _SIZES = 12  # of values, which are left out in turn
-_FEW = 48  # items of which pairs are tried: about a thousand
+_FEW = 16  # items of which pairs are tried, about a hundred
 _SMALL = 1024  # steps times items of networks that are cut again for each item
 
 
