@@ -37,6 +37,9 @@ _SIZES = 12  # of values, which are left out in turn
 _FEW = 16  # items of which pairs are tried, about a hundred
 _SMALL = 1024  # steps times items of networks that are cut again for each item
 
+_Move = tuple[tuple[int, int | None], ...]
+"""Items, and how each is settled anew."""
+
 
 def solve_cut(
     problem: Problem, budget: int, where: str = "a budget", enumerate_up_to: int = 4096
@@ -266,7 +269,7 @@ def _walk(
 ) -> Iterator[Outcome]:
     """Adds the values that spare most a byte, or drops those that spare least."""
     tally, room = Tally(problem, start.choice), limit - start.saved_bytes
-    moves = [
+    moves: list[_Move] = [
         each
         for each in _moves(problem, items, adds=adds)
         if (_size(problem, each) < room if adds else _is_saved(start, each))
@@ -289,18 +292,17 @@ def _walk(
         moves = [each for each in moves if rank[each] > -math.inf]
 
 
-_Move = tuple[tuple[int, int | None], ...]
-
-
 def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]:
     """Single items, and pairs where there are few: some spare nothing on their own."""
-    singles = [
+    singles: list[tuple[int, int | None]] = [
         (item, option)
         for item in items
         for option in (range(len(problem.items[item])) if adds else (None,))
     ]
-    pairs = itertools.combinations(singles, 2) if len(singles) <= _FEW else ()
-    return [(each,) for each in singles] + list(pairs)
+    moves: list[_Move] = [(each,) for each in singles]
+    if len(singles) <= _FEW:
+        moves += itertools.combinations(singles, 2)
+    return moves
 
 
 def _size(problem: Problem, move: _Move) -> int:
