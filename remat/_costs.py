@@ -52,7 +52,9 @@ def is_free(value: Value) -> bool:
 def by_flops(graph: Graph, index: int) -> int:
     """FLOPs by torch's formulas, plus the bytes that are read and written."""
     value = graph.values[index]
-    return 0 if is_free(value) else step_flops(graph, value) + _moved_bytes(graph, value)
+    return (
+        0 if is_free(value) else step_flops(graph, value) + _moved_bytes(graph, value)
+    )
 
 
 def _moved_bytes(graph: Graph, value: Value) -> int:
