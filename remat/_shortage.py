@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ def note(error: RuntimeError, phase: str, call: Any, nodes: Iterable[Any]) -> No
     """
     is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
     if is_shortage(error) and not is_noted:
-        error.add_note(_text(phase, call, list(_values(nodes, type(call)))))
+        kind = cast("type[object]", type(call))
+        error.add_note(_text(phase, call, list(_values(nodes, kind))))
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -87,7 +88,7 @@ def _text(phase: str, call: Any, values: list[_Value]) -> str:
     return "\n".join(lines)
 
 
-def _values(nodes: Iterable[Any], kind: type[Any]) -> Iterator[_Value]:
+def _values(nodes: Iterable[Any], kind: type[object]) -> Iterator[_Value]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
     for node in _below(nodes):
