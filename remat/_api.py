@@ -193,7 +193,6 @@ class Region(Generic[_P, _R]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
 
-    @_compat.unseen_by_dynamo
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
@@ -424,7 +423,6 @@ class Region(Generic[_P, _R]):
         """Forgets the traces of this function's code, with these options."""
         self._cache.clear()
 
-    @_compat.unseen_by_dynamo
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a decorated method."""
         return self if instance is None else BoundRegion(self, instance)
@@ -449,6 +447,11 @@ class Region(Generic[_P, _R]):
     def __repr__(self) -> str:
         """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
+
+
+# Not by decorators, which would take from type checkers that a region is a method.
+for _name in ("__call__", "__get__"):
+    _compat.unseen_by_dynamo(vars(Region)[_name])
 
 
 @_compat.outside_of_dynamo

@@ -260,7 +260,8 @@ class Plan:
                     do="Pass what `Plan.to_json` returned, or plan again.",
                 )
             )
-        rows = tuple(_row_of(each) for each in found["rows"])
+        described: list[Any] = found["rows"]
+        rows = tuple(map(_row_of, described))
         problem = _plan_text.to_problem(found["problem"])
         fields: dict[str, Any] = {**found, "rows": rows, "problem": problem}
         return cls(**fields)
