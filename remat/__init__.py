@@ -1,10 +1,11 @@
 """Activation recomputation for pure functions, under every torch.func transform."""
 
-from remat import interop, modules, policies, random, storage
+from remat import interop, modules, policies, random, schedules, storage
 from remat._api import disabled, remat
 from remat._errors import (
     BudgetError,
     CapturedTensorError,
+    CarryError,
     ImplicitRandomnessError,
     KeyReuseError,
     MutationError,
@@ -14,6 +15,7 @@ from remat._errors import (
     RematError,
     RematWarning,
     SavedTensorModifiedError,
+    ScheduleError,
     SideEffectError,
     StaticArgumentError,
     TraceError,
@@ -21,6 +23,7 @@ from remat._errors import (
 from remat._names import checkpoint_name
 from remat._plan import Plan, plan
 from remat._residuals import Residual
+from remat.layers import scan
 from remat.reporting import (
     Checklist,
     NamedValue,
@@ -35,6 +38,7 @@ from remat.reporting import (
 __all__ = [
     "BudgetError",
     "CapturedTensorError",
+    "CarryError",
     "Checklist",
     "ImplicitRandomnessError",
     "KeyReuseError",
@@ -49,6 +53,7 @@ __all__ = [
     "Report",
     "Residual",
     "SavedTensorModifiedError",
+    "ScheduleError",
     "SideEffectError",
     "StaticArgumentError",
     "TraceError",
@@ -65,5 +70,7 @@ __all__ = [
     "remat",
     "report",
     "saved_residuals",
+    "scan",
+    "schedules",
     "storage",
 ]

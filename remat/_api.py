@@ -183,13 +183,18 @@ def _is_disabled() -> bool:
     return _DISABLED or _switch.depth > 0 or is_checking()
 
 
+def is_inert() -> bool:
+    """Whether regions run as the plain function on this thread, whatever it takes."""
+    return _is_disabled() or not _gradients_are_on()
+
+
 class Region(Generic[_P, _R]):
     """A function decorated with `remat`; see there."""
 
     def __init__(self, fun: Callable[_P, _R], settings: Settings) -> None:
         self.settings = settings
         self._fun = fun
-        self.rng_default = "preserve" if _is_of_module(fun) else "keys"
+        self.rng_default = "preserve" if is_of_module(fun) else "keys"
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
 
@@ -197,7 +202,7 @@ class Region(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
             return _call_outside_of_dynamo(self, args, kwargs)
-        if _is_disabled() or not _gradients_are_on():
+        if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs, self._rng)
@@ -552,7 +557,8 @@ def undecided(fun: Callable[..., Any]) -> Region[..., Any]:
     )
 
 
-def _is_of_module(fun: object) -> bool:
+def is_of_module(fun: object) -> bool:
+    """Whether a function is an nn.Module or a method of one."""
     return isinstance(fun, nn.Module) or isinstance(
         getattr(fun, "__self__", None), nn.Module
     )

@@ -84,13 +84,14 @@ def bind_all(
     if views is None:
         return [*results.outputs], results.mutations
     operands = tensors[call.region.num_leading :]
-    returned = [_make_view(view, results.outputs, operands) for view in views]
+    returned = [make_view(view, results.outputs, operands) for view in views]
     return returned, results.mutations
 
 
-def _make_view(
+def make_view(
     view: View, outputs: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> Tensor | None:
+    """What is returned, from the tensor that it is or shares its storage with."""
     if view.output is not None:
         tensor = outputs[view.output]
     elif view.operand is not None:
@@ -102,6 +103,11 @@ def _make_view(
     if view.path is not None:
         (tensor,) = Program(view.path, "view").with_gradient((tensor,))
     return tensor
+
+
+def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
+    """The region's forward with what its backward will read, for one who holds it."""
+    return _run(call, tensors, save=True)
 
 
 def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:

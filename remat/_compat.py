@@ -898,6 +898,15 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
+def leaves_up_to(tree: Any, spec: Any) -> list[Any]:
+    """The subtrees of a pytree at the leaves of a spec.
+
+    Raises:
+        ValueError: the pytree has another structure.
+    """
+    return spec.flatten_up_to(tree)
+
+
 def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
     """The leaves of a pytree, each with the keys that lead to it."""
     return [

@@ -51,6 +51,14 @@ class BudgetError(RematError, ValueError):
     """No choice of saved values fits the budget."""
 
 
+class ScheduleError(RematError, ValueError):
+    """A schedule cannot be carried out: its arguments, or an action out of place."""
+
+
+class CarryError(RematError, TypeError):
+    """The carry of a scan, or what it scans over, is not what a scan can go on with."""
+
+
 class NotReplicatedError(RematError, RuntimeError):
     """Ranks that should hold the same value hold different ones."""
 

@@ -199,6 +199,12 @@ def step_flops(graph: Graph, value: Value) -> int:
     return _compat.flops_of(value.op, args, dict(kwargs), _shapes(value.meta))
 
 
+def forward_flops(analysis: Analysis) -> int:
+    """Floating point operations of the forward, by torch's own formulas."""
+    graph = analysis.joint.graph
+    return sum(_flops(graph, graph.values[index]) for index in analysis.forward)
+
+
 Decisions = dict[int, Save]
 
 

@@ -664,6 +664,17 @@ class Region:
             ("batched", batch, save), lambda: self._batched(roots, batch, save)
         )
 
+    def mapped_whole(self, batch: Batch) -> Region:
+        """The region of the mapped function, all that it returns mapped first.
+
+        Unlike `batched` it returns views too: for one who calls it on physical tensors.
+        """
+        return self._once(("whole", batch), lambda: self._mapped_whole(batch))
+
+    def _mapped_whole(self, batch: Batch) -> Region:
+        function = self.function.derive(lambda f: mapped(f, None, batch, 0))
+        return Region(function, batch.metas, self.policy, calls=self.calls)
+
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         chosen = self.chosen(roots)
         if self.given is None and not save:

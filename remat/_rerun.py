@@ -65,8 +65,23 @@ def call(
             return result.apart(fun(*new_args, **new_kwargs))
 
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))
-    region = _Rerun(flat, flat, wanted, state)
+    region = Rerun(flat, flat, wanted, state)
     return result.tree(bind(Call(region, (fun,), numerics), operands))
+
+
+def rerun_of(
+    function: Flat, requires_grad: tuple[bool, ...], reached: tuple[bool, ...]
+) -> Rerun:
+    """The region of a flat function that changes nothing and draws from keys alone.
+
+    Args:
+        function: tensors in, tensors out; regions that it binds stay regions.
+        requires_grad: for each tensor that it takes whether it is differentiated.
+        reached: for each whether some output rests on it.
+    """
+    state = _State((), ())
+    state.reached = reached
+    return Rerun(function, function, requires_grad, state)
 
 
 def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
@@ -275,7 +290,7 @@ class _State:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Rerun:
+class Rerun:
     """A region without programs.
 
     Attributes:
@@ -362,11 +377,13 @@ class _Rerun:
 
         return run
 
-    def vjp(self, roots: Roots, asked: Asked) -> _Rerun:
+    def vjp(self, roots: Roots, asked: Asked) -> Rerun:
         """The region of the gradients; an operand that no output rests on has none."""
         reached = self.state.reached if self.function is self.run else None
         wanted = [index for index, each in enumerate(asked.wanted) if each]
-        given = [index for index in wanted if reached is None or reached[index]]
+        # What follows the operands, such as tangents, is always reached.
+        unreached = {k for k, each in enumerate(reached or ()) if not each}
+        given = [index for index in wanted if index not in unreached]
         pull = Pull(
             tuple(
                 index for index, meta in enumerate(asked.layouts) if meta is not None
@@ -383,7 +400,7 @@ class _Rerun:
             else View(None, None, None, True)
             for index in wanted
         )
-        return _Rerun(
+        return Rerun(
             _zeros_for_none(first, pull),
             _zeros_for_none(again, pull),
             (*self.requires_grad, *(True for _ in pull.outputs)),
@@ -394,11 +411,11 @@ class _Rerun:
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[_Rerun, None]:
+    ) -> tuple[Rerun, None]:
         """The region of the outputs' tangents."""
         pushed = pushforward(self.function, None, has_tangent)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
-        return _Rerun(pushed, pushed, wanted, self.state), None
+        return Rerun(pushed, pushed, wanted, self.state), None
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
@@ -406,7 +423,7 @@ class _Rerun:
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
         function = tracked(self.function, wanted) if save else self.function
         over = mapped(function, None, batch, 0)
-        return Batched(_Rerun(over, over, self.requires_grad, self.state), None)
+        return Batched(Rerun(over, over, self.requires_grad, self.state), None)
 
 
 def _zeros_for_none(function: Flat, pull: Pull) -> Flat:

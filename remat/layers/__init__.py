@@ -1,0 +1,5 @@
+"""Stacks of layers: `scan` for like ones."""
+
+from remat.layers._scan import scan
+
+__all__ = ["scan"]

@@ -1,0 +1,235 @@
+"""One stage of a stack: a traced region, and how to run it forward and backward.
+
+`entry_of` traces a stage on fake tensors, so that a whole stack is known before any of it
+runs: what each stage takes, gives and keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._bind import Call, bind, make_view, run_saving
+from remat._derived import Pull, pullback
+from remat._graph import TensorMeta, layout_of
+from remat._numerics import Numerics
+from remat._region import Asked, Region, Roots
+
+
+@contextmanager
+def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
+    """Stand-ins for tensors, and a context in which operators run without data."""
+    home = metas[0].device if metas else torch.device("cpu")
+    with _compat.isolated(), _compat.fake_mode(home):
+        yield [
+            torch.empty_strided(
+                meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
+            ).requires_grad_(meta.requires_grad)
+            for meta in metas
+        ]
+
+
+def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
+    """Strides in the order of the given ones, without gaps or repeats."""
+    with on_fakes([meta]) as (fake,):
+        return torch.empty_like(fake).stride()
+
+
+def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides, which leave no gaps; a copy only if it has others."""
+    if tensor.stride() == stride:
+        return tensor
+    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A stage, traced.
+
+    Attributes:
+        region: its region; it takes the state, slices of what is scanned over, and what
+            the stage captures.
+        roots: the function that is run, and the objects among its arguments.
+        labels: what messages call the operands.
+        num_state: leaves of the state that it takes.
+        captured: where the stack keeps the tensors that it captures.
+    """
+
+    region: Region
+    roots: Roots
+    labels: tuple[str, ...]
+    num_state: int
+    captured: tuple[int, ...]
+
+    @property
+    def state(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the state that it takes."""
+        return self.region.operands[: self.num_state]
+
+    @property
+    def num_saved(self) -> int:
+        """How many values wait for its backward when it is recorded."""
+        return len(self.region.cut(self.roots).saved)
+
+    def laid(self, state: Sequence[Tensor]) -> list[Tensor]:
+        """A state laid out as the stage was traced for."""
+        pairs = zip(state, self.state, strict=True)
+        return [relaid(tensor, meta.stride) for tensor, meta in pairs]
+
+    def advance(self, operands: Sequence[Tensor], numerics: Numerics) -> list[Tensor]:
+        """What the stage returns."""
+        return present(bind(self._call(numerics), operands))
+
+    def record(
+        self, operands: Sequence[Tensor], numerics: Numerics
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What the stage returns, and what its backward reads beyond its operands."""
+        results = run_saving(self._call(numerics), operands)
+        views = self.region.views(self.roots)
+        returned = (
+            [*results.outputs]
+            if views is None
+            else present([make_view(view, results.outputs, operands) for view in views])
+        )
+        return returned, [*results.saved]
+
+    def pull(
+        self,
+        saved: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        numerics: Numerics,
+    ) -> list[Tensor | None]:
+        """The gradients of the operands, None where none is wanted or none comes."""
+        wanted = [
+            each and meta.requires_grad
+            for each, meta in zip(wanted, self.region.operands, strict=True)
+        ]
+        direct: list[Tensor | None] = [None] * len(operands)
+        if self.region.views(self.roots) is not None:
+            cotangents, direct = self._through_views(operands, cotangents)
+        pulled: list[Tensor | None] = [None] * len(operands)
+        if any(each is not None for each in cotangents) and any(wanted):
+            pulled = self._pull(saved, operands, cotangents, tuple(wanted), numerics)
+        return [
+            added(one, other) if is_wanted else None
+            for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
+        ]
+
+    def _pull(
+        self,
+        saved: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        wanted: tuple[bool, ...],
+        numerics: Numerics,
+    ) -> list[Tensor | None]:
+        layouts = tuple(None if each is None else layout_of(each) for each in cotangents)
+        derived = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
+        call = Call(derived, self.roots, numerics, self.labels)
+        found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
+        return [next(found) if each else None for each in wanted]
+
+    def _through_views(
+        self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The cotangents of the outputs, and those that go straight to operands."""
+        views = self.region.every_view(self.roots)
+        metas = self.region.joint(self.roots).output_metas
+        count = len(metas)
+
+        def returned(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+            outputs, given = tensors[:count], tensors[count:]
+            return [make_view(view, outputs, given) for view in views]
+
+        # A view's derivative reads no numbers.
+        stand_ins = [
+            torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
+            for each in metas
+        ]
+        found = pulled(returned, [*stand_ins, *operands], cotangents)
+        flows = self.region.joint(self.roots).differentiable
+        outputs = [
+            each if flow else None for each, flow in zip(found, flows, strict=False)
+        ]
+        return outputs, found[count:]
+
+    @property
+    def reached(self) -> tuple[bool, ...]:
+        """For each operand whether some output rests on it."""
+        direct = {
+            view.operand
+            for view in self.region.every_view(self.roots)
+            if view.operand is not None and not (view.is_cut or view.is_detached)
+        }
+        gradients = self.region.joint(self.roots).gradients
+        return tuple(
+            ref is not None or index in direct for index, ref in enumerate(gradients)
+        )
+
+    def returned(self) -> list[TensorMeta]:
+        """The metadata of what the stage returns; `requires_grad` where gradients flow."""
+        region, joint = self.region, self.region.joint(self.roots)
+        with on_fakes(region.operands) as fakes, torch.no_grad():
+            found = self.advance(fakes, Numerics.current())
+            metas = [TensorMeta.of(each) for each in found]
+        flows = [
+            not (view.is_cut or view.is_detached)
+            and (
+                joint.differentiable[view.output]
+                if view.output is not None
+                else region.operands[view.operand or 0].requires_grad
+            )
+            for view in region.every_view(self.roots)
+        ]
+        return [
+            dataclasses.replace(meta, requires_grad=flow and meta.is_differentiable)
+            for meta, flow in zip(metas, flows, strict=True)
+        ]
+
+    def _call(self, numerics: Numerics) -> Call:
+        return Call(self.region, self.roots, numerics, self.labels)
+
+
+def pulled(
+    function: Callable[[Sequence[Tensor]], Sequence[Any]],
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of a function of tensors, each where one comes."""
+    wanted = tuple(
+        index
+        for index, each in enumerate(tensors)
+        if each.is_floating_point() or each.is_complex()
+    )
+    outputs = tuple(k for k, each in enumerate(cotangents) if each is not None)
+    pull = pullback(function, Pull(outputs, wanted, len(tensors)), create_graph=False)
+    leaves = [
+        each.detach().requires_grad_() if index in wanted else each
+        for index, each in enumerate(tensors)
+    ] if not _compat.interpreter_is_active() else [*tensors]
+    with torch.enable_grad():
+        found = iter(pull([*leaves, *present(cotangents)]))
+    return [next(found) if k in wanted else None for k in range(len(tensors))]
+
+
+def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are there."""
+    return [each for each in tensors if each is not None]
+
+
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, None for none."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

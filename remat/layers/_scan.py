@@ -1,0 +1,367 @@
+"""`scan`: one function over and over, as a stack of like layers.
+
+`jax.lax.scan`, whose meaning it has, is compiled to a loop; here the loop runs in Python
+over one trace of the function, and each step is a region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._api import Region, is_of_module, remat
+from remat._errors import CarryError, RematWarning, explain
+from remat._graph import TensorMeta
+from remat._numerics import Numerics
+from remat._options import PolicyLike
+from remat._trace import is_running, lift
+from remat.layers._common import (
+    Captured,
+    link_of,
+    metas_of,
+    records,
+    run_scheduled,
+)
+from remat.layers._describe import stage_of
+from remat.layers._links import dense_stride, on_fakes, relaid
+from remat.layers._stack import Stack
+from remat.layers._trees import NOTHING, Tree, as_tensors
+from remat.policies import everything_saveable
+from remat.schedules import AbstractSchedule
+
+_Carry = TypeVar("_Carry")
+_X = TypeVar("_X")
+_Y = TypeVar("_Y")
+
+
+def scan(
+    f: Callable[[_Carry, _X], tuple[_Carry, _Y]],
+    init: _Carry,
+    xs: _X = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    *,
+    policy: PolicyLike = None,
+    schedule: AbstractSchedule | None = None,
+) -> tuple[_Carry, _Y]:
+    """Runs `f` once for each slice of `xs`, handing on a carry; the backward recomputes.
+
+    It is this loop, with one trace of `f` for all steps:
+
+        carry, ys = init, []
+        for x in xs:
+            carry, y = f(carry, x)
+            ys.append(y)
+        return carry, torch.stack(ys)
+
+    Laws: the numbers and gradients are the loop's, under every transform, those of
+    captured tensors too. Without a schedule each step is a region under `policy`, and one
+    carry a step is held. With one, states are kept and steps run again as it says; under
+    `.backward()` the gradients are the same to the bit. Second derivatives and forward
+    mode of a scheduled scan hold one carry a step.
+
+    Args:
+        f: (carry, x) -> (carry, y), each a pytree of tensors; None is an empty one, and
+            Python numbers become tensors. A module will do. Under a schedule it may change
+            no buffers, and draw by keys alone.
+        init: the first carry. Structure, shapes and dtypes stay from step to step.
+        xs: a pytree of tensors of shape (length, ...), sliced along dimension 0; keys of
+            `random.split` may be among them. None where `f` needs none.
+        length: the number of steps; needed where `xs` holds no tensor, else checked.
+        reverse: whether to go from the last slice to the first; `ys` keeps its order.
+        unroll: for JAX's sake; more than 1 warns that it has no effect.
+        policy: what a step saves for its backward; None means `policies.nothing_saveable`
+            without a schedule, and with one everything, for the steps that it records.
+        schedule: which carries are kept; None means all.
+
+    Returns:
+        The last carry, and the `y` of all steps stacked along a new dimension 0.
+
+    Raises:
+        CarryError: the carry changes, `f` returns no pair, a leaf is no tensor, or the
+            lengths do not agree.
+
+    Example:
+        >>> import torch
+        >>> from remat import scan, schedules
+        >>> w = torch.ones(2, 2, requires_grad=True)
+        >>> def step(h, x):
+        ...     h = torch.tanh(h @ w + x)
+        ...     return h, h.sum()
+        >>> h, sums = scan(step, torch.zeros(2), torch.ones(9, 2), schedule=schedules.Revolve(3))
+        >>> h.shape, sums.shape
+        (torch.Size([2]), torch.Size([9]))
+        >>> sums.sum().backward()
+        >>> w.grad.shape
+        torch.Size([2, 2])
+
+    References:
+        `jax.lax.scan`.
+    """
+    _advise_of_unroll(unroll)
+    call = _Scan.of(f, init, xs, length, reverse)
+    if call.length == 0:
+        return call.without_steps()
+    if not records((f,), [*call.carry, *call.scanned]):
+        return call.loop(call.step)
+    chosen = policy
+    if policy is None and schedule is not None:
+        chosen = everything_saveable
+    rng = "preserve" if is_of_module(f) and schedule is None else "keys"
+    region = remat(call.step, policy=chosen, rng=rng)
+    if schedule is None:
+        return call.by_regions(region)
+    return call.by_schedule(region, schedule)
+
+
+class _Scan(NamedTuple):
+    """A call of `scan`, taken apart.
+
+    Attributes:
+        step: `f`, checked, on pytrees.
+        carry: the leaves of the first carry, dense in memory.
+        carry_tree: how they are put together.
+        scanned: the leaves of `xs`.
+        xs_tree: how they are put together.
+        length: the number of steps.
+        is_reversed: whether the last slice comes first.
+    """
+
+    step: Callable[[Any, Any], Any]
+    carry: list[Tensor]
+    carry_tree: Tree
+    scanned: list[Tensor]
+    xs_tree: Tree
+    length: int
+    is_reversed: bool
+
+    @classmethod
+    def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
+        """Checks the arguments."""
+        carry, carry_tree = Tree.of(as_tensors(init, "init"))
+        scanned, xs_tree = Tree.of(xs)
+        return cls(
+            stepping(f),
+            [laid_densely(each) for each in carry],
+            carry_tree,
+            [_settled(each) for each in scanned],
+            xs_tree,
+            _length_of(scanned, xs, length),
+            reverse,
+        )
+
+    def slices(self) -> list[Any]:
+        """What each step takes; all at once, or their backward were quadratic."""
+        if not self.scanned:
+            return [self.xs_tree.put_together([])] * self.length
+        parts = zip(*(each.unbind(0) for each in self.scanned), strict=True)
+        found = [self.xs_tree.put_together(part) for part in parts]
+        return found[::-1] if self.is_reversed else found
+
+    def without_steps(self) -> tuple[Any, Any]:
+        """The first carry, and nothing of what a step would hand out."""
+        carry = self.carry_tree.put_together(self.carry)
+        zeros = [each.new_zeros(each.shape[1:]) for each in self.scanned]
+        with torch.no_grad():
+            _, y = self.step(carry, self.xs_tree.put_together(zeros))
+        rows = _compat.map_tensors(lambda each: each.new_zeros((0, *each.shape)), y)
+        return carry, rows
+
+    def loop(self, step: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+        """The loop itself."""
+        carry = self.carry_tree.put_together(self.carry)
+        rows: list[list[Tensor]] = []
+        tree = NOTHING
+        for x in self.slices():
+            carry, y = step(carry, x)
+            row, tree = Tree.of(y)
+            rows.append(row)
+        if self.is_reversed:
+            rows.reverse()
+        stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+        return carry, tree.put_together(stacked)
+
+    def by_regions(self, region: Region[..., Any]) -> tuple[Any, Any]:
+        """Each step a region of one trace."""
+        with on_fakes(self.metas()) as fakes:
+            args = self._arguments(fakes)
+        entry, roots = region.entry_of(args, {})
+        captured = entry.gather(roots)
+        assert captured is not None, "the trace was found a moment ago"
+        numerics = Numerics.current()
+        strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
+        run = entry.call_quietly if _compat.is_quiet() else entry.call
+
+        def step(carry: Any, x: Any) -> Any:
+            laid = map(relaid, Tree.of(carry)[0], strides)
+            tensors = [*laid, *Tree.of(x)[0], *captured]
+            if is_running():
+                tensors = list(map(lift, tensors))
+            return run(roots, tensors, numerics)
+
+        return self.loop(step)
+
+    def by_schedule(
+        self, region: Region[..., Any], schedule: AbstractSchedule
+    ) -> tuple[Any, Any]:
+        """All steps one region, which keeps what the schedule says."""
+        with on_fakes(self.metas()) as fakes:
+            args = self._arguments(fakes)
+        captured, count = Captured(), len(self.carry)
+        link, entry = link_of(region, args, count, captured)
+        tensors = [*self.carry, *self.scanned, *captured.tensors]
+        stack = Stack(
+            [link] * self.length,
+            tuple(metas_of(tensors)),
+            count,
+            len(self.scanned),
+            count,
+            is_reversed=self.is_reversed,
+        )
+        returned = link.returned()
+        stage = stage_of(link, returned[:count])
+        flows = tuple(meta.requires_grad for meta in returned)
+        stages = [stage] * self.length
+        found = run_scheduled(stack, schedule.actions(stages), flows, tensors)
+        return entry.output.tree(found)
+
+    def metas(self) -> list[TensorMeta]:
+        """Of the carry and of a slice; from the second step on the carry has gradients."""
+        carry = [
+            dataclasses.replace(meta, requires_grad=meta.is_differentiable)
+            for meta in metas_of(self.carry)
+        ]
+        slices = [
+            dataclasses.replace(meta, shape=meta.shape[1:], stride=meta.stride[1:])
+            for meta in metas_of(self.scanned)
+        ]
+        return [*carry, *slices]
+
+    def _arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        count = len(self.carry)
+        carry = self.carry_tree.put_together(leaves[:count])
+        return carry, self.xs_tree.put_together(leaves[count:])
+
+
+def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`f` with its results checked; equal functions share a trace."""
+    step = functools.partial(_step, f)
+    if hasattr(f, "__qualname__"):
+        functools.update_wrapper(step, f, updated=())
+    return step
+
+
+def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
+    result = f(carry, x)
+    if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
+        raise CarryError(
+            explain(
+                where=f"scan over {f!r}",
+                what=f"the function returned a {type(result).__name__}.",
+                why="A step gives a pair: the next carry, and what is to be stacked.",
+                do="Return (carry, y); (carry, None) if nothing is to be stacked.",
+            )
+        )
+    new, y = cast("tuple[Any, Any]", result)
+    return _next_carry(carry, new), as_tensors(y, "the second value that f returns")
+
+
+def _next_carry(old: Any, new: Any) -> Any:
+    """The new carry in the old one's structure, which it must have."""
+    tensors, tree = Tree.of(old)
+    try:
+        leaves = tree.leaves_of(new)
+    except ValueError as error:
+        raise _changed(f"has another structure ({error})") from error
+    made = [as_tensors(leaf, "the carry") for leaf in leaves]
+    names = [".".join(path) or "carry" for path, _ in _compat.leaves_with_path(old)]
+    found = [each for each in made if each is not None]
+    if [each is not None for each in made] != list(tree.is_tensor):
+        raise _changed("has None where it had a tensor, or the other way round")
+    kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
+    for name, one, other in zip(kept, tensors, found, strict=True):
+        if (one.shape, one.dtype, one.device) != (
+            other.shape, other.dtype, other.device,
+        ):  # fmt: skip
+            before, after = TensorMeta.of(one), TensorMeta.of(other)
+            raise _changed(
+                f"has the leaf `{name}` as {after} on {other.device}, and before as "
+                f"{before} on {one.device}"
+            )
+    return tree.put_together(found)
+
+
+def _changed(how: str) -> CarryError:
+    return CarryError(
+        explain(
+            where="scan",
+            what=f"the carry that the function returned {how}.",
+            why="One trace serves all steps, so the carry keeps its structure, shapes "
+            "and dtypes.",
+            do="Return a carry like the one given, or give `init` the shape and dtype "
+            "that the function returns.",
+        )
+    )
+
+
+def _length_of(scanned: Sequence[Tensor], xs: Any, length: int | None) -> int:
+    for path, leaf in _compat.leaves_with_path(xs):
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() > 0):
+            name = ".".join(["xs", *path])
+            what = "0-d" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise CarryError(
+                explain(
+                    where=f"scan: `{name}`",
+                    what=f"is {what}.",
+                    why="Each leaf of xs is sliced along its first dimension.",
+                    do="Stack what the steps take: torch.stack([...]); what all of them "
+                    "share can be captured.",
+                )
+            )
+    lengths = {len(each) for each in scanned}
+    if length is not None:
+        lengths.add(operator.index(length))
+    if len(lengths) == 1 and min(lengths) >= 0:
+        return lengths.pop()
+    raise CarryError(
+        explain(
+            where="scan",
+            what=f"the number of steps is not clear: {sorted(lengths) or 'none is given'}.",
+            why="It is the first dimension of each leaf of xs, and `length`.",
+            do="Give xs leaves of one length, or pass length= where xs is None.",
+        )
+    )
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg()
+
+
+def laid_densely(tensor: Tensor) -> Tensor:
+    """A tensor without gaps or repeats in memory, in its own order of dimensions."""
+    tensor = _settled(tensor)
+    return relaid(tensor, dense_stride(TensorMeta.of(tensor)))
+
+
+def _advise_of_unroll(unroll: int) -> None:
+    if isinstance(unroll, int) and unroll == 1:
+        return
+    warnings.warn(
+        explain(
+            where="scan",
+            what=f"unroll={unroll!r} has no effect.",
+            why="It saves JAX's compiled loop some jumps; here the steps run one by one.",
+            do="Leave it out.",
+        ),
+        RematWarning,
+        stacklevel=3,
+    )

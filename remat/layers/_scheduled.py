@@ -1,0 +1,367 @@
+"""A scheduled stack as a region: the rules of differentiation of `_bind`, by replay.
+
+The forward carries out the sweep of a schedule, and its backward the rest. Both run below
+every transform, and are mapped where a vmap level is met. The backward is a region too, so
+that nothing of it is recorded under `torch.func.grad`; what is derived from it, and
+forward mode, comes from the stack of plain regions (`Rerun`), which holds one state a
+stage.
+
+What waits is kept aside, not with autograd, so that it can be let go of while the backward
+goes on: autograd frees what it saved when a backward is over. A further backward through
+the same graph runs the sweep again. One number stands for it, saved as regions save: where
+vmap has mapped that number, it has mapped what waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat._derived import Batch, mapped
+from remat._errors import SavedTensorModifiedError, explain
+from remat._numerics import Numerics
+from remat._program import Program
+from remat._region import AnyRegion, Asked, Batched, Calls, Forward, Results, Roots
+from remat._rerun import Rerun, rerun_of
+from remat._trace import View
+from remat.layers._executor import Executor
+from remat.layers._stack import Stack
+from remat.schedules import Action, Advance, Backward, Ledger
+from remat.storage import AbstractStorage
+
+#: (operands, whether to hold what the backward needs) -> outputs, and with it a mark and
+#: what waits.
+Sweep = Callable[[Sequence[Tensor], bool, Numerics], list[Tensor]]
+#: (what waits, or None if it is gone; operands and cotangents) -> gradients.
+Replayed = Callable[[list[Tensor] | None, Sequence[Tensor], Numerics], list[Tensor]]
+
+
+@final
+class Held:
+    """What one sweep left for its backward, to be taken once.
+
+    Attributes:
+        ledger: where the sweep ended.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._tensors: list[Tensor] | None = None
+        self._versions: list[int] = []
+        self._is_filled = False
+
+    def put(self, tensors: list[Tensor]) -> None:
+        """Keeps what a sweep held; of two sweeps nobody can tell which one is meant."""
+        self._tensors = None if self._is_filled else tensors
+        self._versions = [each._version for each in tensors]  # noqa: SLF001  # public in all but name
+        self._is_filled = True
+
+    def take(self) -> list[Tensor] | None:
+        """What waits; None the second time.
+
+        Raises:
+            SavedTensorModifiedError: some of it was changed in place meanwhile.
+        """
+        tensors, self._tensors = self._tensors, None
+        pairs = zip(tensors or (), self._versions, strict=False)
+        if any(each._version != version for each, version in pairs):  # noqa: SLF001  # as above
+            raise SavedTensorModifiedError(
+                explain(
+                    where="the backward of a scheduled scan or chain",
+                    what="an output that waits for it was changed in place.",
+                    why="The backward of the last stage would start from other numbers.",
+                    do="Change a copy (y = y + 1 instead of y += 1), or do it after "
+                    "backward().",
+                )
+            )
+        return tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scheduled:
+    """What the regions here have in common: no program, no states, no storages."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Random numbers come from keys."""
+        return ()
+
+    @property
+    def inputs(self) -> dict[int, AbstractStorage]:
+        """They are kept as they are."""
+        return {}
+
+    @property
+    def calls(self) -> Calls:
+        """They are not counted."""
+        return Calls()
+
+    @property
+    def program(self) -> Program | None:
+        """It has none."""
+        return None
+
+    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None:
+        """It has no program."""
+        return None
+
+    def num_draws(self, roots: Roots) -> int:
+        """Random numbers come from keys."""
+        return 0
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Swept(_Scheduled):
+    """The region of a scheduled stack.
+
+    Attributes:
+        sweep: runs the forward.
+        plain: the same function as a region that runs again.
+        num_outputs: how many tensors the stack returns.
+        flows: for each whether a cotangent can come back.
+        held: where what waits is put.
+        replay: from what is asked of a backward to what runs it; None where another level
+            of reverse mode has the backward.
+        batch: the stack as it is mapped where reverse mode is taken below.
+    """
+
+    sweep: Sweep
+    plain: Rerun
+    num_outputs: int
+    flows: tuple[bool, ...]
+    held: Held
+    replay: Callable[[Asked], Replayed] | None
+    batch: Callable[[Batch], tuple[Swept, tuple[int, ...]]] | None
+    num_leading: int = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its backward reads what the forward left."""
+        return self.replay is not None
+
+    def views(self, roots: Roots) -> None:
+        """The outputs are what is returned."""
+        return
+
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]:
+        """Carries out the sweep on tensors that no transform has wrapped."""
+
+        def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
+            with torch.no_grad():
+                found = self.sweep(tensors, save, numerics)
+            outputs = found[: self.num_outputs]
+            if not save:
+                return Results(outputs, flows=self.flows)
+            mark, *held = found[self.num_outputs :]
+            self.held.put(held)
+            return Results(outputs, saved=(mark,), flows=self.flows)
+
+        return run
+
+    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion:
+        """The region that carries out the rest of the schedule."""
+        again = self.plain.vjp(roots, asked)
+        if self.replay is None:
+            return again
+        return Pulled(self.replay(asked), again, self.held)
+
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[AnyRegion, None]:
+        """The region of the outputs' tangents."""
+        return self.plain.jvp(roots, has_tangent, num_states)
+
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        """The region of the mapped stack; if `save`, reverse mode is above, per example."""
+        if not save and self.batch is not None:
+            return Batched(*self.batch(batch))
+        plain = self.plain.batched(roots, batch, save=False).region
+        assert isinstance(plain, Rerun)
+
+        def sweep(
+            tensors: Sequence[Tensor], hold: bool, numerics: Numerics
+        ) -> list[Tensor]:
+            over = mapped(lambda each: self.sweep(each, hold, numerics), None, batch, 0)
+            return [each for each in over(tensors) if each is not None]
+
+        region = dataclasses.replace(
+            self, sweep=sweep, plain=plain, replay=None, batch=None
+        )
+        return Batched(region, None)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Pulled(_Scheduled):
+    """The region of a scheduled stack's gradients.
+
+    Attributes:
+        replay: runs the backward.
+        again: the same as a region that runs again: what is derived comes from it.
+        held: what waits.
+        num_leading: the mark comes before the operands.
+    """
+
+    replay: Replayed
+    again: Rerun
+    held: Held
+    num_leading: int = 1
+
+    @property
+    def keeps(self) -> bool:
+        """What waits is the other region's."""
+        return False
+
+    def views(self, roots: Roots) -> tuple[View, ...] | None:
+        """Which of the wanted gradients there are."""
+        return self.again.views(roots)
+
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]:
+        """Carries out the backward on tensors that no transform has wrapped."""
+
+        def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
+            with torch.no_grad():
+                return Results(self.replay(self.held.take(), tensors[1:], numerics))
+
+        return run
+
+    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion:
+        """The region of second derivatives."""
+        return self.again.vjp(roots, asked)
+
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[AnyRegion, None]:
+        """The region of the gradients' tangents."""
+        return self.again.jvp(roots, has_tangent, num_states)
+
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        """The region of the mapped backward."""
+        mark_dim = batch.dims[0]
+        rest = dataclasses.replace(batch, dims=batch.dims[1:], metas=batch.metas[1:])
+        again = self.again.batched(roots, rest, save=False).region
+        assert isinstance(again, Rerun)
+
+        def replay(
+            held: list[Tensor] | None, tensors: Sequence[Tensor], numerics: Numerics
+        ) -> list[Tensor]:
+            waiting = held or []
+            count = len(waiting)
+            dims = (*(mark_dim for _ in waiting), *rest.dims)
+            over = mapped(
+                lambda each: self.replay(
+                    None if held is None else [*each[:count]], each[count:], numerics
+                ),
+                None,
+                dataclasses.replace(rest, dims=dims),
+                0,
+            )
+            found = over([*waiting, *tensors])
+            return [each for each in found if each is not None]
+
+        return Batched(dataclasses.replace(self, replay=replay, again=again), None)
+
+
+def scheduled(
+    stack: Stack, actions: Sequence[Action], flows: tuple[bool, ...]
+) -> Swept:
+    """The region of a stack that is run by a schedule.
+
+    Args:
+        stack: what to run.
+        actions: how.
+        flows: for each tensor that the stack returns whether a cotangent can come back.
+    """
+    held = Held()
+    first = next(k for k, each in enumerate(actions) if isinstance(each, Backward))
+    forward, backward = actions[:first], actions[first:]
+    for action in forward:
+        held.ledger.enter(action)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return stack.run(tensors, Numerics.current())
+
+    requires_grad = tuple(meta.requires_grad for meta in stack.operands)
+    reached = stack.reached()
+
+    def batch_of(batch: Batch) -> tuple[Swept, tuple[int, ...]]:
+        num_rows = len(flows) - stack.num_last
+        region = scheduled(stack.batched(batch), actions, flows)
+        return region, (*(0 for _ in range(stack.num_last)), *(1 for _ in range(num_rows)))
+
+    return Swept(
+        _sweep(stack, forward),
+        rerun_of(run, requires_grad, reached),
+        len(flows),
+        flows,
+        held,
+        _replays(stack, forward, backward, held, reached),
+        batch_of,
+    )
+
+
+def _sweep(stack: Stack, actions: Iterable[Action]) -> Sweep:
+    def sweep(
+        tensors: Sequence[Tensor], hold: bool, numerics: Numerics
+    ) -> list[Tensor]:
+        executor = Executor(stack, tensors, numerics)
+        if not hold:
+            executor.run([Advance(0, len(stack.links))])
+            return executor.outputs()
+        executor.run(actions)
+        return [*executor.outputs(), torch.zeros(()), *executor.held()]
+
+    return sweep
+
+
+def _replays(
+    stack: Stack,
+    forward: Sequence[Action],
+    backward: Sequence[Action],
+    held: Held,
+    reached: tuple[bool, ...],
+) -> Callable[[Asked], Replayed]:
+    def replays(asked: Asked) -> Replayed:
+        wanted = [
+            each and is_reached
+            for each, is_reached in zip(asked.wanted, reached, strict=True)
+        ]
+        count = len(stack.operands)
+
+        def replay(
+            waiting: list[Tensor] | None, tensors: Sequence[Tensor], numerics: Numerics
+        ) -> list[Tensor]:
+            operands, given = tensors[:count], iter(tensors[count:])
+            cotangents = [None if each is None else next(given) for each in asked.layouts]
+            executor = Executor(stack, operands, numerics)
+            if waiting is None:
+                executor.run(forward)
+            else:
+                executor.resume(copy.deepcopy(held.ledger), waiting)
+            executor.start_backward(cotangents, wanted)
+            executor.run(backward)
+            return _with_zeros(executor.gradients(), operands, wanted)
+
+        return replay
+
+    return replays
+
+
+def _with_zeros(
+    gradients: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor]:
+    return [
+        torch.zeros_like(operand) if gradient is None else gradient
+        for gradient, operand, each in zip(gradients, operands, wanted, strict=True)
+        if each
+    ]

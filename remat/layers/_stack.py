@@ -1,0 +1,191 @@
+"""A stack of links: which tensors go into each, and what comes out of all.
+
+Its operands are the leaves of the first state, what is scanned over (stacked), and what
+the links capture; its outputs the leaves of the last state, and what each link hands out
+besides, stacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._derived import Batch, mapped
+from remat._graph import TensorMeta
+from remat._numerics import Numerics
+from remat._trace import Flat
+from remat.layers._links import Link, on_fakes
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Links in the order in which they run.
+
+    Attributes:
+        links: one for each stage.
+        operands: the metadata of what the stack takes.
+        num_state: leaves of the first state.
+        num_slices: tensors that are scanned over, by their first dimension.
+        num_last: leaves of the last state.
+        is_reversed: whether the first stage takes the last slice.
+        enter: makes the first state and what is scanned over from what was given; None if
+            it is that.
+    """
+
+    links: Sequence[Link]
+    operands: tuple[TensorMeta, ...]
+    num_state: int
+    num_slices: int
+    num_last: int
+    is_reversed: bool = False
+    enter: Flat | None = None
+
+    @property
+    def num_entered(self) -> int:
+        """How many operands come before those that are captured."""
+        return self.num_state + self.num_slices
+
+    def entered(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The first state and what is scanned over."""
+        given = operands[: self.num_entered]
+        return [*given] if self.enter is None else list(map(_there, self.enter(given)))
+
+    def place(self, stage: int) -> int:
+        """Which slice a stage takes."""
+        return len(self.links) - 1 - stage if self.is_reversed else stage
+
+    def slices(self, scanned: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """What each stage takes of it; all at once, or their backward were quadratic."""
+        parts = [each.unbind(0) for each in scanned]
+        return [
+            tuple(part[self.place(stage)] for part in parts)
+            for stage in range(len(self.links))
+        ]
+
+    def stacked(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """What the stages hand out, one row each, in the order of the slices."""
+        order = reversed(rows) if self.is_reversed else rows
+        return [torch.stack(column) for column in zip(*order, strict=True)]
+
+    def run(self, operands: Sequence[Tensor], numerics: Numerics) -> list[Tensor]:
+        """The outputs: each link is a region, whatever records it."""
+        entered = self.entered(operands)
+        state, scanned = entered[: self.num_state], entered[self.num_state :]
+        captured = operands[self.num_entered :]
+        rows: list[list[Tensor]] = []
+        for link, slices in zip(self.links, self.slices(scanned), strict=True):
+            own = [captured[place] for place in link.captured]
+            returned = link.advance([*link.laid(state), *slices, *own], numerics)
+            count = self.num_after(link)
+            state = returned[:count]
+            rows.append(returned[count:])
+        return [*state, *self.stacked(rows)]
+
+    def num_after(self, link: Link) -> int:
+        """Leaves of the state that a link makes."""
+        return self._counts[id(link)]
+
+    @functools.cached_property
+    def _counts(self) -> dict[int, int]:
+        found = {
+            id(link): after.num_state
+            for link, after in itertools.pairwise(self.links)
+        }
+        return found | {id(self.links[-1]): self.num_last}
+
+    def reached(self) -> tuple[bool, ...]:
+        """For each operand whether some output may rest on it."""
+        found = [False] * len(self.operands)
+        first = self.links[0].reached
+        found[: self.num_state] = first[: self.num_state]
+        distinct = {id(link): link for link in self.links}
+        for link in distinct.values():
+            reached = link.reached[link.num_state :]
+            places = [
+                *range(self.num_state, self.num_entered),
+                *(self.num_entered + place for place in link.captured),
+            ]
+            for place, each in zip(places, reached, strict=True):
+                found[place] = found[place] or each
+        return tuple(
+            each and meta.requires_grad
+            for each, meta in zip(found, self.operands, strict=True)
+        )
+
+    def batched(self, batch: Batch) -> Stack:
+        """The stack of the mapped links, over physical tensors.
+
+        Each link is mapped, not the stack: what captured tensors get is summed within the
+        backward of each stage, as in plain reverse mode over vmap.
+        """
+        enter = self._entering(batch)
+        count, captured_dims = self.num_entered, batch.dims[self.num_entered :]
+        with on_fakes(batch.metas) as fakes:
+            scanned = [_there(each) for each in enter(fakes[:count])][self.num_state :]
+            parts = [TensorMeta.of(each.unbind(0)[0]) for each in scanned]
+        links = {
+            id(link): _mapped(link, batch, parts, captured_dims, batch.metas[count:])
+            for link in self.links
+        }
+        return dataclasses.replace(
+            self,
+            links=[links[id(link)] for link in self.links],
+            operands=batch.metas,
+            enter=enter,
+        )
+
+    def _entering(self, batch: Batch) -> Flat:
+        count = self.num_entered
+        inner = self.enter or (lambda given: given)
+        dims, metas = batch.dims[:count], batch.metas[:count]
+        entering = Batch(batch.size, batch.randomness, dims, metas)
+        over = mapped(inner, None, entering, 0)
+
+        def enter(given: Sequence[Tensor]) -> Sequence[Tensor]:
+            found = list(map(_there, over(given)))
+            scanned = [each.movedim(0, 1) for each in found[self.num_state :]]
+            return [*found[: self.num_state], *scanned]
+
+        return enter
+
+
+def _mapped(
+    link: Link,
+    batch: Batch,
+    parts: Sequence[TensorMeta],
+    captured_dims: Sequence[int | None],
+    captured: Sequence[TensorMeta],
+) -> Link:
+    metas = (
+        *(_with_batch(meta, batch.size) for meta in link.state),
+        *parts,
+        *(captured[place] for place in link.captured),
+    )
+    dims = (
+        *(0 for _ in link.state),
+        *(0 for _ in parts),
+        *(captured_dims[place] for place in link.captured),
+    )
+    region = link.region.mapped_whole(Batch(batch.size, batch.randomness, dims, metas))
+    return dataclasses.replace(link, region=region)
+
+
+def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
+    """A dense tensor's metadata with a dimension before all others."""
+    numel = int(torch.Size(meta.shape).numel())
+    return dataclasses.replace(
+        meta, shape=(size, *meta.shape), stride=(max(numel, 1), *meta.stride)
+    )
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "what enters a stack is made by views alone"
+    return tensor

@@ -1,0 +1,76 @@
+"""Pytrees of tensors, with None where there is nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import CarryError, explain
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """How tensors are put together.
+
+    Attributes:
+        spec: torch's description of the pytree.
+        is_tensor: for each leaf whether it is a tensor; the others are None.
+    """
+
+    spec: Any
+    is_tensor: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[list[Tensor], Tree]:
+        """The tensors of a pytree, and what puts them together again."""
+        leaves, spec = _compat.flatten(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors, cls(spec, tuple(isinstance(leaf, Tensor) for leaf in leaves))
+
+    def put_together(self, tensors: Sequence[Tensor]) -> Any:
+        """The pytree of other tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if each else None for each in self.is_tensor]
+        return _compat.unflatten(leaves, self.spec)
+
+    def leaves_of(self, tree: Any) -> list[Any]:
+        """What another pytree has in the places of the leaves.
+
+        Raises:
+            ValueError: it has another structure.
+        """
+        return _compat.leaves_up_to(tree, self.spec)
+
+
+NOTHING = Tree.of(None)[1]
+
+
+def as_tensors(tree: Any, where: str) -> Any:
+    """A pytree whose Python numbers have become tensors.
+
+    Raises:
+        CarryError: a leaf is no tensor, number or None.
+    """
+    leaves, spec = _compat.flatten(tree)
+    return _compat.unflatten([_as_tensor(leaf, where) for leaf in leaves], spec)
+
+
+def _as_tensor(leaf: Any, where: str) -> Tensor | None:
+    if leaf is None or isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, (bool, int, float, complex)):
+        return torch.tensor(leaf)
+    raise CarryError(
+        explain(
+            where=f"scan: a leaf of {where}",
+            what=f"is a {type(leaf).__name__}, {leaf!r}.",
+            why="What goes from step to step, or is stacked, are tensors.",
+            do="Make it a tensor, or let the function capture it.",
+        )
+    )

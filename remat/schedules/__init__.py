@@ -1,0 +1,33 @@
+"""Schedules: which states of a stack are kept, and what is computed again."""
+
+from remat.schedules._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Record,
+    Restore,
+    Snapshot,
+)
+from remat.schedules._contract import AbstractSchedule, Stage
+from remat.schedules._every import Every, Sqrt
+from remat.schedules._replay import Ledger, Replay, replay
+from remat.schedules._revolve import Revolve
+
+__all__ = [
+    "AbstractSchedule",
+    "Action",
+    "Advance",
+    "Backward",
+    "Drop",
+    "Every",
+    "Ledger",
+    "Record",
+    "Replay",
+    "Restore",
+    "Revolve",
+    "Snapshot",
+    "Sqrt",
+    "Stage",
+    "replay",
+]

@@ -1,0 +1,64 @@
+"""What a schedule is: a rule from described stages to a list of actions.
+
+A schedule is a frozen value whose `repr` rebuilds it. It sees no tensor: a stage is
+described by what it costs and how much it holds. What its actions mean stands in
+`_actions`, whether they are legal says `replay`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from remat._errors import ScheduleError, explain
+from remat.schedules._actions import Action
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a schedule knows of a stage.
+
+    Attributes:
+        cost: of running it forward, in any unit that all stages share.
+        state_bytes: of the state that it takes.
+        output_bytes: of the state that it makes.
+        record_bytes: of what its backward reads beyond these two.
+    """
+
+    cost: int = 1
+    state_bytes: int = 1
+    output_bytes: int = 1
+    record_bytes: int = 1
+
+
+class AbstractSchedule(abc.ABC):
+    """A rule that says what a stack of stages holds and what it computes again.
+
+    Laws: `actions` is a pure function, its result passes `replay`, and it runs the
+    backward of each stage once.
+    """
+
+    @abc.abstractmethod
+    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+        """The whole run: the sweep to the last state, then the backward to the first."""
+
+
+def require_count(value: object, where: str) -> None:
+    """Refuses a number of steps or snapshots that is not a positive int.
+
+    Raises:
+        ScheduleError: if it is not.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return
+    raise ScheduleError(
+        explain(
+            where=where,
+            what=f"got {value!r}.",
+            why="It counts something of which there must be at least one.",
+            do="Pass a positive int.",
+        )
+    )

@@ -1,0 +1,105 @@
+"""Equal segments: keep a state at the start of each, compute the rest again.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4, keep the
+ends of about sqrt(n) segments; `torch.utils.checkpoint.checkpoint_sequential` leaves the
+number of segments to the user. The last segment is recorded in the sweep: its backward
+comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from remat.schedules._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Record,
+    Restore,
+    Snapshot,
+)
+from remat.schedules._contract import AbstractSchedule, Stage, require_count
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Every(AbstractSchedule):
+    """Keeps the state at every `k`-th stage, and runs the stages between them again.
+
+    Laws: no stage runs more than twice, those of the last segment once; between forward
+    and backward ceil(n/k) states and one segment's records are held, and never more.
+
+    Args:
+        k: stages in a segment, at least 1; the last segment may be shorter.
+
+    Raises:
+        ScheduleError: `k` is no positive int.
+
+    Example:
+        >>> from remat import schedules
+        >>> for action in schedules.Every(2).actions([schedules.Stage()] * 3):
+        ...     print(action)
+        Snapshot(state=0)
+        Advance(start=0, stop=2)
+        Record(stage=2)
+        Backward(stage=2)
+        Restore(state=0)
+        Drop(state=0)
+        Record(stage=0)
+        Record(stage=1)
+        Backward(stage=1)
+        Backward(stage=0)
+
+    References:
+        Chen et al., 2016, https://arxiv.org/abs/1604.06174.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        require_count(self.k, f"Every(k={self.k!r})")
+
+    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+        """See the base class."""
+        return tuple(_segments(len(stages), self.k))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sqrt(AbstractSchedule):
+    """`Every(k)` with k = ceil(sqrt(n)): memory grows as the square root of the stages.
+
+    Laws: those of `Every`; at most sqrt(n) + 1 states and records are held.
+
+    Example:
+        >>> from remat import schedules
+        >>> stages = [schedules.Stage()] * 100
+        >>> schedules.Sqrt().actions(stages) == schedules.Every(10).actions(stages)
+        True
+
+    References:
+        Chen et al., 2016, section 4.1, https://arxiv.org/abs/1604.06174.
+    """
+
+    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+        """See the base class."""
+        count = len(stages)
+        return tuple(_segments(count, max(1, math.isqrt(max(count - 1, 0)) + 1)))
+
+
+def _segments(count: int, size: int) -> Iterator[Action]:
+    starts = range(0, count, size)
+    for start in starts[:-1]:
+        yield Snapshot(start)
+        yield Advance(start, start + size)
+    for start in reversed(starts):
+        stop = min(start + size, count)
+        if stop < count:
+            yield Restore(start)
+            yield Drop(start)
+        yield from (Record(stage) for stage in range(start, stop))
+        yield from (Backward(stage) for stage in reversed(range(start, stop)))

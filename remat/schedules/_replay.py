@@ -1,0 +1,212 @@
+"""Replays a list of actions without a tensor: is each legal, and what do all cost?
+
+The executor of `remat.layers` asks the same ledger before each action, so that a list
+that replays is a list that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from remat._errors import ScheduleError, explain
+from remat.schedules._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Record,
+    Restore,
+    Snapshot,
+)
+from remat.schedules._contract import Stage
+
+
+@final
+class Ledger:
+    """Where the run of a schedule stands; refuses an action that cannot be done.
+
+    Attributes:
+        current: the current state, None after a backward.
+        kept: the states that snapshots keep.
+        recorded: the stages that are recorded.
+        remaining: how many stages have not been pulled back; the last comes first.
+    """
+
+    def __init__(self) -> None:
+        self.current: int | None = 0
+        self.kept: set[int] = set()
+        self.recorded: set[int] = set()
+        self.remaining: int | None = None
+
+    def enter(self, action: Action) -> None:
+        """Notes an action that is about to be done.
+
+        Raises:
+            ScheduleError: it cannot be done here.
+        """
+        match action:
+            case Advance(start, stop):
+                self._require(start < stop, action, "it goes nowhere")
+                self._require_current(start, action)
+                self.current = stop
+            case Record(stage):
+                self._require_current(stage, action)
+                is_new = stage not in self.recorded
+                self._require(is_new, action, f"stage {stage} is recorded already")
+                self.recorded.add(stage)
+                self.current = stage + 1
+            case Snapshot(state):
+                self._require_current(state, action)
+                self._require(state not in self.kept, action, "it is kept already")
+                self.kept.add(state)
+            case Restore(state):
+                self._require(state in self.kept, action, "it is not kept")
+                self.current = state
+            case Drop(state):
+                self._require(state in self.kept, action, "it is not kept")
+                self.kept.remove(state)
+            case Backward(stage):
+                self._pull(stage, action)
+
+    def _pull(self, stage: int, action: Action) -> None:
+        if self.remaining is None:
+            # The first backward is that of the last stage.
+            self.remaining = self.current
+        is_next = self.remaining == stage + 1
+        self._require(is_next, action, f"{self.remaining} stages remain to be pulled")
+        self._require(stage in self.recorded, action, f"stage {stage} is not recorded")
+        self.recorded.remove(stage)
+        self.remaining = stage
+        self.current = None
+
+    def _require_current(self, state: int, action: Action) -> None:
+        is_current = self.current == state
+        self._require(is_current, action, f"the current state is {self.current}")
+
+    def _require(self, holds: bool, action: Action, why: str) -> None:
+        if holds:
+            return
+        raise ScheduleError(
+            explain(
+                where=f"the action {action}",
+                what="cannot be done.",
+                why=f"Where it stands, {why}.",
+                do="Correct the schedule's actions: schedules.replay checks them.",
+            )
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a list of actions comes to.
+
+    Attributes:
+        evaluations: runs of a stage, the recording ones included.
+        cost: of these, in the unit of the stages.
+        most_snapshots: the most states that snapshots kept at one time.
+        peak_bytes: the most bytes of states and records at one time, the first state left
+            out: it is the caller's. While a stage runs, the state that it takes and the
+            one that it makes are there; its own temporaries, and gradients, are not
+            counted.
+        held_bytes: the same between the sweep and the backward, the last state left out.
+    """
+
+    evaluations: int
+    cost: int
+    most_snapshots: int
+    peak_bytes: int
+    held_bytes: int
+
+
+@final
+class _Meter:
+    """Adds up what a replay costs and holds."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.evaluations = 0
+        self.cost = 0
+        self.most_snapshots = 0
+        self.peak_bytes = 0
+        self.held_bytes = 0
+
+    def state_bytes(self, state: int) -> int:
+        """Bytes of one state that live for the stack's sake."""
+        return 0 if state == 0 else self.stages[state - 1].output_bytes
+
+    def live_bytes(self, ledger: Ledger, *others: int) -> int:
+        """Bytes of what is kept and recorded, and of some more states."""
+        states = {*ledger.kept, *ledger.recorded, *others}
+        records = sum(self.stages[stage].record_bytes for stage in ledger.recorded)
+        return records + sum(map(self.state_bytes, states))
+
+    def run(self, ledger: Ledger, stage: int) -> None:
+        """Counts one run of a stage."""
+        self.evaluations += 1
+        self.cost += self.stages[stage].cost
+        live = self.live_bytes(ledger, stage, stage + 1)
+        self.peak_bytes = max(self.peak_bytes, live)
+
+
+def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
+    """Checks a list of actions and says what it costs.
+
+    Args:
+        actions: what a schedule answered.
+        stages: what it was asked about.
+
+    Returns:
+        Evaluations, cost, snapshots and bytes.
+
+    Raises:
+        ScheduleError: an action cannot be done where it stands, or some stage is never
+            pulled back.
+
+    Example:
+        >>> from remat import schedules
+        >>> stages = [schedules.Stage()] * 10
+        >>> found = schedules.replay(schedules.Revolve(3).actions(stages), stages)
+        >>> found.evaluations, found.most_snapshots
+        (25, 3)
+    """
+    ledger, meter = Ledger(), _Meter(stages)
+    for action in actions:
+        first_backward = isinstance(action, Backward) and ledger.remaining is None
+        if first_backward:
+            _require_end(ledger.current == len(stages), action, ledger)
+            meter.held_bytes = meter.live_bytes(ledger)
+        ledger.enter(action)
+        match action:
+            case Advance(start, stop):
+                for stage in range(start, stop):
+                    meter.run(ledger, stage)
+            case Record(stage):
+                meter.run(ledger, stage)
+            case _:
+                meter.most_snapshots = max(meter.most_snapshots, len(ledger.kept))
+    is_done = ledger.remaining == 0 or not stages
+    _require_end(is_done, "the end of the list", ledger)
+    return Replay(
+        meter.evaluations,
+        meter.cost,
+        meter.most_snapshots,
+        meter.peak_bytes,
+        meter.held_bytes,
+    )
+
+
+def _require_end(holds: bool, where: object, ledger: Ledger) -> None:
+    if holds:
+        return
+    raise ScheduleError(
+        explain(
+            where=f"{where}",
+            what="comes too early.",
+            why=f"The current state is {ledger.current}, and the stages that remain to "
+            f"be pulled back are {ledger.remaining}.",
+            do="Run the sweep to the last state, then pull back each stage once.",
+        )
+    )

@@ -1,0 +1,138 @@
+"""Revolve: the fewest evaluations for a given number of snapshots, like stages.
+
+Griewank and Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software
+26(1), 2000, https://doi.org/10.1145/347837.347846. To pull back l stages with s snapshots,
+the first state among them, takes
+
+    t(l, s) = r l - beta(s + 1, r - 1),    beta(s, r) = (s + r)! / (s! r!),
+
+evaluations beyond the l that are recorded, where r is the least with beta(s, r) >= l: no
+stage is advanced over more than r times (their Theorem 1 and Proposition 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from remat.schedules._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Record,
+    Restore,
+    Snapshot,
+)
+from remat.schedules._contract import AbstractSchedule, Stage, require_count
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Revolve(AbstractSchedule):
+    """Keeps at most `snapshots` states, and recomputes as little as that permits.
+
+    Laws: l stages run l + t(l, s) times in all, which is the least there is; at most
+    `snapshots` states are kept, the first one among them, and one stage is recorded at
+    any time, so that memory does not depend on l. The last stage is recorded in the sweep.
+
+    Args:
+        snapshots: states that may be kept at one time, at least 1, the first one counted.
+
+    Raises:
+        ScheduleError: `snapshots` is no positive int.
+
+    Example:
+        >>> from remat import schedules
+        >>> stages = [schedules.Stage()] * 60
+        >>> for s in (1, 2, 4, 8):
+        ...     print(s, schedules.replay(schedules.Revolve(s).actions(stages), stages).evaluations)
+        1 1830
+        2 560
+        4 270
+        8 186
+
+    References:
+        Griewank and Walther, 2000, https://doi.org/10.1145/347837.347846.
+    """
+
+    snapshots: int
+
+    def __post_init__(self) -> None:
+        require_count(self.snapshots, f"Revolve(snapshots={self.snapshots!r})")
+
+    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+        """See the base class."""
+        if not stages:
+            return ()
+        return (Snapshot(0), *reverse(0, len(stages), self.snapshots))
+
+
+def beta(snapshots: int, repeats: int) -> int:
+    """The most stages that can be pulled back with none advanced over more often."""
+    return math.comb(snapshots + repeats, repeats) if repeats >= 0 else 0
+
+
+def repeats_of(count: int, snapshots: int) -> int:
+    """The least r with beta(snapshots, r) >= count."""
+    repeats = 0
+    while beta(snapshots, repeats) < count:
+        repeats += 1
+    return repeats
+
+
+def extra_evaluations(count: int, snapshots: int) -> int:
+    """t(l, s) of the module's docstring.
+
+    Example:
+        >>> extra_evaluations(10, 3)
+        15
+    """
+    repeats = repeats_of(count, snapshots)
+    return repeats * count - beta(snapshots + 1, repeats - 1)
+
+
+def split_of(count: int, snapshots: int) -> int:
+    """How far to advance before the next snapshot.
+
+    With r as above, any m is optimal for which the first m stages need no more than r - 1
+    more repeats and the others, with a snapshot less, no more than r and no less than
+    r - 1: beta(s, r-2) <= m <= beta(s, r-1), and the same for the rest.
+    """
+    repeats = repeats_of(count, snapshots)
+    most = count - beta(snapshots - 1, repeats - 1)
+    return max(1, min(beta(snapshots, repeats - 1), most, count - 1))
+
+
+def reverse(start: int, stop: int, snapshots: int) -> Iterator[Action]:
+    """Pulls back the stages from a state that is kept and, at first, current.
+
+    Args:
+        start: the state.
+        stop: the state that the last stage makes.
+        snapshots: states that may be kept, this one counted.
+    """
+    # Each entry waits with its first state kept; the stack replaces recursion, whose depth
+    # would be the number of snapshots.
+    pending = [(start, stop, snapshots)]
+    current: int | None = start
+    while pending:
+        first, last, spare = pending.pop()
+        if current != first:
+            yield Restore(first)
+        if last - first == 1:
+            yield Drop(first)
+            yield from (Record(first), Backward(first))
+            current = None
+            continue
+        if spare == 1:
+            yield from (Advance(first, last - 1), Record(last - 1), Backward(last - 1))
+            pending.append((first, last - 1, 1))
+            current = None
+            continue
+        middle = first + split_of(last - first, spare)
+        yield from (Advance(first, middle), Snapshot(middle))
+        pending += [(first, middle, spare), (middle, last, spare - 1)]
+        current = middle
