@@ -23,8 +23,6 @@ from remat._errors import (
 from remat._names import checkpoint_name
 from remat._plan import Plan, plan
 from remat._residuals import Residual
-from remat.layers import scan
-from remat.reporting import (
     Checklist,
     NamedValue,
     Report,
@@ -34,6 +32,10 @@ from remat.reporting import (
     report,
     saved_residuals,
 )
+from remat.layers import chain, scan
+from remat.layers import scan
+from remat.reporting import (
+from remat.reporting import print_saved_residuals, saved_residuals
 
 __all__ = [
     "BudgetError",
@@ -57,6 +59,7 @@ __all__ = [
     "SideEffectError",
     "StaticArgumentError",
     "TraceError",
+    "chain",
     "checklist",
     "checkpoint_name",
     "disabled",

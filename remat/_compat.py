@@ -174,11 +174,13 @@ def repeats_itself(tensor: Tensor) -> bool:
 
 def requires_grad_anywhere(tensor: Tensor) -> bool:
     """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
-    while not tensor.requires_grad:
-        if not _functorch_c.is_functorch_wrapped_tensor(tensor):
-            return False
-        tensor = _functorch_c.get_unwrapped(tensor)
-    return True
+    if tensor.requires_grad:
+        return True
+    if not _functorch_c.is_functorch_wrapped_tensor(tensor):
+        return False
+    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
+    with without_torch_function():
+        return requires_grad_anywhere(_functorch_c.get_unwrapped(tensor))
 
 
 def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:

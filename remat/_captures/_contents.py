@@ -150,12 +150,14 @@ def _of_descriptor(owner: Any, names: set[str]) -> Content:
 
 
 def _of_wrapper(owner: object, names: set[str]) -> Content:
-    """Of our own regions and of cached functions: what they wrap, and with what options."""
+    """Of our own regions and of cached functions: what they wrap, and with what options.
+
+    A chain has its functions under `fs`, and its option is `schedule`.
+    """
     del names
     held = attributes(owner)
-    return {
-        ("var", key): held[key] for key in ("__wrapped__", "settings") if key in held
-    }
+    keys = ("__wrapped__", "settings", "fs", "schedule")
+    return {("var", key): held[key] for key in keys if key in held}
 
 
 def _of_namespace(owner: object, names: set[str]) -> Content:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,23 +11,24 @@ from torch import Tensor
 
 from remat import _captures, _compat
 from remat._api import Region, RematModule, is_inert
-from remat._bind import Call, bind
+from remat._bind import Call, bind_all
 from remat._entry import Entry
-from remat._errors import MutationError, explain
+from remat._errors import ImplicitRandomnessError, MutationError, explain
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
 from remat._trace import is_running, lift
-from remat.layers._links import Link
+from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
-from remat.schedules import Action
+from remat.schedules import AbstractSchedule, Action, Stage
 
 
 def records(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     """Whether some reverse mode wants a gradient of a tensor or of what is captured."""
     if is_inert():
         return False
-    if any(map(_compat.requires_grad_anywhere, tensors)):
+    # In a trace a look at what is captured would capture all of it.
+    if is_running() or any(map(_compat.requires_grad_anywhere, tensors)):
         return True
     reached = _captures.survey(tuple(functions)).reached
     return any(map(_compat.requires_grad_anywhere, reached))
@@ -62,38 +65,76 @@ def link_of(
     """A stage, traced for arguments like these (fake ones will do).
 
     Raises:
-        MutationError: it changes buffers, and would change them again.
+        ImplicitRandomnessError: it draws from a generator.
     """
     entry, roots = region.entry_of(args, {})
-    if entry.written:
-        names = ", ".join(entry.labels[index] for index in entry.written)
-        raise MutationError(
+    if entry.region.joint(roots).states:
+        raise ImplicitRandomnessError(
             explain(
                 where=f"a stage of a scheduled stack, {region!r}",
-                what=f"changes {names} in place.",
-                why="A schedule runs a stage several times, from states of its own.",
-                do="Put the module into eval mode, keep what changes in the carry, or "
-                "leave the schedule out.",
+                what="draws from a generator.",
+                why="A schedule runs a stage several times, and out of order.",
+                do="Draw by keys (remat.random), or leave the schedule out.",
             )
         )
     found = entry.gather(roots)
     assert found is not None, "the trace was found a moment ago"
-    link = Link(entry.region, roots, entry.labels, num_state, captured.places(found))
+    places = captured.places(found)
+    own = len(entry.labels) - len(places)
+    written = tuple(places[index - own] for index in entry.written)
+    link = Link(entry.region, roots, entry.labels, num_state, places, written)
     return link, entry
+
+
+def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
+    """Refuses buffers that change more than once in a sweep.
+
+    Raises:
+        MutationError: two stages change one.
+    """
+    counts = Counter(place for link in links for place in link.written)
+    shared = [place for place, count in counts.items() if count > 1]
+    if not shared:
+        return
+    raise MutationError(
+        explain(
+            where="a scheduled stack",
+            what="changes a buffer in more than one stage: "
+            f"{TensorMeta.of(captured.tensors[shared[0]])}.",
+            why="A stage that runs again must find the buffer as it was.",
+            do="Put the module into eval mode, keep what changes in the carry, or leave "
+            "the schedule out.",
+        )
+    )
 
 
 def run_scheduled(
     stack: Stack,
-    actions: Sequence[Action],
+    schedule: AbstractSchedule,
+    stages: Sequence[Stage],
     flows: tuple[bool, ...],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What the stack returns, run by a schedule's actions."""
-    region = scheduled(stack, actions, flows)
+    """What the stack returns, run by a schedule; its buffers are written back, once."""
+    region = scheduled(stack, actions_of(schedule, tuple(stages)), flows)
     if is_running():
         tensors = list(map(lift, tensors))
+    given = list(tensors)
+    for index in stack.written:
+        given[index] = given[index].clone()
     call = Call(region, (), Numerics.current(), ())
-    return [each for each in bind(call, tensors) if each is not None]
+    returned, mutations = bind_all(call, given)
+    for index, new in zip(stack.written, mutations, strict=True):
+        _compat.write_back(tensors[index], new)
+    return present(returned)
+
+
+@functools.lru_cache(maxsize=64)
+def actions_of(
+    schedule: AbstractSchedule, stages: tuple[Stage, ...]
+) -> tuple[Action, ...]:
+    """What a schedule says of stages; planning is not repeated at each call."""
+    return schedule.actions(stages)
 
 
 def metas_of(tensors: Sequence[Tensor]) -> list[TensorMeta]:

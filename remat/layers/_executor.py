@@ -35,6 +35,7 @@ class Executor:
     Attributes:
         stack: what is run.
         ledger: where the run stands.
+        mutations: the new values of what the stages changed, when they first ran.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Executor:
         self._states: dict[int, list[Tensor]] = {}
         self._records: dict[int, list[Tensor]] = {}
         self._rows: list[list[Tensor]] = []
+        self.mutations: list[Tensor] = []
         self._gradients: _Gradients | None = None
 
     def run(self, actions: Iterable[Action]) -> None:
@@ -122,21 +124,31 @@ class Executor:
 
     def _advance(self, stage: int) -> None:
         link = self.stack.links[stage]
-        returned = link.advance(self._operands_of(stage, link), self._numerics)
-        self._go_on(stage, link, returned)
+        operands = self._operands_of(stage, link)
+        returned, mutations = link.advance(operands, self._numerics)
+        self._go_on(stage, link, returned, mutations)
 
     def _record(self, stage: int) -> None:
         link = self.stack.links[stage]
         operands = self._operands_of(stage, link)
         self._states[stage] = self._state
-        returned, self._records[stage] = link.record(operands, self._numerics)
-        self._go_on(stage, link, returned)
+        found = link.record(operands, self._numerics)
+        returned, mutations, self._records[stage] = found
+        self._go_on(stage, link, returned, mutations)
 
-    def _go_on(self, stage: int, link: Link, returned: list[Tensor]) -> None:
+    def _go_on(
+        self,
+        stage: int,
+        link: Link,
+        returned: list[Tensor],
+        mutations: Sequence[Tensor],
+    ) -> None:
         count = self.stack.num_after(link)
         self._state = returned[:count]
         if self._gradients is None and len(self._rows) == stage:
+            # What runs again reads the buffers as they were, and changes none.
             self._rows.append(returned[count:])
+            self.mutations += mutations
 
     def _pull(self, stage: int) -> None:
         assert self._gradients is not None

@@ -7,6 +7,7 @@ runs: what each stage takes, gives and keeps.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import Call, bind, make_view, run_saving
+from remat._bind import Call, bind, bind_all, make_view, run_saving
 from remat._derived import Pull, pullback
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._region import Asked, Region, Roots
+
+
+_returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextmanager
@@ -37,17 +43,32 @@ def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
 
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
     """Strides in the order of the given ones, without gaps or repeats."""
-    with on_fakes([meta]) as (fake,):
-        return torch.empty_like(fake).stride()
+    found = [0] * len(meta.shape)
+    step = 1
+    for dim in sorted(range(len(found)), key=lambda dim: (meta.stride[dim], -dim)):
+        found[dim] = step
+        step *= max(meta.shape[dim], 1)
+    return tuple(found)
 
 
 def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The tensor with these strides, which leave no gaps; a copy only if it has others."""
     if tensor.stride() == stride:
         return tensor
-    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
+    order = sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim))
     back = sorted(range(tensor.dim()), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(back)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """A tensor whose conjugation and negation are carried out."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def laid_densely(tensor: Tensor) -> Tensor:
+    """A tensor without gaps or repeats in memory, in its own order of dimensions."""
+    tensor = settled(tensor)
+    return relaid(tensor, dense_stride(TensorMeta.of(tensor)))
 
 
 @final
@@ -62,6 +83,7 @@ class Link:
         labels: what messages call the operands.
         num_state: leaves of the state that it takes.
         captured: where the stack keeps the tensors that it captures.
+        written: those of these places whose tensors it changes: its buffers.
     """
 
     region: Region
@@ -69,6 +91,7 @@ class Link:
     labels: tuple[str, ...]
     num_state: int
     captured: tuple[int, ...]
+    written: tuple[int, ...] = ()
 
     @property
     def state(self) -> tuple[TensorMeta, ...]:
@@ -85,14 +108,17 @@ class Link:
         pairs = zip(state, self.state, strict=True)
         return [relaid(tensor, meta.stride) for tensor, meta in pairs]
 
-    def advance(self, operands: Sequence[Tensor], numerics: Numerics) -> list[Tensor]:
-        """What the stage returns."""
-        return present(bind(self._call(numerics), operands))
+    def advance(
+        self, operands: Sequence[Tensor], numerics: Numerics
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """What the stage returns, and the new values of what it changes."""
+        returned, mutations = bind_all(self._call(numerics), operands)
+        return present(returned), mutations
 
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What the stage returns, and what its backward reads beyond its operands."""
+    ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
+        """The same, and what the stage's backward reads beyond its operands."""
         results = run_saving(self._call(numerics), operands)
         views = self.region.views(self.roots)
         returned = (
@@ -100,7 +126,7 @@ class Link:
             if views is None
             else present([make_view(view, results.outputs, operands) for view in views])
         )
-        return returned, [*results.saved]
+        return returned, results.mutations, [*results.saved]
 
     def pull(
         self,
@@ -179,9 +205,15 @@ class Link:
 
     def returned(self) -> list[TensorMeta]:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
+        found = _returned.get(self.region)
+        if found is None:
+            found = _returned[self.region] = self._returned()
+        return found
+
+    def _returned(self) -> list[TensorMeta]:
         region, joint = self.region, self.region.joint(self.roots)
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            found = self.advance(fakes, Numerics.current())
+            found, _ = self.advance(fakes, Numerics.current())
             metas = [TensorMeta.of(each) for each in found]
         flows = [
             not (view.is_cut or view.is_detached)

@@ -28,12 +28,13 @@ from remat.layers._common import (
     link_of,
     metas_of,
     records,
+    require_own_buffers,
     run_scheduled,
 )
 from remat.layers._describe import stage_of
-from remat.layers._links import dense_stride, on_fakes, relaid
+from remat.layers._links import laid_densely, on_fakes, relaid, settled
 from remat.layers._stack import Stack
-from remat.layers._trees import NOTHING, Tree, as_tensors
+from remat.layers._trees import NOTHING, Tree, as_tensor, as_tensors
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
 
@@ -153,7 +154,7 @@ class _Scan(NamedTuple):
             stepping(f),
             [laid_densely(each) for each in carry],
             carry_tree,
-            [_settled(each) for each in scanned],
+            [settled(each) for each in scanned],
             xs_tree,
             _length_of(scanned, xs, length),
             reverse,
@@ -227,11 +228,12 @@ class _Scan(NamedTuple):
             count,
             is_reversed=self.is_reversed,
         )
+        require_own_buffers(stack.links, captured)
         returned = link.returned()
         stage = stage_of(link, returned[:count])
         flows = tuple(meta.requires_grad for meta in returned)
         stages = [stage] * self.length
-        found = run_scheduled(stack, schedule.actions(stages), flows, tensors)
+        found = run_scheduled(stack, schedule, stages, flows, tensors)
         return entry.output.tree(found)
 
     def metas(self) -> list[TensorMeta]:
@@ -282,7 +284,7 @@ def _next_carry(old: Any, new: Any) -> Any:
         leaves = tree.leaves_of(new)
     except ValueError as error:
         raise _changed(f"has another structure ({error})") from error
-    made = [as_tensors(leaf, "the carry") for leaf in leaves]
+    made = [as_tensor(leaf, "the carry that f returned") for leaf in leaves]
     names = [".".join(path) or "carry" for path, _ in _compat.leaves_with_path(old)]
     found = [each for each in made if each is not None]
     if [each is not None for each in made] != list(tree.is_tensor):
@@ -340,16 +342,6 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, length: int | None) -> int:
             do="Give xs leaves of one length, or pass length= where xs is None.",
         )
     )
-
-
-def _settled(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg()
-
-
-def laid_densely(tensor: Tensor) -> Tensor:
-    """A tensor without gaps or repeats in memory, in its own order of dimensions."""
-    tensor = _settled(tensor)
-    return relaid(tensor, dense_stride(TensorMeta.of(tensor)))
 
 
 def _advise_of_unroll(unroll: int) -> None:

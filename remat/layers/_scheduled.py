@@ -34,8 +34,8 @@ from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger
 from remat.storage import AbstractStorage
 
-#: (operands, whether to hold what the backward needs) -> outputs, and with it a mark and
-#: what waits.
+#: (operands, whether to hold what the backward needs) -> outputs, new values of buffers,
+#: and with it a mark and what waits.
 Sweep = Callable[[Sequence[Tensor], bool, Numerics], list[Tensor]]
 #: (what waits, or None if it is gone; operands and cotangents) -> gradients.
 Replayed = Callable[[list[Tensor] | None, Sequence[Tensor], Numerics], list[Tensor]]
@@ -124,6 +124,7 @@ class Swept(_Scheduled):
         sweep: runs the forward.
         plain: the same function as a region that runs again.
         num_outputs: how many tensors the stack returns.
+        num_written: how many buffers it changes.
         flows: for each whether a cotangent can come back.
         held: where what waits is put.
         replay: from what is asked of a backward to what runs it; None where another level
@@ -134,6 +135,7 @@ class Swept(_Scheduled):
     sweep: Sweep
     plain: Rerun
     num_outputs: int
+    num_written: int
     flows: tuple[bool, ...]
     held: Held
     replay: Callable[[Asked], Replayed] | None
@@ -157,12 +159,14 @@ class Swept(_Scheduled):
         def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
             with torch.no_grad():
                 found = self.sweep(tensors, save, numerics)
-            outputs = found[: self.num_outputs]
+            count = self.num_outputs
+            outputs, rest = found[:count], found[count:]
+            mutations, rest = rest[: self.num_written], rest[self.num_written :]
             if not save:
-                return Results(outputs, flows=self.flows)
-            mark, *held = found[self.num_outputs :]
+                return Results(outputs, mutations, flows=self.flows)
+            mark, *held = rest
             self.held.put(held)
-            return Results(outputs, saved=(mark,), flows=self.flows)
+            return Results(outputs, mutations, saved=(mark,), flows=self.flows)
 
         return run
 
@@ -297,12 +301,14 @@ def scheduled(
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int, ...]]:
         num_rows = len(flows) - stack.num_last
         region = scheduled(stack.batched(batch), actions, flows)
-        return region, (*(0 for _ in range(stack.num_last)), *(1 for _ in range(num_rows)))
+        dims = (0,) * stack.num_last + (1,) * num_rows
+        return region, (*dims, *(batch.dims[place] for place in stack.written))
 
     return Swept(
         _sweep(stack, forward),
         rerun_of(run, requires_grad, reached),
         len(flows),
+        len(stack.written),
         flows,
         held,
         _replays(stack, forward, backward, held, reached),
@@ -317,9 +323,10 @@ def _sweep(stack: Stack, actions: Iterable[Action]) -> Sweep:
         executor = Executor(stack, tensors, numerics)
         if not hold:
             executor.run([Advance(0, len(stack.links))])
-            return executor.outputs()
+            return [*executor.outputs(), *executor.mutations]
         executor.run(actions)
-        return [*executor.outputs(), torch.zeros(()), *executor.held()]
+        outputs = [*executor.outputs(), *executor.mutations]
+        return [*outputs, torch.zeros(()), *executor.held()]
 
     return sweep
 

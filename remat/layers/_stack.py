@@ -21,7 +21,7 @@ from remat._derived import Batch, mapped
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
 from remat._trace import Flat
-from remat.layers._links import Link, on_fakes
+from remat.layers._links import Link, dense_stride, on_fakes
 
 
 @final
@@ -47,6 +47,12 @@ class Stack:
     num_last: int
     is_reversed: bool = False
     enter: Flat | None = None
+
+    @functools.cached_property
+    def written(self) -> tuple[int, ...]:
+        """Which operands the links change: their buffers, each changed by one link."""
+        places = [place for link in self.links for place in link.written]
+        return tuple(self.num_entered + place for place in places)
 
     @property
     def num_entered(self) -> int:
@@ -83,7 +89,7 @@ class Stack:
         rows: list[list[Tensor]] = []
         for link, slices in zip(self.links, self.slices(scanned), strict=True):
             own = [captured[place] for place in link.captured]
-            returned = link.advance([*link.laid(state), *slices, *own], numerics)
+            returned, _ = link.advance([*link.laid(state), *slices, *own], numerics)
             count = self.num_after(link)
             state = returned[:count]
             rows.append(returned[count:])
@@ -180,9 +186,10 @@ def _mapped(
 
 def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
     """A dense tensor's metadata with a dimension before all others."""
-    numel = int(torch.Size(meta.shape).numel())
+    stride = dense_stride(meta)
+    numel = max(int(torch.Size(meta.shape).numel()), 1)
     return dataclasses.replace(
-        meta, shape=(size, *meta.shape), stride=(max(numel, 1), *meta.stride)
+        meta, shape=(size, *meta.shape), stride=(numel, *stride)
     )
 
 

@@ -58,10 +58,15 @@ def as_tensors(tree: Any, where: str) -> Any:
         CarryError: a leaf is no tensor, number or None.
     """
     leaves, spec = _compat.flatten(tree)
-    return _compat.unflatten([_as_tensor(leaf, where) for leaf in leaves], spec)
+    return _compat.unflatten([as_tensor(leaf, where) for leaf in leaves], spec)
 
 
-def _as_tensor(leaf: Any, where: str) -> Tensor | None:
+def as_tensor(leaf: Any, where: str) -> Tensor | None:
+    """A leaf, of a number a tensor.
+
+    Raises:
+        CarryError: it is no tensor, number or None.
+    """
     if leaf is None or isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):

@@ -1,0 +1,181 @@
+"""`chain`: functions that differ, one after the other, as a stack."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+from torch import Tensor
+
+from remat import _compat
+from remat._api import Region, RematModule, remat
+from remat._errors import ScheduleError, explain
+from remat._graph import TensorMeta
+from remat.layers._common import (
+    Captured,
+    link_of,
+    metas_of,
+    records,
+    require_own_buffers,
+    run_scheduled,
+)
+from remat.layers._describe import stage_of
+from remat.layers._links import Link, laid_densely, on_fakes
+from remat.layers._stack import Stack
+from remat.policies import everything_saveable
+from remat.schedules import AbstractSchedule, Stage
+
+AnyStage = Region[..., Any] | RematModule
+
+
+def chain(
+    fs: Iterable[Callable[[Any], Any]], schedule: AbstractSchedule | None = None
+) -> Chain:
+    """Functions that run one after the other, and recompute in the backward.
+
+    `chain([f, g, h])(x)` is `h(g(f(x)))`. Laws: the numbers and gradients are those of
+    that, under every transform, those of captured tensors and module parameters too.
+    Without a schedule each function is a region, and the state between two is held; with
+    one, states and what backwards read are held as it says. A function that is a region
+    already stays the region that it is: its policy says what a record of it keeps.
+
+    Args:
+        fs: functions or modules, each from a pytree to a pytree. Under a schedule they
+            draw by keys alone, and a buffer is changed by one of them.
+        schedule: what is kept, and what is computed again; None means every state.
+
+    Returns:
+        A function of a pytree; `.stages(x)` describes its stages to a schedule.
+
+    Raises:
+        ScheduleError: there is no function.
+
+    Example:
+        >>> import torch
+        >>> from remat import chain, schedules
+        >>> layers = [torch.nn.Linear(4, 8), torch.tanh, torch.nn.Linear(8, 2)]
+        >>> model = chain(layers, schedule=schedules.Every(2))
+        >>> model(torch.ones(3, 4)).square().sum().backward()
+        >>> layers[0].weight.grad.shape
+        torch.Size([8, 4])
+
+    References:
+        `torch.utils.checkpoint.checkpoint_sequential`; Beaumont et al., "Optimal
+        checkpointing for heterogeneous chains", 2019, https://arxiv.org/abs/1911.13214.
+    """
+    return Chain(tuple(fs), schedule)
+
+
+@final
+@dataclass(frozen=True)
+class Chain:
+    """What `chain` returns; see there.
+
+    Attributes:
+        fs: the functions.
+        schedule: how they are run.
+    """
+
+    fs: tuple[Callable[[Any], Any], ...]
+    schedule: AbstractSchedule | None = None
+
+    def __post_init__(self) -> None:
+        if self.fs:
+            return
+        raise ScheduleError(
+            explain(
+                where="chain",
+                what="got no function.",
+                why="A chain runs at least one.",
+                do="Pass the layers: chain([f, g]).",
+            )
+        )
+
+    def __call__(self, x: Any) -> Any:
+        """Runs the functions in order."""
+        leaves = _compat.tensor_leaves(x)
+        if not records(self.fs, leaves):
+            return functools.reduce(lambda state, f: f(state), self.fs, x)
+        if self.schedule is None:
+            regions = [_as_region(f, None) for f in self.fs]
+            return functools.reduce(lambda state, region: region(state), regions, x)
+        traced = _Traced(self.fs, x)
+        return traced.run(self.schedule)
+
+    def stages(self, x: Any) -> tuple[Stage, ...]:
+        """What a schedule is told of each function, for an argument like this one.
+
+        Nothing runs but the traces.
+
+        Example:
+            >>> import torch
+            >>> from remat import chain
+            >>> for stage in chain([torch.sin, torch.tanh]).stages(torch.ones(4)):
+            ...     print(stage)
+            Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
+            Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
+        """
+        return tuple(_Traced(self.fs, x).stages)
+
+
+def _as_region(f: Callable[[Any], Any], policy: Any) -> AnyStage:
+    if isinstance(f, (Region, RematModule)):
+        return cast("AnyStage", f)
+    if policy is None:
+        return remat(f)
+    return remat(f, policy=policy, rng="keys")
+
+
+@final
+class _Traced:
+    """The functions of a chain, traced for one argument.
+
+    Attributes:
+        stages: their description.
+    """
+
+    def __init__(self, fs: tuple[Callable[[Any], Any], ...], x: Any) -> None:
+        leaves, spec = _compat.flatten(x)
+        self.stages: list[Stage] = []
+        self._captured = Captured()
+        self._first = [laid_densely(each) for each in leaves if isinstance(each, Tensor)]
+        self._links: list[Link] = []
+        self._metas = metas_of(self._first)
+
+        def put_together(tensors: list[Tensor]) -> Any:
+            rest = iter(tensors)
+            filled = [next(rest) if isinstance(each, Tensor) else each for each in leaves]
+            return _compat.unflatten(filled, spec)
+
+        tree: Callable[[list[Tensor]], Any] = put_together
+        for f in fs:
+            tree = self._add(_as_region(f, everything_saveable), tree)
+        self._tree = tree
+        require_own_buffers(self._links, self._captured)
+
+    def _add(
+        self, region: AnyStage, tree: Callable[[list[Tensor]], Any]
+    ) -> Callable[[list[Tensor]], Any]:
+        with on_fakes(self._metas) as fakes:
+            args = (tree(fakes),)
+        count = len(self._metas)
+        link, entry = link_of(region, args, count, self._captured)
+        self._metas: list[TensorMeta] = link.returned()
+        self._links.append(link)
+        self.stages.append(stage_of(link, self._metas))
+        return entry.output.tree
+
+    def run(self, schedule: AbstractSchedule) -> Any:
+        """Runs them by a schedule."""
+        tensors = [*self._first, *self._captured.tensors]
+        stack = Stack(
+            self._links,
+            tuple(metas_of(tensors)),
+            len(self._first),
+            0,
+            len(self._metas),
+        )
+        flows = tuple(meta.requires_grad for meta in self._metas)
+        return self._tree(run_scheduled(stack, schedule, self.stages, flows, tensors))
