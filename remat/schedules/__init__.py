@@ -9,6 +9,7 @@ from remat.schedules._actions import (
     Restore,
     Snapshot,
 )
+from remat.schedules._budget import Budget
 from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every, Sqrt
 from remat.schedules._replay import Ledger, Replay, replay
@@ -19,6 +20,7 @@ __all__ = [
     "Action",
     "Advance",
     "Backward",
+    "Budget",
     "Drop",
     "Every",
     "Ledger",

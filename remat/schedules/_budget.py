@@ -1,0 +1,327 @@
+"""The cheapest schedule of unlike stages within a budget of bytes.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory", 2019,
+https://arxiv.org/abs/1911.13214 ("rotor"). Let a(i) be the bytes of state i, r(i) those of
+the record of stage i, and f(i) its cost. C(s, t, m), the least cost of pulling back the
+stages s .. t from state s, which is there, with m bytes for all else, is the lesser of
+
+    f(s) + C(s+1, t, m - r(s) - a(s+1))                                    (s is recorded)
+    f(s) + .. + f(k-1) + C(k, t, m - a(k)) + C(s, k-1, m)      (state k is kept, s < k <= t)
+
+if the stages that run fit in m with their states (their Theorem 1, for schedules that keep
+a state until it is used, which the authors call memory persistent). Gradients and the
+temporaries within a stage are not counted here.
+
+Bytes are counted in slots: exactly where their greatest common divisor allows, else each
+size is rounded up and the budget down, so that the budget is kept in any case. Rounding
+may cost a schedule that would just fit; equal segments (`Every`) are therefore tried in
+exact bytes too, and so is the schedule that holds least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from remat._errors import BudgetError, ScheduleError, explain
+from remat.policies._sizes import parse_size, show_size
+from remat.schedules._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Record,
+    Restore,
+    Snapshot,
+)
+from remat.schedules._contract import AbstractSchedule, Stage
+from remat.schedules._every import Every
+from remat.schedules._replay import replay
+
+_SLOTS = 1000  # a heuristic: a chain of 100 stages is planned in a few seconds
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Budget(AbstractSchedule):
+    """The least recomputation that keeps states and records within a size.
+
+    Laws: `replay(...).peak_bytes` is at most the size, in whole bytes; no `Every(k)` that
+    fits costs less; where bytes need no rounding, no schedule that keeps each state until
+    it is used does.
+
+    Args:
+        size: an int in bytes, a text like `"512MiB"`, or a float in (0, 1], a fraction of
+            what is held without recomputation: all records, and all states but the first.
+
+    Raises:
+        ScheduleError: the size is none.
+        BudgetError: at planning: no schedule fits; it names the smallest size that does.
+
+    Example:
+        >>> from remat import schedules
+        >>> stages = [schedules.Stage(cost=c, record_bytes=2) for c in (9, 1, 1, 5)]
+        >>> for size in (12, 6):
+        ...     actions = schedules.Budget(size).actions(stages)
+        ...     print(schedules.replay(actions, stages).cost)
+        16
+        19
+
+    References:
+        Beaumont et al., 2019, https://arxiv.org/abs/1911.13214.
+    """
+
+    size: int | float | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, float):
+            if 0 < self.size <= 1:
+                return
+            raise ScheduleError(
+                explain(
+                    where=f"Budget({self.size!r})",
+                    what="the fraction is not in (0, 1].",
+                    why="It is of what is held without recomputation.",
+                    do="Pass a fraction, an int in bytes, or a text like '512MiB'.",
+                )
+            )
+        parse_size(self.size, f"Budget({self.size!r})")
+
+    def bytes_for(self, stages: Sequence[Stage]) -> int:
+        """The size in bytes, for these stages."""
+        if isinstance(self.size, float):
+            return int(self.size * _all_bytes(stages))
+        return parse_size(self.size, f"Budget({self.size!r})")
+
+    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+        """See the base class."""
+        if not stages:
+            return ()
+        limit = self.bytes_for(stages)
+        if limit >= _all_bytes(stages):
+            return tuple(_without_recomputation(len(stages)))
+        least = _LeastBytes(stages)
+        if limit < least.needed:
+            raise self._infeasible(limit, least.needed)
+        candidates = [
+            _Planner(stages, limit).actions(),
+            least.actions(),
+            *(Every(k).actions(stages) for k in range(1, len(stages) + 1)),
+        ]
+        return _cheapest(filter(None, candidates), stages, limit)
+
+    def _infeasible(self, limit: int, needed: int) -> BudgetError:
+        return BudgetError(
+            explain(
+                where=f"Budget({self.size!r}), which is {limit} bytes",
+                what="no schedule fits.",
+                why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
+                do=f"Give at least Budget({needed}), or make the largest stage two.",
+            )
+        )
+
+
+def _all_bytes(stages: Sequence[Stage]) -> int:
+    """What all records and all states but the first hold."""
+    return sum(stage.record_bytes + stage.output_bytes for stage in stages)
+
+
+def _without_recomputation(count: int) -> Iterable[Action]:
+    yield from map(Record, range(count))
+    yield from map(Backward, reversed(range(count)))
+
+
+def _cheapest(
+    candidates: Iterable[tuple[Action, ...]], stages: Sequence[Stage], limit: int
+) -> tuple[Action, ...]:
+    found = [(replay(actions, stages), actions) for actions in candidates]
+    fitting = [
+        (result.cost, place)
+        for place, (result, _) in enumerate(found)
+        if result.peak_bytes <= limit
+    ]
+    return found[min(fitting)[1]][1]
+
+
+#: The choice for stages s .. t: record stage s, or keep the state at a later one.
+_RECORD = 0
+
+
+@final
+class _Written:
+    """Writes a tree of choices as actions."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def keep(self, start: int, middle: int, *, is_kept: bool) -> None:
+        """Goes on to a state that is kept; the one that it starts from is, too."""
+        if not is_kept:
+            self.actions.append(Snapshot(start))
+        self.actions += [Advance(start, middle), Snapshot(middle)]
+
+    def record(self, stage: int, *, is_kept: bool) -> None:
+        """Records a stage; its state stays for the record's sake."""
+        if is_kept:
+            self.actions.append(Drop(stage))
+        self.actions.append(Record(stage))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Stages s .. t with `room` for all but state s; `is_kept`: a snapshot holds it."""
+
+    start: int
+    stop: int
+    room: int
+    is_kept: bool
+    is_current: bool
+
+
+def _write(choice: Any, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
+    """The actions of the choices, which are asked for each part."""
+    written = _Written()
+    pending: list[_Part | Backward] = [part]
+    while pending:
+        now = pending.pop()
+        if isinstance(now, Backward):
+            written.actions.append(now)
+            continue
+        if not now.is_current:
+            written.actions.append(Restore(now.start))
+        start, stop, room = now.start, now.stop, now.room
+        middle = choice(start, stop, room)
+        if middle == _RECORD:
+            written.record(start, is_kept=now.is_kept)
+            pending.append(Backward(start))
+            if start < stop:
+                room -= sizes.record[start] + sizes.state[start + 1]
+                pending.append(_Part(start + 1, stop, room, False, True))
+            continue
+        written.keep(start, middle, is_kept=now.is_kept)
+        pending.append(_Part(start, middle - 1, room, True, False))
+        pending.append(_Part(middle, stop, room - sizes.state[middle], True, True))
+    return tuple(written.actions)
+
+
+@final
+class _Sizes:
+    """Bytes, or slots, of states and records; the first state is the caller's.
+
+    Attributes:
+        state: of each state.
+        record: of each record.
+    """
+
+    def __init__(self, stages: Sequence[Stage], unit: int = 1) -> None:
+        self.state = [0, *(-(-stage.output_bytes // unit) for stage in stages)]
+        self.record = [-(-stage.record_bytes // unit) for stage in stages]
+
+    def run(self, start: int, stage: int) -> int:
+        """What a stage needs while it runs, if state `start` is there in any case."""
+        taken = 0 if stage == start else self.state[stage]
+        return taken + self.state[stage + 1]
+
+
+@final
+class _LeastBytes:
+    """The schedule that holds least, in exact bytes.
+
+    Attributes:
+        needed: the bytes that it needs.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._count = len(stages)
+        self._sizes = _Sizes(stages)
+        self._choices: dict[tuple[int, int], int] = {}
+        self._least: dict[tuple[int, int], int] = {}
+        for length in range(self._count):
+            for start in range(self._count - length):
+                self._solve(start, start + length)
+        self.needed = self._least[0, self._count - 1]
+
+    def _solve(self, start: int, stop: int) -> None:
+        sizes = self._sizes
+        best = sizes.record[start] + sizes.state[start + 1]
+        if start < stop:
+            best += self._least[start + 1, stop]
+        choice, running = _RECORD, 0
+        for middle in range(start + 1, stop + 1):
+            running = max(running, sizes.run(start, middle - 1))
+            needed = max(
+                running,
+                sizes.state[middle] + self._least[middle, stop],
+                self._least[start, middle - 1],
+            )
+            if needed < best:
+                best, choice = needed, middle
+        self._least[start, stop] = best
+        self._choices[start, stop] = choice
+
+    def actions(self) -> tuple[Action, ...]:
+        """What it does."""
+        part = _Part(0, self._count - 1, self.needed, False, True)
+        return _write(lambda s, t, _: self._choices[s, t], part, self._sizes)
+
+
+@final
+class _Planner:
+    """The dynamic program over stages and slots."""
+
+    def __init__(self, stages: Sequence[Stage], limit: int) -> None:
+        sizes = [each for s in stages for each in (s.output_bytes, s.record_bytes)]
+        unit = math.gcd(*sizes) or 1
+        if limit // unit > _SLOTS:
+            unit = -(-limit // _SLOTS)
+        self._count = len(stages)
+        self._slots = limit // unit
+        self._sizes = _Sizes(stages, unit)
+        self._sums = np.cumsum([0, *(stage.cost for stage in stages)]).astype(float)
+        self._costs: dict[tuple[int, int], Any] = {}
+        self._choices: dict[tuple[int, int], Any] = {}
+        for length in range(self._count):
+            for start in range(self._count - length):
+                self._solve(start, start + length)
+
+    def _solve(self, start: int, stop: int) -> None:
+        sizes, sums = self._sizes, self._sums
+        kept = sizes.record[start] + sizes.state[start + 1]
+        rest = self._costs[start + 1, stop] if start < stop else None
+        best = self._shifted(rest, kept) + (sums[start + 1] - sums[start])
+        choice = np.zeros(self._slots + 1, dtype=np.int16)
+        running = 0
+        for middle in range(start + 1, stop + 1):
+            running = max(running, sizes.run(start, middle - 1))
+            cost = self._shifted(self._costs[middle, stop], sizes.state[middle])
+            cost += self._costs[start, middle - 1]
+            cost += sums[middle] - sums[start]
+            cost[:running] = np.inf
+            is_better = cost < best
+            best = np.where(is_better, cost, best)
+            choice[is_better] = middle
+        self._costs[start, stop], self._choices[start, stop] = best, choice
+
+    def _shifted(self, costs: Any, taken: int) -> Any:
+        """Costs by slots where some slots are taken; None costs nothing."""
+        found = np.full(self._slots + 1, np.inf)
+        if taken <= self._slots:
+            left = self._slots + 1 - taken
+            found[taken:] = 0.0 if costs is None else costs[:left]
+        return found
+
+    def actions(self) -> tuple[Action, ...] | None:
+        """The cheapest schedule, None if none fits the slots."""
+        last = self._count - 1
+        if not np.isfinite(self._costs[0, last][self._slots]):
+            return None
+        part = _Part(0, last, self._slots, False, True)
+        return _write(
+            lambda s, t, room: int(self._choices[s, t][room]), part, self._sizes
+        )
