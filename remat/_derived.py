@@ -7,7 +7,7 @@ derived from, like the one it came from. They follow the operand layouts of `_re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -153,9 +153,30 @@ def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
             return _chosen(function(operands), None)
 
         given = [tensors[index] for index in wanted]
-        return torch.func.vjp(of, *given)[0] if given else of()
+        return _outputs_of_vjp(of, given) if given else of()
 
     return run
+
+
+def _outputs_of_vjp(
+    function: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """What a function returns under reverse mode, which refuses whole numbers."""
+
+    kinds: list[bool] = []
+
+    def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        found = function(*primals)
+        kinds[:] = [each.is_floating_point() or each.is_complex() for each in found]
+        pairs = list(zip(found, kinds, strict=True))
+        # One output at least, or torch raises; and one beside it.
+        outputs = (*(each for each, is_real in pairs if is_real), primals[0])
+        others = (*(each for each, is_real in pairs if not is_real), primals[0])
+        return outputs, others
+
+    outputs, _, others = torch.func.vjp(apart, *given, has_aux=True)
+    real, whole = iter(outputs), iter(others)
+    return [next(real) if is_real else next(whole) for is_real in kinds]
 
 
 def mapped(

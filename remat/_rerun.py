@@ -80,7 +80,7 @@ def rerun_of(
         reached: for each whether some output rests on it.
     """
     state = _State((), ())
-    state.reached = reached
+    state.reached, state.is_closed = reached, True
     return Rerun(function, function, requires_grad, state)
 
 
@@ -207,6 +207,7 @@ class _State:
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
         reached: which leaves some output rests on.
+        is_closed: whether all that the function reaches is among its operands.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class _State:
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.reached: tuple[bool, ...] | None = None
+        self.is_closed = False
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""
@@ -362,8 +364,9 @@ class Rerun:
                 # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
                 outputs = [each for each in self.run(leaves) if each is not None]
             reached = _reached(outputs)
-            _require_no_others(reached, leaves)
-            _guard_against_others(leaves)
+            if not self.state.is_closed:
+                _require_no_others(reached, leaves)
+                _guard_against_others(leaves)
             if self.state.reached is None:
                 known = set(map(id, reached))
                 self.state.reached = tuple(

@@ -1,0 +1,268 @@
+"""What `scan` takes, gives and refuses; how often it traces."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import (
+    CarryError,
+    ImplicitRandomnessError,
+    MutationError,
+    RematWarning,
+    SavedTensorModifiedError,
+    chain,
+    policies,
+    random,
+    remat,
+    scan,
+    storage,
+)
+from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
+from tests.layers.stacks import LENGTH, SCHEDULES, WIDTH, arguments, tanh_cell, weight
+from tests.support import assert_bitwise, assert_close, seeded
+
+pytestmark = pytest.mark.contract
+
+with_and_without = pytest.mark.parametrize(
+    "schedule", [None, Every(2), Revolve(2)], ids=repr
+)
+
+
+@with_and_without
+def test_numbers_and_none(schedule: AbstractSchedule | None):
+    """Python numbers become tensors, None stays where it is, in either mode."""
+    w = weight().requires_grad_()
+
+    def step(carry: Any, x: Any) -> Any:
+        n, h, nothing = carry
+        return (n + 1, torch.tanh(h @ w), nothing), {"n": n, "none": None, "one": 1}
+
+    init = (0, torch.ones(WIDTH, dtype=torch.float64), None)
+    (n, h, nothing), ys = scan(step, init, length=3, schedule=schedule)
+    assert (int(n), nothing, ys["none"]) == (3, None, None)
+    assert ys["n"].tolist() == [0, 1, 2]
+    assert ys["one"].tolist() == [1, 1, 1]
+    assert h.requires_grad
+
+
+@with_and_without
+def test_no_steps(schedule: AbstractSchedule | None):
+    """The first carry comes back, and empty outputs of the right shape."""
+    w, c, _ = arguments()
+    c.requires_grad_()
+
+    carry, ys = scan(tanh_cell(w), c, torch.zeros(0, WIDTH).double(), schedule=schedule)
+    assert torch.equal(carry, c)
+    assert ys.shape == (0, WIDTH)
+    carry.sum().backward()
+
+
+def test_without_gradients_it_is_the_loop():
+    """Nothing is traced where nothing is wanted, or gradients are off."""
+    w, c, xs = arguments()
+    calls = itertools.count()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        next(calls)
+        return torch.tanh(h @ w + x), None
+
+    scan(step, c, xs)
+    with torch.no_grad():
+        scan(step, c.requires_grad_(), xs, schedule=Sqrt())
+    assert next(calls) == 2 * LENGTH
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_one_trace_serves_all_steps(schedule: AbstractSchedule | None):
+    """At every length, for a new function of the same code too.
+
+    The first backward may trace again for the layouts of its cotangents, once for each.
+    """
+    calls = itertools.count()
+
+    def made(w: Tensor) -> Any:
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            next(calls)
+            return torch.tanh(h @ w + x), None
+
+        return step
+
+    counts: list[int] = []
+    for length in (5, 9, 20):
+        w, xs = weight().requires_grad_(), torch.zeros(length, WIDTH).double()
+        first = torch.zeros(WIDTH).double().expand(2, WIDTH)
+        scan(made(w), first, xs, schedule=schedule)[0].sum().backward()
+        counts.append(next(calls))
+    assert counts[0] <= 3
+    assert counts == [counts[0] + k for k in range(3)]
+
+
+@with_and_without
+def test_a_region_inside_is_traced_once(schedule: AbstractSchedule | None):
+    """The cache of a decorated step tells it."""
+    w, c, xs = arguments()
+    step = remat(tanh_cell(w.requires_grad_()))
+
+    scan(step, c, xs, schedule=schedule)[0].sum().backward()
+    assert step.cache_info().misses == 1
+
+
+@with_and_without
+def test_a_module_is_a_step(schedule: AbstractSchedule | None):
+    """Its parameters get their gradients."""
+    torch.manual_seed(0)
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+        def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.cell(x, h)
+            return h, h
+
+    cell, xs = Cell(), torch.ones(5, 2, WIDTH)
+    h = torch.zeros(2, WIDTH)
+    scan(cell, h, xs, schedule=schedule)[1].sum().backward()
+    found = [p.grad for p in cell.parameters()]
+    cell.zero_grad()
+    for x in xs:
+        h, _ = cell(h, x)
+        h.sum().backward(retain_graph=True)
+    assert_close(found, [p.grad for p in cell.parameters()])
+
+
+@with_and_without
+def test_keys_go_through_xs(schedule: AbstractSchedule | None):
+    """A step that runs again drops what it dropped."""
+    w, c, xs = arguments()
+    keys = random.split(random.key(0), LENGTH)
+
+    def drop(h: Tensor, each: Any) -> tuple[Tensor, None]:
+        x, key = each
+        return random.dropout(key, torch.tanh(h @ w + x), 0.5), None
+
+    def loss(c: Tensor) -> Tensor:
+        return scan(drop, c, (xs, keys), schedule=schedule)[0].sum()
+
+    def plain(c: Tensor) -> Tensor:
+        for each in zip(xs, keys, strict=True):
+            c, _ = drop(c, each)
+        return c.sum()
+
+    assert_close(torch.func.grad(loss)(c), torch.func.grad(plain)(c))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.everything_saveable,
+        policies.nothing_saveable,
+        policies.everything_saveable.stored(storage.Sparse()),
+    ],
+    ids=repr,
+)
+@with_and_without
+def test_policies_decide_what_a_step_keeps(policy: Any, schedule: Any):
+    """The numbers are those of any other policy."""
+    w, c, xs = arguments()
+    w.requires_grad_()
+
+    def gradient(**options: Any) -> Any:
+        return torch.autograd.grad(scan(tanh_cell(w), c, xs, **options)[0].sum(), w)
+
+    assert_bitwise(gradient(policy=policy, schedule=schedule), gradient())
+
+
+WRONG: dict[str, tuple[Any, Any, Any, str]] = {
+    "no pair": (lambda c, x: c, torch.zeros(3), torch.zeros(2, 3), "returned a (Fake)?Tensor"),
+    "structure": (lambda c, x: ({"a": c}, x), torch.zeros(3), torch.zeros(2, 3), "is a dict"),
+    "keys": (lambda c, x: ({"b": c["a"]}, x), {"a": torch.zeros(3)}, torch.zeros(2, 3), "another structure"),
+    "None": (lambda c, x: (None, x), torch.zeros(3), torch.zeros(2, 3), "None where"),
+    "shape": (lambda c, x: (c[:2], x), torch.zeros(3), torch.zeros(2, 3), r"`carry` as float32\[2\]"),
+    "dtype": (lambda c, x: ({"a": c["a"].double()}, x), {"a": torch.zeros(3)}, torch.zeros(2, 3), "`a` as float64"),
+    "output": (lambda c, x: (c, "y"), torch.zeros(3), torch.zeros(2, 3), "is a str"),
+    "no length": (lambda c, x: (c, x), torch.zeros(3), None, "number of steps is not clear"),
+    "lengths": (lambda c, x: (c, x), torch.zeros(3), (torch.zeros(2), torch.zeros(3)), r"not clear: \[2, 3\]"),
+    "number": (lambda c, x: (c, x), torch.zeros(3), 3, "`xs`: is a int"),
+    "0-d": (lambda c, x: (c, x), torch.zeros(3), {"a": torch.tensor(1.0)}, "`xs.a`: is 0-d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_refusals(name: str, wanted: bool):
+    """Each says what is wrong, traced or not."""
+    f, init, xs, text = WRONG[name]
+    if wanted:
+        init = torch.utils._pytree.tree_map(lambda t: t.requires_grad_(), init)
+
+    with pytest.raises(CarryError, match=text):
+        scan(f, init, xs)
+
+
+def test_length_is_checked_against_xs():
+    """An equal length is fine."""
+    step = tanh_cell(weight())
+    xs = torch.zeros(4, WIDTH).double()
+
+    scan(step, xs[0], xs, length=4)
+    with pytest.raises(CarryError, match=r"\[4, 5\]"):
+        scan(step, xs[0], xs, length=5)
+
+
+def test_unroll_warns():
+    """It has no effect, and says so."""
+    with pytest.warns(RematWarning, match="unroll=2 has no effect"):
+        scan(lambda c, x: (c, x), torch.zeros(2), torch.zeros(3), unroll=2)
+
+
+def test_a_changed_output_is_noticed():
+    """The last record reads what the user has got."""
+    w, c, xs = arguments()
+    h, _ = scan(tanh_cell(w.requires_grad_()), c, xs, schedule=Revolve(2))
+
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match="changed in place"):
+        h.sum().backward()
+
+
+def test_generators_are_refused_under_a_schedule():
+    """A step that runs again could not draw the same."""
+    layer = nn.Dropout(0.5)
+    x = torch.ones(3, requires_grad=True)
+
+    with pytest.raises(ImplicitRandomnessError):
+        chain([layer, torch.sin], Every(1))(x)
+    with pytest.raises(ImplicitRandomnessError, match="draws from a generator"):
+        chain([remat(layer), torch.sin], Every(1))(x)
+
+
+def test_buffers_change_once():
+    """In a chain; a buffer that several stages change is refused."""
+    torch.manual_seed(0)
+    x = seeded(6, WIDTH, dtype=torch.float32).requires_grad_()
+    norms = [nn.BatchNorm1d(WIDTH) for _ in range(2)]
+    layers = [norms[0], torch.sin, nn.Linear(WIDTH, WIDTH)]
+    twin = [norms[1], *layers[1:]]
+
+    chain(layers, Every(2))(x).sum().backward()
+    found, x.grad = x.grad, None
+    nn.Sequential(norms[1], nn.Identity())(x)
+    norms[1].load_state_dict(nn.BatchNorm1d(WIDTH).state_dict())
+    chain(twin)(x).sum().backward()
+    assert found is not None
+    assert torch.equal(found, x.grad)
+    assert_bitwise(dict(norms[0].named_buffers()), dict(norms[1].named_buffers()))
+    with pytest.raises(MutationError, match="more than one stage"):
+        chain([norms[0], norms[0]], Every(1))(x)
+
+
+def test_a_chain_of_nothing_is_refused():
+    """There must be a function."""
+    with pytest.raises(ValueError, match="got no function"):
+        chain([])

@@ -1,0 +1,165 @@
+"""`scan` equals a Python loop under every transform, and under pairs of two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import chain, remat
+from remat.schedules import AbstractSchedule, Every, Revolve
+from tests.layers.stacks import (
+    SCHEDULES,
+    arguments,
+    by,
+    ignoring,
+    loop,
+    scanned,
+    swap,
+    tanh_cell,
+)
+from tests.support import assert_bitwise, assert_close, grads, seeded
+
+# Forward mode's first use compiles torch's own formulas with it.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+ALL = (0, 1, 2)
+BATCH = 2
+
+
+def batched() -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments, the last two with a mapped dimension: first, and in the middle."""
+    w, c, xs = arguments()
+    return w, torch.stack([c, 2 * c]), torch.stack([xs, xs.sin()], 1)
+
+
+def over_examples(f: Any) -> Any:
+    return vmap(f, in_dims=(None, 0, 1), randomness="error")
+
+
+def double_backward(f: Any) -> Any:
+    leaves = [each.clone().requires_grad_() for each in arguments()]
+    first = torch.autograd.grad(f(*leaves), leaves, create_graph=True)
+    return torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+
+
+def second(f: Any) -> Any:
+    return grad(lambda *a: sum(g.square().sum() for g in grad(f, argnums=ALL)(*a)))
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: grad(f, argnums=ALL)(*arguments()),
+    "grad of the carry": lambda f: grad(f, argnums=1)(*arguments()),
+    "vjp": lambda f: vjp(f, *arguments())[1](seeded()),
+    "jvp": lambda f: jvp(f, arguments(), arguments()),
+    "jacfwd": lambda f: jacfwd(f)(*arguments()),
+    "jacrev": lambda f: jacrev(lambda *a: torch.stack([f(*a), f(*a).sin()]))(*arguments()),
+    "vmap(grad)": lambda f: over_examples(grad(f, argnums=ALL))(*batched()),
+    "grad(vmap)": lambda f: grad(
+        lambda *a: over_examples(f)(*a).prod(), argnums=ALL
+    )(*batched()),
+    "grad(vmap(grad))": lambda f: grad(
+        lambda *a: over_examples(grad(f))(*a).square().sum(), argnums=ALL
+    )(*batched()),
+    "vmap(vmap(grad))": lambda f: vmap(
+        vmap(grad(f, argnums=ALL), in_dims=(None, 0, None)), in_dims=(None, None, 1)
+    )(*batched()),
+    "grad(vmap(vmap))": lambda f: grad(
+        lambda *a: vmap(vmap(f, (None, 0, None)), (None, None, 1))(*a).sum(), argnums=ALL
+    )(*batched()),
+    "grad(grad)": lambda f: second(f)(*arguments()),
+    "hessian": lambda f: hessian(f)(*arguments()),
+    "jvp(grad)": lambda f: jvp(grad(f, argnums=ALL), arguments(), arguments()),
+    "grad(jvp)": lambda f: grad(lambda t: jvp(f, arguments(), (t, *arguments()[1:]))[1])(
+        arguments()[0]
+    ),
+    "double backward": double_backward,
+    "region": lambda f: grad(lambda *a: remat(f)(*a).sin(), argnums=ALL)(*arguments()),
+}  # fmt: skip
+QUICK = [Every(3), Revolve(2)]
+
+
+@pytest.mark.parametrize("make", [tanh_cell, swap, ignoring])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_scan_equals_a_loop(name: str, make: Any):
+    """Without a schedule, and with two."""
+    expected = TRANSFORMS[name](scanned(make, loop))
+
+    for schedule in [None, *QUICK]:
+        assert_close(TRANSFORMS[name](scanned(make, by(schedule))), expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("make", [tanh_cell, swap, ignoring])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_backward_is_bitwise_the_schedule_free(
+    schedule: AbstractSchedule | None, make: Any, reverse: bool
+):
+    """A schedule adds gradients in the order in which autograd does."""
+    found = grads(scanned(make, by(schedule, reverse=reverse)), arguments())
+
+    free = grads(scanned(make, by(None, reverse=reverse)), arguments())
+    plain = scanned(make, lambda *a: loop(*a, reverse=reverse))
+    assert_bitwise(found, free)
+    assert_close(found, grads(plain, arguments()))
+
+
+@pytest.mark.parametrize("outer", [None, Revolve(2)], ids=repr)
+@pytest.mark.parametrize("inner", [None, Every(3)], ids=repr)
+def test_scans_nest(outer: AbstractSchedule | None, inner: AbstractSchedule | None):
+    """A scan in the step of a scan, under transforms and in a region."""
+
+    def nested(one: Any, other: Any) -> Any:
+        def loss(w: Tensor, c: Tensor, xs: Tensor) -> Tensor:
+            def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                h, ys = other(tanh_cell(w), h, torch.stack([x, x.sin()]))
+                return h, ys.sum(0)
+
+            h, ys = one(step, c, xs[:3])
+            return h.square().sum() + ys.sin().sum()
+
+        return loss
+
+    for name in ("grad", "vmap(grad)", "jvp(grad)", "region"):
+        expected = TRANSFORMS[name](nested(loop, loop))
+        found = TRANSFORMS[name](nested(by(outer), by(inner)))
+        assert_close(found, expected)
+
+
+LAYERS: list[Callable[[Any], Any]] = [
+    lambda x: (x.sin(), 2),
+    lambda pair: pair[0].square() * pair[1],
+    lambda x: {"a": x, "b": x.flip(0)},
+    lambda d: d["a"][1:] * d["b"][:-1],
+    lambda x: x.expand(2, -1),
+    lambda x: torch.tanh(x).sum(0),
+]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("schedule", [None, Every(1), Every(4), Revolve(2)], ids=repr)
+def test_chain_equals_composition(schedule: AbstractSchedule | None):
+    """Layers that pass on pytrees, views and expanded tensors."""
+
+    def plain(x: Any) -> Any:
+        for layer in LAYERS:
+            x = layer(x)
+        return x
+
+    def loss(f: Any) -> Any:
+        return lambda x: f(x).square().sum()
+
+    x, run = seeded(5), chain(LAYERS, schedule)
+    for transform in (
+        grad,
+        hessian,
+        lambda f: lambda x: vmap(grad(f))(torch.stack([x, -x])),
+        lambda f: grad(lambda x: vmap(f)(torch.stack([x, -x])).prod()),
+        lambda f: lambda x: jvp(grad(f), (x,), (x,)),
+        lambda f: grad(lambda x: remat(f)(x).sin()),
+    ):
+        assert_close(transform(loss(run))(x), transform(loss(plain))(x))
+    assert_bitwise(grads(run, (x,)), grads(plain, (x,)))
