@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -162,7 +162,6 @@ def _outputs_of_vjp(
     function: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """What a function returns under reverse mode, which refuses whole numbers."""
-
     kinds: list[bool] = []
 
     def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -174,7 +173,8 @@ def _outputs_of_vjp(
         others = (*(each for each, is_real in pairs if not is_real), primals[0])
         return outputs, others
 
-    outputs, _, others = torch.func.vjp(apart, *given, has_aux=True)
+    found: Any = torch.func.vjp(apart, *given, has_aux=True)
+    outputs, _, others = found
     real, whole = iter(outputs), iter(others)
     return [next(real) if is_real else next(whole) for is_real in kinds]
 

@@ -256,8 +256,7 @@ class _UserCalls(TorchFunctionMode):
 
 def _placeholder(meta: TensorMeta, name: str) -> Tensor:
     """A further input of the running trace, made where the trace does not see it."""
-    # Nor does the mode that sees users' calls, when a region inside is found in its cache.
-    with _compat.leave_functorch(), _compat.without_torch_function():
+    with _compat.leave_functorch():
         with _compat.unrecorded():
             fake = _fake(meta)
         _compat.add_placeholder(fake, name)

@@ -140,13 +140,17 @@ class _Traced:
         leaves, spec = _compat.flatten(x)
         self.stages: list[Stage] = []
         self._captured = Captured()
-        self._first = [laid_densely(each) for each in leaves if isinstance(each, Tensor)]
+        self._first = [
+            laid_densely(each) for each in leaves if isinstance(each, Tensor)
+        ]
         self._links: list[Link] = []
         self._metas = metas_of(self._first)
 
         def put_together(tensors: list[Tensor]) -> Any:
             rest = iter(tensors)
-            filled = [next(rest) if isinstance(each, Tensor) else each for each in leaves]
+            filled = [
+                next(rest) if isinstance(each, Tensor) else each for each in leaves
+            ]
             return _compat.unflatten(filled, spec)
 
         tree: Callable[[list[Tensor]], Any] = put_together

@@ -143,4 +143,3 @@ def metas_of(tensors: Sequence[Tensor]) -> list[TensorMeta]:
         TensorMeta.of(each, requires_grad=_compat.requires_grad_anywhere(each))
         for each in tensors
     ]
-

@@ -11,9 +11,7 @@ from remat._region import Region
 from remat.layers._links import Link
 from remat.schedules import Stage
 
-_known: weakref.WeakKeyDictionary[Region, tuple[int, int]] = (
-    weakref.WeakKeyDictionary()
-)
+_known: weakref.WeakKeyDictionary[Region, tuple[int, int]] = weakref.WeakKeyDictionary()
 #: A heuristic: what a processor computes while it moves one byte.
 FLOPS_A_BYTE = 8
 
@@ -33,7 +31,9 @@ def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
         known = _known[link.region] = _costs(link)
     cost, record_bytes = known
     state_bytes = sum(meta.size_bytes for meta in link.state)
-    return Stage(cost, state_bytes, sum(each.size_bytes for each in after), record_bytes)
+    return Stage(
+        cost, state_bytes, sum(each.size_bytes for each in after), record_bytes
+    )
 
 
 def _costs(link: Link) -> tuple[int, int]:

@@ -182,9 +182,7 @@ class _Gradients:
         self.slices: list[list[Tensor | None]] = [
             [None] * len(stack.links) for _ in range(stack.num_slices)
         ]
-        self.captured: list[Tensor | None] = [None] * (
-            len(wanted) - stack.num_entered
-        )
+        self.captured: list[Tensor | None] = [None] * (len(wanted) - stack.num_entered)
 
     def pull(
         self,

@@ -22,7 +22,6 @@ from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._region import Asked, Region, Roots
 
-
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
     weakref.WeakKeyDictionary()
 )
@@ -160,7 +159,9 @@ class Link:
         wanted: tuple[bool, ...],
         numerics: Numerics,
     ) -> list[Tensor | None]:
-        layouts = tuple(None if each is None else layout_of(each) for each in cotangents)
+        layouts = tuple(
+            None if each is None else layout_of(each) for each in cotangents
+        )
         derived = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
         call = Call(derived, self.roots, numerics, self.labels)
         found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
@@ -180,7 +181,9 @@ class Link:
 
         # A view's derivative reads no numbers.
         stand_ins = [
-            torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
+            torch.empty_strided(
+                each.shape, each.stride, dtype=each.dtype, device=each.device
+            )
             for each in metas
         ]
         found = pulled(returned, [*stand_ins, *operands], cotangents)
@@ -246,10 +249,14 @@ def pulled(
     )
     outputs = tuple(k for k, each in enumerate(cotangents) if each is not None)
     pull = pullback(function, Pull(outputs, wanted, len(tensors)), create_graph=False)
-    leaves = [
-        each.detach().requires_grad_() if index in wanted else each
-        for index, each in enumerate(tensors)
-    ] if not _compat.interpreter_is_active() else [*tensors]
+    leaves = (
+        [
+            each.detach().requires_grad_() if index in wanted else each
+            for index, each in enumerate(tensors)
+        ]
+        if not _compat.interpreter_is_active()
+        else [*tensors]
+    )
     with torch.enable_grad():
         found = iter(pull([*leaves, *present(cotangents)]))
     return [next(found) if k in wanted else None for k in range(len(tensors))]

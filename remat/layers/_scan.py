@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -76,7 +76,8 @@ def scan(
             no buffers, and draw by keys alone.
         init: the first carry. Structure, shapes and dtypes stay from step to step.
         xs: a pytree of tensors of shape (length, ...), sliced along dimension 0; keys of
-            `random.split` may be among them. None where `f` needs none.
+            `random.split` may be among them. An iterator of slices is read to its end.
+            None where `f` needs none.
         length: the number of steps; needed where `xs` holds no tensor, else checked.
         reverse: whether to go from the last slice to the first; `ys` keeps its order.
         unroll: for JAX's sake; more than 1 warns that it has no effect.
@@ -149,6 +150,8 @@ class _Scan(NamedTuple):
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         """Checks the arguments."""
         carry, carry_tree = Tree.of(as_tensors(init, "init"))
+        if isinstance(xs, Iterator):
+            xs = _stacked(list(cast("Iterator[Any]", xs)))
         scanned, xs_tree = Tree.of(xs)
         return cls(
             stepping(f),
@@ -254,6 +257,14 @@ class _Scan(NamedTuple):
         return carry, self.xs_tree.put_together(leaves[count:])
 
 
+def _stacked(items: list[Any]) -> Any:
+    """What an iterator gave, as `scan` takes it; nothing for none."""
+    if not items:
+        return None
+    rows, tree = [Tree.of(item)[0] for item in items], Tree.of(items[0])[1]
+    return tree.put_together([torch.stack(each) for each in zip(*rows, strict=True)])
+
+
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`f` with its results checked; equal functions share a trace."""
     step = functools.partial(_step, f)
@@ -263,8 +274,9 @@ def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
-    result = f(carry, x)
-    if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
+    result: Any = f(carry, x)
+    parts = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    if len(parts) != 2:
         raise CarryError(
             explain(
                 where=f"scan over {f!r}",
@@ -273,7 +285,7 @@ def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
                 do="Return (carry, y); (carry, None) if nothing is to be stacked.",
             )
         )
-    new, y = cast("tuple[Any, Any]", result)
+    new, y = parts
     return _next_carry(carry, new), as_tensors(y, "the second value that f returns")
 
 
@@ -345,7 +357,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, length: int | None) -> int:
 
 
 def _advise_of_unroll(unroll: int) -> None:
-    if isinstance(unroll, int) and unroll == 1:
+    if unroll == 1:
         return
     warnings.warn(
         explain(

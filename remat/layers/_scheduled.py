@@ -139,7 +139,7 @@ class Swept(_Scheduled):
     flows: tuple[bool, ...]
     held: Held
     replay: Callable[[Asked], Replayed] | None
-    batch: Callable[[Batch], tuple[Swept, tuple[int, ...]]] | None
+    batch: Callable[[Batch], tuple[Swept, tuple[int | None, ...]]] | None
     num_leading: int = 0
 
     @property
@@ -298,7 +298,7 @@ def scheduled(
     requires_grad = tuple(meta.requires_grad for meta in stack.operands)
     reached = stack.reached()
 
-    def batch_of(batch: Batch) -> tuple[Swept, tuple[int, ...]]:
+    def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
         num_rows = len(flows) - stack.num_last
         region = scheduled(stack.batched(batch), actions, flows)
         dims = (0,) * stack.num_last + (1,) * num_rows
@@ -349,7 +349,9 @@ def _replays(
             waiting: list[Tensor] | None, tensors: Sequence[Tensor], numerics: Numerics
         ) -> list[Tensor]:
             operands, given = tensors[:count], iter(tensors[count:])
-            cotangents = [None if each is None else next(given) for each in asked.layouts]
+            cotangents = [
+                None if each is None else next(given) for each in asked.layouts
+            ]
             executor = Executor(stack, operands, numerics)
             if waiting is None:
                 executor.run(forward)
@@ -365,7 +367,9 @@ def _replays(
 
 
 def _with_zeros(
-    gradients: Sequence[Tensor | None], operands: Sequence[Tensor], wanted: Sequence[bool]
+    gradients: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    wanted: Sequence[bool],
 ) -> list[Tensor]:
     return [
         torch.zeros_like(operand) if gradient is None else gradient

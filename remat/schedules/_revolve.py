@@ -50,9 +50,9 @@ class Revolve(AbstractSchedule):
         >>> for s in (1, 2, 4, 8):
         ...     print(s, schedules.replay(schedules.Revolve(s).actions(stages), stages).evaluations)
         1 1830
-        2 560
-        4 270
-        8 186
+        2 440
+        4 244
+        8 185
 
     References:
         Griewank and Walther, 2000, https://doi.org/10.1145/347837.347846.

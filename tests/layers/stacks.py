@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat import scan
 from remat.schedules import AbstractSchedule, Every, Online, Revolve, Sqrt
@@ -22,7 +22,7 @@ SCHEDULES: list[AbstractSchedule | None] = [
 def loop(f: Step, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
     """`scan` in plain Python."""
     carry, rows = init, []
-    count = len(torch.utils._pytree.tree_leaves(xs)[0])
+    count = len(tree_leaves(xs)[0])
     for index in reversed(range(count)) if reverse else range(count):
         carry, y = f(carry, tree_map(lambda x, k=index: x[k], xs))
         rows.append(y)
@@ -66,11 +66,7 @@ def scanned(make: Callable[[Tensor], Step], run: Callable[..., Any]) -> Any:
         carry, ys = run(make(w), init, xs)
         # The loop's dict has its keys in another order.
         carry = sorted(carry.items()) if isinstance(carry, dict) else carry
-        leaves = [
-            leaf
-            for leaf in torch.utils._pytree.tree_leaves((carry, ys))
-            if isinstance(leaf, Tensor)
-        ]
+        leaves = [leaf for leaf in tree_leaves((carry, ys)) if isinstance(leaf, Tensor)]
         return torch.stack(
             [(leaf.double() * (k + 1)).square().sum() for k, leaf in enumerate(leaves)]
         ).sum()

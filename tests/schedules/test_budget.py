@@ -70,7 +70,8 @@ class Search:
     def least_cost(self) -> int | None:
         """Of all schedules that fit; None if none does."""
         start: Node = (0, 1, 0, self.count)
-        best, heap = {start: 0}, [(0, start)]
+        best: dict[Node, int] = {start: 0}
+        heap: list[tuple[int, Node]] = [(0, start)]
         while heap:
             cost, node = heapq.heappop(heap)
             if node[3] == 0:
@@ -158,7 +159,7 @@ def test_sizes_mean_the_same():
 
     sizes = (16384, "16KiB", 0.5)
     assert len({Budget(size).actions(stages) for size in sizes}) == 1
-    assert eval(repr(Budget("16KiB")), vars(schedules)) == Budget("16KiB")
+    assert eval(repr(Budget("16KiB")), dict(vars(schedules))) == Budget("16KiB")
 
 
 @pytest.mark.parametrize("size", [0.0, 1.5, -0.5])

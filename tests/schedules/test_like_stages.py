@@ -116,8 +116,8 @@ def test_nothing_to_do_for_no_stage(schedule: AbstractSchedule):
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_repr_rebuilds(schedule: AbstractSchedule):
     """A schedule is a value."""
-    assert eval(repr(schedule), vars(schedules)) == schedule
-    assert hash(eval(repr(schedule), vars(schedules))) == hash(schedule)
+    assert eval(repr(schedule), dict(vars(schedules))) == schedule
+    assert hash(eval(repr(schedule), dict(vars(schedules)))) == hash(schedule)
 
 
 @pytest.mark.parametrize("snapshots", SNAPSHOTS)
