@@ -275,12 +275,13 @@ def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     result: Any = f(carry, x)
+    kind = cast("type[object]", type(result))
     parts = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     if len(parts) != 2:
         raise CarryError(
             explain(
                 where=f"scan over {f!r}",
-                what=f"the function returned a {type(result).__name__}.",
+                what=f"the function returned a {kind.__name__}.",
                 why="A step gives a pair: the next carry, and what is to be stacked.",
                 do="Return (carry, y); (carry, None) if nothing is to be stacked.",
             )

@@ -13,7 +13,7 @@ from remat.schedules import AbstractSchedule, Every, Online, Revolve, Sqrt
 from tests.support import seeded
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
-WIDTH, LENGTH = 3, 7
+WIDTH, LENGTH = 3, 5
 SCHEDULES: list[AbstractSchedule | None] = [
     None, Every(1), Every(3), Sqrt(), Revolve(1), Revolve(3), Online(2),
 ]  # fmt: skip

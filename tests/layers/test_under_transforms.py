@@ -89,10 +89,10 @@ QUICK = [Every(3), Revolve(2)]
 @pytest.mark.parametrize("make", [tanh_cell, swap, ignoring])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_scan_equals_a_loop(name: str, make: Any):
-    """Without a schedule, and with two."""
+    """Without a schedule, and with one or two."""
     expected = TRANSFORMS[name](scanned(make, loop))
 
-    for schedule in [None, *QUICK]:
+    for schedule in [None, *QUICK] if make is tanh_cell else [Revolve(2)]:
         assert_close(TRANSFORMS[name](scanned(make, by(schedule))), expected)
 
 
@@ -128,7 +128,7 @@ def test_scans_nest(outer: AbstractSchedule | None, inner: AbstractSchedule | No
 
         return loss
 
-    for name in ("grad", "vmap(grad)", "jvp(grad)", "region"):
+    for name in ("grad", "vmap(grad)", "region"):
         expected = TRANSFORMS[name](nested(loop, loop))
         found = TRANSFORMS[name](nested(by(outer), by(inner)))
         assert_close(found, expected)
