@@ -23,6 +23,8 @@ from remat._errors import (
 from remat._names import checkpoint_name
 from remat._plan import Plan, plan
 from remat._residuals import Residual
+from remat.layers import chain, scan
+from remat.reporting import (
     Checklist,
     NamedValue,
     Report,
@@ -32,10 +34,6 @@ from remat._residuals import Residual
     report,
     saved_residuals,
 )
-from remat.layers import chain, scan
-from remat.layers import scan
-from remat.reporting import (
-from remat.reporting import print_saved_residuals, saved_residuals
 
 __all__ = [
     "BudgetError",

@@ -202,7 +202,7 @@ def step_flops(graph: Graph, value: Value) -> int:
 def forward_flops(analysis: Analysis) -> int:
     """Floating point operations of the forward, by torch's own formulas."""
     graph = analysis.joint.graph
-    return sum(_flops(graph, graph.values[index]) for index in analysis.forward)
+    return sum(step_flops(graph, graph.values[index]) for index in analysis.forward)
 
 
 Decisions = dict[int, Save]

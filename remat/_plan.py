@@ -249,8 +249,9 @@ class Plan:
         Raises:
             ValueError: the text is no plan, or of another version of this format.
         """
-        found: Any = json.loads(text)
-        version: Any = found.pop("version", None) if isinstance(found, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        read: Any = json.loads(text)
+        found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
+        version = found.pop("version", None)
         if version != _VERSION:
             raise ValueError(
                 explain(
@@ -260,8 +261,7 @@ class Plan:
                     do="Pass what `Plan.to_json` returned, or plan again.",
                 )
             )
-        described: list[Any] = found["rows"]
-        rows = tuple(map(_row_of, described))
+        rows = tuple(map(_row_of, found["rows"]))
         problem = _plan_text.to_problem(found["problem"])
         fields: dict[str, Any] = {**found, "rows": rows, "problem": problem}
         return cls(**fields)
