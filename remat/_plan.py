@@ -7,7 +7,7 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, final
+from typing import Any, ParamSpec, cast, final
 
 from remat import _costs, _plan_text, _planning
 from remat._api import undecided

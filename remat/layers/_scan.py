@@ -56,7 +56,7 @@ def scan(
 ) -> tuple[_Carry, _Y]:
     """Runs `f` once for each slice of `xs`, handing on a carry; the backward recomputes.
 
-    It is this loop, with one trace of `f` for all steps:
+    It is this loop, with one trace of `f` for all steps::
 
         carry, ys = init, []
         for x in xs:
