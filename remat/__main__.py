@@ -1,4 +1,4 @@
-"""The command line: `python -m remat demo`, `report` and `compare`.
+"""The command line: `python -m remat demo`, `report`, `plan` and `compare`.
 
 Standard output has the result alone, plain where it is no terminal; progress, warnings and
 errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran into an error, or its claim did not hold; 2
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print JSON in place of the table",
     )
     _add_report(commands)
+    _add_plan(commands)
     _add_compare(commands)
     return parser
 
@@ -123,6 +124,46 @@ def _add_report(commands: Any) -> None:
     )
     report.add_argument(
         "--html", type=Path, metavar="FILE", help="write the page there as well"
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="decide what a function saves within a budget of bytes",
+        description="Traces a function, runs nothing of it, and prints what to save so "
+        "that a budget holds and as little as possible is recomputed.",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
+    )
+    plan.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+    plan.add_argument(
+        "--budget",
+        type=_budget,
+        required=True,
+        metavar="SIZE",
+        help="2GiB, bytes, 0.5 for a part of what no remat saves, or auto",
+    )
+    plan.add_argument(
+        "--solver",
+        choices=("cut", "milp"),
+        default="cut",
+        help="milp is exact where it ends within a minute (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--device",
+        default="cpu",
+        help="where the tensors are; on meta none needs memory (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON for Plan.from_json in place of the table",
+    )
+    plan.add_argument(
+        "--out", type=Path, metavar="FILE", help="write there instead of printing"
     )
 
 
@@ -188,6 +229,17 @@ def _report(options: argparse.Namespace) -> int:
         figure: Any = found.figure()
         figure.savefig(options.out)
         return 0
+    return _give(found, found.to_json() if options.json else str(found), options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from remat._plan import plan
+    from remat.reporting._arguments import keywords, load
+
+    function = load(options.function)
+    kwargs = keywords(options.arguments, options.device)
+    with patience("planning"):
+        found = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
     return _give(found, found.to_json() if options.json else str(found), options)
 
 
@@ -259,6 +311,15 @@ def _one_line_warnings() -> Generator[None]:
 def _fail(message: str, code: int = 1) -> int:
     print(f"remat: {message}", file=sys.stderr)
     return code
+
+
+def _budget(text: str) -> int | float | str:
+    if text.isdecimal():
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _positive(text: str) -> int:

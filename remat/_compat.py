@@ -386,6 +386,19 @@ def fake_mode(home: torch.device) -> FakeTensorMode:
     return _FakeMode(home)
 
 
+def call_on_fakes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Calls a module on tensors like its own and like the arguments, without data.
+
+    Obsolete when `torch.subclasses` has a public mode for this.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
+        torch.func.functional_call(module, state, args, kwargs)
+
+
 @contextlib.contextmanager
 def isolated() -> Generator[None]:
     """Runs the body outside of every transform and every mode of the caller."""

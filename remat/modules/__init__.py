@@ -1,5 +1,6 @@
 """Regions in a model that is there already: `apply` puts them in, `remove` takes them out."""
 
 from remat.modules._apply import apply, remove
+from remat.modules._plan import ModulePlan, ModulePlanRow, plan
 
-__all__ = ["apply", "remove"]
+__all__ = ["ModulePlan", "ModulePlanRow", "apply", "plan", "remove"]

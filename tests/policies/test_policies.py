@@ -900,7 +900,7 @@ def test_unknown_operator_names_are_refused(name: str):
         ["mm"],
         np.sin,
     ],
-    ids=repr,
+    ids=lambda target: getattr(target, "__name__", repr(target)),
 )
 def test_other_targets_are_refused(target: Any):
     """A function that is not torch's makes no values that an operator names."""
@@ -931,7 +931,7 @@ def test_by_op_needs_a_target():
         (torch.Tensor.__invert__, "invert"),
         (object(), ""),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_function_names(function: Any, name: str):
     """Methods, operators and in-place variants are named as the function itself."""

@@ -1,4 +1,4 @@
-"""`python -m remat report` and `compare`: what they print, where, and how they fail."""
+"""`python -m remat report`, `plan` and `compare`: what they print, where, and how they fail."""
 
 import contextlib
 import io
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from remat import Plan
 from remat.__main__ import main, patience
 from remat.reporting._arguments import keywords, load
 
@@ -244,3 +245,40 @@ def test_the_command_runs_as_a_program(model: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "wait for the backward" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_plan_prints_what_to_save(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each value, and the totals."""
+    assert main(["plan", f"{model}:loss", *SIZES, "--budget", "0.5"]) == 0
+
+    out, err = capsys.readouterr()
+    assert '"hidden" aten.tanh' in out
+    assert "predicted peak" in out
+    assert err == ""
+
+
+def test_a_plan_is_read_again(model: str, tmp_path: Path) -> None:
+    """With --json the file is for `Plan.from_json`; meta tensors will do."""
+    path = tmp_path / "plan.json"
+    words = ["plan", f"{model}:loss", *SIZES, "--budget", "1KiB", "--device", "meta"]
+
+    assert main([*words, "--solver", "milp", "--json", "--out", str(path)]) == 0
+
+    found = Plan.from_json(path.read_text())
+    assert found.saved_bytes <= found.budget_bytes == 1024
+    assert found.solver == "milp"
+
+
+@pytest.mark.parametrize("budget", ["much", "1.5", "-3"])
+def test_a_plan_for_no_size_is_one_line(
+    model: str, budget: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong with it goes to standard error."""
+    assert main(["plan", f"{model}:loss", *SIZES, f"--budget={budget}"]) == 1
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("remat: ")
+    assert err.count("\n") == 1

@@ -1,0 +1,268 @@
+"""One budget for the blocks of a model: how much of it each block gets, and for what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from remat import _compat
+from remat._api import remat
+from remat._errors import explain
+from remat._plan import FrontierPoint, Plan, plan as plan_of
+from remat.modules._apply import apply, remove
+from remat.modules._where import Where, matching
+from remat.planners import Share, share
+from remat.policies._sizes import parse_size, show_size
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ModulePlanRow:
+    """What one block of a model got.
+
+    Attributes:
+        name: its qualified name.
+        plan: what it saves, and what that costs.
+    """
+
+    name: str
+    plan: Plan
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ModulePlan:
+    """What `modules.plan` chose, and put in the model.
+
+    Laws: `saved_bytes <= budget_bytes`.
+
+    Attributes:
+        rows: the blocks, in the model's order.
+        budget_bytes: the most that all blocks may hold together.
+    """
+
+    rows: tuple[ModulePlanRow, ...]
+    budget_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What one call of the model holds because of the plan; inputs of blocks apart."""
+        return sum(row.plan.saved_bytes for row in self.rows)
+
+    @property
+    def recompute_flops(self) -> int:
+        """FLOPs that one backward runs again, by torch's formulas."""
+        return sum(row.plan.recompute_flops for row in self.rows)
+
+    def __str__(self) -> str:
+        """A line for each block, and the totals."""
+        lines = [
+            f"{row.name}: saves {show_size(row.plan.saved_bytes)} "
+            f"({', '.join(_saved(row.plan)) or 'nothing'}), recomputes "
+            f"{row.plan.recompute_flops:.3g} FLOPs"
+            for row in self.rows
+        ]
+        total = f"{show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}"
+        return "\n".join([*lines, f"all: {total}, {self.recompute_flops:.3g} FLOPs"])
+
+
+def _saved(found: Plan) -> list[str]:
+    """What a plan saves: names, or operators."""
+    saved = [row.name or row.op for row in found.rows if row.storage is not None]
+    counts = Counter(saved).items()
+    return [what if count == 1 else f"{count} x {what}" for what, count in counts]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block and the arguments of its call."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def plan(self, budget: int | float) -> Plan:
+        region = remat(self.module.forward, rng="preserve")
+        return plan_of(region, budget=budget)(*self.args, **self.kwargs)
+
+
+def plan(
+    model: nn.Module, *, budget: int | float | str, where: Where | None = None
+) -> Callable[..., ModulePlan]:
+    """Makes the blocks of a model recompute what fits a budget for the whole model, in place.
+
+    The model is called once on tensors without data, to see what each block gets; no
+    parameter, buffer or generator changes. Then each block's frontier of bytes and cost is
+    computed, equal blocks once, and the budget is split among them so that the least is
+    recomputed in all. Where equal blocks get unequal shares, the later ones get more.
+
+    Laws: what all blocks together hold from forward to backward beyond their inputs stays
+    within the budget; a larger budget costs no more than the points of the blocks'
+    frontiers allow.
+
+    Args:
+        model: the model; regions that `apply` put in its blocks are replaced.
+        budget: bytes for one call of the model, as an int or as in `"512MiB"`; a float in
+            (0, 1] is a part of what the blocks hold without remat.
+        where: the blocks, as `apply` takes them; they must not nest. None means the
+            children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
+
+    Returns:
+        What takes the arguments of a call of the model, and returns what was chosen.
+
+    Raises:
+        ValueError: there are no blocks, they nest, a call of the model does not reach them
+            exactly once each, or `budget` is no size.
+        BudgetError: the blocks hold more whatever they save.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import modules
+        >>> layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(4)]
+        >>> model = nn.Sequential(*layers)
+        >>> chosen = modules.plan(model, budget=0.5)(torch.ones(3, 1, 8))
+        >>> chosen.saved_bytes <= chosen.budget_bytes, [row.name for row in chosen.rows]
+        (True, ['0', '1', '2', '3'])
+        >>> _ = modules.remove(model)
+
+    References:
+        Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019,
+        https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
+        block decides by values.
+    """
+    size = budget if isinstance(budget, float) else parse_size(budget, "modules.plan")
+    if isinstance(size, float) and not 0.0 < size <= 1.0:
+        raise ValueError(
+            explain(
+                where="modules.plan(budget=...)",
+                what=f"the part {size} is not in (0, 1].",
+                why="A float is a part of what the blocks hold without remat.",
+                do="Pass bytes as an int, or a float in (0, 1].",
+            )
+        )
+
+    def planned(*args: Any, **kwargs: Any) -> ModulePlan:
+        for _, module in (named := _blocks(model, where)):
+            remove(module)
+        found = _split(_called(model, named, args, kwargs), size)
+        for row in found.rows:
+            apply(
+                model,
+                lambda name, _, wanted=row.name: name == wanted,
+                policy=row.plan.policy,
+            )
+        return found
+
+    return planned
+
+
+def _split(blocks: Sequence[_Block], size: int | float) -> ModulePlan:
+    """Gives each block its share."""
+    whole = [block.plan(1.0) for block in blocks]
+    kinds = list(dict.fromkeys(each.fingerprint for each in whole))
+    members = [
+        [place for place, each in enumerate(whole) if each.fingerprint == kind]
+        for kind in kinds
+    ]
+    frontiers = [whole[places[0]].frontier() for places in members]
+    most = sum(each.saved_bytes for each in whole)
+    total = int(size * most) if isinstance(size, float) else size
+    taken = share(
+        [list(map(_share_of, points)) for points in frontiers],
+        [len(places) for places in members],
+        total,
+        "modules.plan(budget=...)",
+    )
+    plans = list(whole)
+    for places, points, chosen in zip(members, frontiers, taken, strict=True):
+        known = {k: blocks[places[0]].plan(points[k].budget_bytes) for k in {*chosen}}
+        for place, k in zip(places, chosen, strict=True):
+            plans[place] = known[k]
+    rows = zip(blocks, plans, strict=True)
+    return ModulePlan(tuple(ModulePlanRow(b.name, p) for b, p in rows), total)
+
+
+def _share_of(point: FrontierPoint) -> Share:
+    return Share(point.saved_bytes, point.recompute_cost)
+
+
+def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
+    found = _largest_stack(model) if where is None else matching(model, where)
+    names = [name for name, _ in found]
+    nested = [
+        (outer, inner)
+        for outer in names
+        for inner in names
+        if inner != outer and (not outer or inner.startswith(f"{outer}."))
+    ]
+    if found and not nested:
+        return found
+    outer, inner = nested[0] if nested else ("", "")
+    what = f"`{inner}` is a part of `{outer}`." if nested else "there is no block."
+    raise ValueError(
+        explain(
+            where=f"modules.plan(where={where!r})",
+            what=what,
+            why="A budget is split among blocks of which none holds another.",
+            do='Name the blocks, as in where="layers.*".',
+        )
+    )
+
+
+def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    stacks = [
+        each
+        for each in matching(model, (nn.ModuleList, nn.Sequential))
+        if len(list(each[1].children())) > 1
+    ]
+    if not stacks:
+        return []
+    name, stack = max(stacks, key=_num_parameters)
+    prefix = f"{name}." if name else ""
+    return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
+
+
+def _num_parameters(named: tuple[str, nn.Module]) -> int:
+    return sum(parameter.numel() for parameter in named[1].parameters())
+
+
+def _called(
+    model: nn.Module,
+    named: Sequence[tuple[str, nn.Module]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[_Block]:
+    """The blocks with what they get in a call of the model, which runs on fake tensors."""
+    calls: dict[str, list[_Block]] = {name: [] for name, _ in named}
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls[name].append(_Block(name, module, args, kwargs))
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    handles = [watch(name, module) for name, module in named]
+    try:
+        _compat.call_on_fakes(model, args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, found in calls.items():
+        if len(found) != 1:
+            raise ValueError(
+                explain(
+                    where=f"modules.plan: the block `{name}`",
+                    what=f"was called {len(found)} times in one call of the model.",
+                    why="A block's share of the budget is meant for one call.",
+                    do="Name blocks that are called once, or use modules.apply.",
+                )
+            )
+    return [each for found in calls.values() for each in found]

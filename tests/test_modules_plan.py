@@ -1,0 +1,177 @@
+"""`modules.plan`: one budget for the blocks of a model."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import BudgetError, modules, saved_residuals
+from remat.planners import Share, share
+from tests.support import seeded
+
+pytestmark = pytest.mark.contract
+
+
+class Block(nn.Module):
+    """A residual MLP of some width."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden).double()
+        self.down = nn.Linear(hidden, width).double()
+        self.norm = nn.BatchNorm1d(width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))).square())
+
+
+class Model(nn.Module):
+    """Blocks of two kinds between two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 8).double()
+        self.layers = nn.ModuleList(Block(8, h) for h in (16, 16, 64, 16))
+        self.last = nn.Linear(8, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def made() -> tuple[Model, Tensor]:
+    """A model with fixed numbers, and its input."""
+    torch.manual_seed(0)
+    return Model(), seeded(5, 3)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Those of all parameters, and the buffers after the step."""
+    model.zero_grad()
+    model(x).square().sum().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*found, *model.buffers()]
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.7, 1.0, 4000, "6KiB"])
+def test_the_budget_holds_and_the_numbers_stay(budget: Any) -> None:
+    """Blocks hold what the plan says, together no more than the budget."""
+    model, x = made()
+    plain = gradients(copy.deepcopy(model), x)
+
+    found = modules.plan(model, budget=budget)(x)
+
+    assert [row.name for row in found.rows] == [f"layers.{k}" for k in range(4)]
+    assert found.saved_bytes <= found.budget_bytes
+    for row, layer in zip(found.rows, model.layers, strict=True):
+        held = saved_residuals(layer.forward, seeded(5, 8))
+        made_inside = [each for each in held if each.op != "input"]
+        fixed = row.plan.problem.fixed_bytes
+        assert (
+            sum(each.size_bytes for each in made_inside) + fixed == row.plan.saved_bytes
+        )
+    assert all(map(torch.equal, gradients(model, x), plain))
+
+
+def test_planning_changes_nothing_else() -> None:
+    """No statistics, no generator, no hooks, no keys of the state dict."""
+    model, x = made()
+    before = copy.deepcopy(model.state_dict())
+    generator = torch.get_rng_state()
+
+    modules.plan(model, budget=0.5)(x)
+
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert not any(layer._forward_pre_hooks for layer in model.layers)
+    modules.remove(model)
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_more_bytes_never_cost_more() -> None:
+    """Along budgets the recomputation falls, to nothing that has to run again."""
+    model, x = made()
+
+    costs = [
+        sum(row.plan.recompute_cost for row in modules.plan(model, budget=size)(x).rows)
+        for size in (0.1, 0.25, 0.5, 0.75, 1.0)
+    ]
+
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1]
+
+
+def test_a_plan_names_what_it_chose() -> None:
+    """A line for each block, and the totals."""
+    model, x = made()
+
+    text = str(modules.plan(model, budget=1.0, where="layers.*")(x))
+
+    assert text.count("layers.") == 4
+    assert "aten.tanh" in text
+    assert text.splitlines()[-1].startswith("all: ")
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("nope.*", "there is no block"),
+        ("layers.**", "is a part of"),
+        (lambda name, _: name == "layers", "was called 0 times"),
+    ],
+    ids=["none", "nested", "never_called"],
+)
+def test_wrong_blocks_are_refused(where: Any, why: str) -> None:
+    """The text says what is wrong with them; the model is as it was."""
+    model, x = made()
+
+    with pytest.raises(ValueError, match=why):
+        modules.plan(model, budget=0.5, where=where)(x)
+
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5])
+def test_a_part_is_a_part(budget: float) -> None:
+    """Of what no remat holds, more than nothing and at most all."""
+    with pytest.raises(ValueError, match=r"\(0, 1\]"):
+        modules.plan(nn.Sequential(), budget=budget)
+
+
+def test_shares_equal_brute_force() -> None:
+    """Over all ways to give each of up to four programs a point, 60 random cases."""
+    generator = torch.Generator().manual_seed(0)
+
+    def number(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    for _ in range(60):
+        frontiers = [
+            [Share(number(30), number(50)) for _ in range(1 + number(4))]
+            for _ in range(1 + number(2))
+        ]
+        counts = [1 + number(2) for _ in frontiers]
+        programs = [kind for kind, count in enumerate(counts) for _ in range(count)]
+        budget = number(90)
+        every = itertools.product(*(frontiers[kind] for kind in programs))
+        costs = [
+            sum(point.cost for point in points)
+            for points in every
+            if sum(point.saved_bytes for point in points) <= budget
+        ]
+        if not costs:
+            with pytest.raises(BudgetError, match="Give at least"):
+                share(frontiers, counts, budget)
+            continue
+        taken = share(frontiers, counts, budget)
+        points = [frontiers[k][p] for k, places in enumerate(taken) for p in places]
+        assert [len(places) for places in taken] == counts
+        assert sum(point.saved_bytes for point in points) <= budget
+        assert sum(point.cost for point in points) == min(costs)
