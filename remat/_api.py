@@ -459,7 +459,7 @@ for _name in ("__call__", "__get__"):
     _compat.unseen_by_dynamo(vars(Region)[_name])
 
 
-@_compat.outside_of_dynamo
+@_compat.without_dynamo
 def _call_outside_of_dynamo(
     region: Region[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

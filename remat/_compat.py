@@ -962,12 +962,25 @@ def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-def outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile leaves it alone: it ends one graph, and another begins.
+def without_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function as no graph of torch.compile holds it: one ends, and another begins.
 
     Obsolete as the above is.
     """
     return _torch._disable_dynamo(function)
+
+
+def outside_of_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same for a function that users call: it runs apart, and unseen."""
+    apart = without_dynamo(function)
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():
+            return apart(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return unseen_by_dynamo(run)
 
 
 def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

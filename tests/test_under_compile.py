@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
-from remat import policies, remat
+from remat import chain, policies, remat, scan, schedules
 from tests.support import seeded
 
 pytestmark = [
@@ -87,6 +87,32 @@ def test_modules_and_methods() -> None:
     model(x).sum().backward()
 
     torch.testing.assert_close(found, [each.grad for each in model.parameters()])
+
+
+def scanned(x: Tensor) -> Tensor:
+    """A stack under a schedule."""
+
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry = torch.tanh(carry @ weight + x)
+        return carry, carry.sum()
+
+    carry, ys = scan(step, x[0], x.exp(), schedule=schedules.Sqrt())
+    return carry.sum() + ys.sum()
+
+
+def chained(x: Tensor) -> Tensor:
+    """Functions that differ, under a schedule."""
+    return chain([torch.sin, layer, torch.cos], schedules.Every(2))(x.exp()).sum()
+
+
+@pytest.mark.parametrize("fun", [scanned, chained])
+def test_stacks(fun: Any) -> None:
+    """They run apart, like regions."""
+    x = seeded(5, 4).requires_grad_()
+
+    found = torch.autograd.grad(compiled(fun)(x), [x, weight])
+
+    torch.testing.assert_close(found, torch.autograd.grad(fun(x), [x, weight]))
 
 
 def test_transforms_around_regions() -> None:

@@ -93,6 +93,7 @@ class Chain:
             )
         )
 
+    @_compat.outside_of_dynamo
     def __call__(self, x: Any) -> Any:
         """Runs the functions in order."""
         leaves = _compat.tensor_leaves(x)

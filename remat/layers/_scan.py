@@ -43,6 +43,7 @@ _X = TypeVar("_X")
 _Y = TypeVar("_Y")
 
 
+@_compat.outside_of_dynamo
 def scan(
     f: Callable[[_Carry, _X], tuple[_Carry, _Y]],
     init: _Carry,
