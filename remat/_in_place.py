@@ -7,6 +7,7 @@ an alias) goes through torch's functionalization, which is a second trace.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         if value is None:
             continue
         with graph.inserting_after(node):
-            new = graph.call_function(pure, node.args, node.kwargs)
+            new = graph.call_function(pure, _in_full(node), node.kwargs)
         new.meta["val"] = value
         order[new] = order[node]
         yield node, new
@@ -48,7 +49,10 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _pure_variant(op: Any) -> Any | None:
-    """aten.div.Scalar for aten.div_.Scalar, where it writes its first argument alone."""
+    """aten.div.Scalar for aten.div_.Scalar, where it writes its first argument alone.
+
+    Overloads are told by their arguments: aten.pow_.Scalar is aten.pow.Tensor_Scalar.
+    """
     if not operators.is_mutable(op):
         return None
     schema = _compat.schema_of(op)
@@ -58,11 +62,32 @@ def _pure_variant(op: Any) -> Any | None:
     ]
     name = op.overloadpacket.__name__
     if writes[0] and sum(writes) == 1 and len(schema.returns) == 1:
-        packet = getattr(_aten, name.removesuffix("_"), None)
-        overload = _compat.schema_of(op).overload_name or "default"
-        same = getattr(packet, overload, None) if name.endswith("_") else None
-        return operators.pure_variant(op) or same
+        if name.endswith("_"):
+            return operators.pure_variant(op) or _same_arguments(schema, name[:-1])
     return None
+
+
+def _same_arguments(schema: Any, name: str) -> Any | None:
+    """The overload of an operator that takes what this one takes."""
+    packet = getattr(_aten, name, None)
+    overloads = [] if packet is None else map(packet.__getattr__, packet.overloads())
+    for overload in overloads:
+        if _types(_compat.schema_of(overload)) == _types(schema):
+            return overload
+    return None
+
+
+def _types(schema: Any) -> list[tuple[str, str, bool]]:
+    return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
+
+
+def _in_full(node: fx.Node) -> tuple[Any, ...]:
+    """Its positional arguments, defaults too: the pure operator may have none or others."""
+    further = _compat.schema_of(node.target).arguments[len(node.args) :]
+    defaults = itertools.takewhile(
+        lambda each: not each.kwarg_only and each.name not in node.kwargs, further
+    )
+    return (*node.args, *(each.default_value for each in defaults))
 
 
 def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
