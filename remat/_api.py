@@ -40,7 +40,7 @@ from remat._program import Program
 from remat._region import Asked, Calls
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
-from remat._trace import is_running, lift
+from remat._trace import is_running, lift, set_aside
 from remat.policies import nothing_saveable
 from remat.random._checking import is_checking
 
@@ -400,14 +400,16 @@ class Region(Generic[_P, _R]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, tuple[object, ...]]:
         """The trace of a call, without running it; for `saved_residuals`."""
-        signature = sign(self._fun, args, kwargs, self.settings.statics)
-        roots = (self._fun, *signature.objects)
-        numerics = Numerics.current()
-        if not signature.wants_gradient and not _reaches_gradient(
-            self._cache, (signature.key, numerics), roots
-        ):
-            signature = _all_wanted(signature)
-        return self._entry(signature, roots, numerics, args, kwargs)[0], roots
+        # The tensors may be stand-ins, which no outer trace is to take for captured ones.
+        with set_aside():
+            signature = sign(self._fun, args, kwargs, self.settings.statics)
+            roots = (self._fun, *signature.objects)
+            numerics = Numerics.current()
+            if not signature.wants_gradient and not _reaches_gradient(
+                self._cache, (signature.key, numerics), roots
+            ):
+                signature = _all_wanted(signature)
+            return self._entry(signature, roots, numerics, args, kwargs)[0], roots
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward; see there."""

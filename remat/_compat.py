@@ -236,6 +236,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(unwrapped(tensor), FakeTensor)
 
 
+def is_fake_of(tensor: Tensor, mode: object) -> bool:
+    """Whether a tensor was made by this fake mode, below all wrappers."""
+    innermost = unwrapped(tensor)
+    return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
+
+
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 

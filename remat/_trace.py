@@ -145,10 +145,23 @@ def is_running() -> bool:
     return _thread.running is not None
 
 
+@contextlib.contextmanager
+def set_aside() -> Generator[None]:
+    """Inside, this thread is as if it were not tracing: what it calls is not the user's."""
+    outer, _thread.running = _thread.running, None
+    try:
+        yield
+    finally:
+        _thread.running = outer
+
+
 def lift(tensor: Tensor) -> Tensor:
-    """The trace's stand-in for a real tensor, which becomes an input of the graph."""
+    """The trace's stand-in for a tensor from outside, which becomes an input of the graph.
+
+    To a region inside another one's trace, the outer trace's tensors are from outside too.
+    """
     running = _thread.running
-    if running is None or _compat.is_fake(tensor):
+    if running is None or _compat.is_fake_of(tensor, running.mode):
         return tensor
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.func import grad, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 from remat import checkpoint_name, policies, remat, saved_residuals
 from tests.support import (
@@ -244,3 +244,26 @@ def test_an_inner_region_brings_its_parameters(is_traced_before):
     ((x @ weight).sin() @ weight).sin().sum().backward()
 
     assert_bitwise(found, weight.grad)
+
+
+def test_an_inner_region_reaches_values_of_the_outer():
+    """A closure over what the outer trace computes is lifted as any captured tensor."""
+
+    def plain(w, x, region=lambda fun: fun):
+        scaled = w * 2
+
+        def inner(x):
+            return torch.tanh(x @ scaled) * w[0]
+
+        return region(inner)(x).sum()
+
+    outer = remat(lambda w, x: plain(w, x, remat))
+    w, x = seeded(4, 4), seeded(3, 4)
+    leaves = [w.clone().requires_grad_(), x.clone().requires_grad_()]
+
+    assert_bitwise(
+        torch.autograd.grad(outer(*leaves), leaves),
+        torch.autograd.grad(plain(*leaves), leaves),
+    )
+    for transform in (grad, jacfwd, hessian, lambda f: vmap(grad(f), (None, 0))):
+        assert_close(transform(outer)(w, x), transform(plain)(w, x))

@@ -134,6 +134,19 @@ def test_scans_nest(outer: AbstractSchedule | None, inner: AbstractSchedule | No
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("schedule", [None, Every(2)], ids=repr)
+def test_a_region_around_traces_first(schedule: AbstractSchedule | None):
+    """A step that reaches an argument of the region around it, met there for the first time."""
+
+    def plain(w: Tensor, c: Tensor, xs: Tensor, by: Any = loop) -> Tensor:
+        h, ys = by(lambda h, x: ((h @ w + x).cos(), h.mean()), c, xs)
+        return h.sum() * ys.sum()
+
+    region = remat(lambda *leaves: plain(*leaves, by=by(schedule)))
+    leaves = [each.clone().requires_grad_() for each in arguments()]
+    assert_close(grads(region, leaves), grads(plain, leaves))
+
+
 LAYERS: list[Callable[[Any], Any]] = [
     lambda x: (x.sin(), 2),
     lambda pair: pair[0].square() * pair[1],
