@@ -46,7 +46,7 @@ class Compiled:
         self._graph = graph
         self._function: Callable[..., list[Any]] | None = None
 
-    def __call__(self, *inputs: Tensor) -> list[Any]:
+    def __call__(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
         if self._function is None:
             with _compiling, _compat.leave_functorch(), torch.no_grad():

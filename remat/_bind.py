@@ -386,11 +386,19 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
     )
     present = [each for each in cotangents if each is not None]
     try:
-        if derived.program is None or torch.is_grad_enabled() or not _compat.is_quiet():
+        if (
+            derived.program is None
+            or torch.is_grad_enabled()
+            or not _is_untransformed()
+        ):
             below = Call(derived, call.roots, numerics, call.labels)
             found = bind(below, [*saved, *present])
         else:
-            found = derived.program([*saved, *present])
+            read = [*saved, *present]
+            del saved, present
+            # Unless the graph is kept, each is let go after its last use, not at the end.
+            ctx.maybe_clear_saved_tensors()
+            found = derived.program.consume(read)
     except RuntimeError as error:
         _shortage.note(error, "backward", call, [ctx])
         raise
@@ -398,6 +406,10 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
         return (None, *found)
     rest = iter(found)
     return (None, *[next(rest) if each else None for each in wanted])
+
+
+def _is_untransformed() -> bool:
+    return _compat.is_quiet() or _compat.is_only_watched()
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:

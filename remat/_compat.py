@@ -317,6 +317,16 @@ def is_quiet() -> bool:
     )
 
 
+def is_only_watched() -> bool:
+    """Whether it has a dispatch mode that listens, or more, but none that records."""
+    return (
+        is_watched()
+        and _functorch_c.peek_interpreter_stack() is None
+        and _forward_ad._current_level < 0
+        and not proxy_is_active()
+    )
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is neither wrapped by a transform nor of a foreign subclass."""
     kinds = (Tensor, nn.Parameter, nn.Buffer)

@@ -52,26 +52,33 @@ class Program:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
+        return self.consume(list(inputs))
+
+    def consume(self, inputs: list[Tensor]) -> list[Any]:
+        """The same, but the list is emptied, and each input let go after its last use."""
         if self._shares_memory:
             # Whoever changes one of them in place must be seen by the others.
             with torch.no_grad():
                 if self.is_compiled and not _compat.is_watched():
-                    return self._short(*inputs)
-                return self.with_gradient(inputs)
+                    return self._short(inputs)
+                return self._consume_with_gradient(inputs)
         with _compat.below_autograd():
             if _compat.is_watched():
-                return self.with_gradient(inputs)
-            return self._short(*inputs)
+                return self._consume_with_gradient(inputs)
+            return self._short(inputs)
 
     def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs, differentiable operator by operator if the caller wants that."""
+        return self._consume_with_gradient(list(inputs))
+
+    def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
         if _compat.proxy_is_active():
             return _interpret(self.graph, inputs)
         watcher = _watching.watcher()
         if watcher is None:
-            return self._run(*inputs)
+            return self._run(inputs)
         with watcher.following(self.graph, inputs) as at:
-            return self._watched(at, *inputs)
+            return self._watched(at, inputs)
 
     @functools.cached_property
     def is_compiled(self) -> bool:
@@ -98,11 +105,11 @@ class Program:
         return _Writer(self.graph, self.title, {}).text
 
     @functools.cached_property
-    def _run(self) -> Callable[..., list[Any]]:
+    def _run(self) -> Callable[[list[Tensor]], list[Any]]:
         return self._compiled(self.graph)
 
     @functools.cached_property
-    def _short(self) -> Callable[..., list[Any]]:
+    def _short(self) -> Callable[[list[Tensor]], list[Any]]:
         """The same in fewer calls, for where nobody listens for single operators."""
         if self.is_compiled:
             return _backend.Compiled(self.graph)
@@ -118,7 +125,7 @@ class Program:
     ) -> Callable[..., list[Any]]:
         writer = _Writer(graph, self.title, bindings_of(graph), is_watched=is_watched)
         namespace = dict(writer.bound)
-        exec(compile(writer.text, f"<remat {self.title}>", "exec"), namespace)
+        exec(compile(writer.consuming, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]
 
     @property
@@ -128,7 +135,14 @@ class Program:
 
 
 class _Writer:
-    """Writes the function and collects the objects that its text speaks of."""
+    """Writes the function and collects the objects that its text speaks of.
+
+    Attributes:
+        text: the function, as it is printed.
+        consuming: the same for one list of all inputs, which it empties: who calls a
+            function holds its arguments until it returns.
+        bound: the objects by their names.
+    """
 
     def __init__(
         self,
@@ -146,9 +160,8 @@ class _Writer:
             "stream_leave": _streams.leave,
         }
         self._names: dict[int, str] = {}
-        inputs = [f"v{index}" for index in range(graph.num_inputs)]
-        inputs = ["at", *inputs] if is_watched else inputs
-        lines = [f"def {title}({', '.join(inputs)}):"]
+        inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
+        lines: list[str] = []
         last = last_uses(graph)
         for index in range(graph.num_inputs, len(graph.values)):
             value = graph.values[index]
@@ -161,7 +174,12 @@ class _Writer:
             "None" if ref is None else f"v{ref.index}" for ref in graph.outputs
         )
         lines.append(f"    return [{outputs}]")
-        self.text = "\n".join(lines) + "\n"
+        unread = _unread_inputs(graph, last)
+        opening = [f"    {inputs}, = given", "    given.clear()"] if inputs else []
+        opening += [f"    del {', '.join(unread)}"] if unread else []
+        self.text = "\n".join([f"def {title}({inputs}):", *lines]) + "\n"
+        given = "at, given" if is_watched else "given"
+        self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"
 
     def _lines(self, index: int, value: Value) -> list[str]:
         comment = _comment(value)
@@ -238,6 +256,13 @@ def last_uses(graph: Graph) -> dict[int, list[int]]:
         if index not in kept and step >= graph.num_inputs:
             found.setdefault(step, []).append(index)
     return found
+
+
+def _unread_inputs(graph: Graph, last: Mapping[int, Sequence[int]]) -> list[str]:
+    """The inputs that neither a step nor an output reads."""
+    kept = {ref.index for ref in graph.outputs if ref is not None}
+    kept.update(index for freed in last.values() for index in freed)
+    return [f"v{index}" for index in range(graph.num_inputs) if index not in kept]
 
 
 def _device(value: Value) -> torch.device:

@@ -71,7 +71,7 @@ def test_a_stack_times_a_matrix_is_one_call(fun, x, w):
 
         assert {"matmul", "linear"} & set(folded)
         assert len(folded) < len(program.operators)
-        found, plain = program._short(*inputs), program._run(*inputs)
+        found, plain = program._short([*inputs]), program._run([*inputs])
         assert all(map(torch.equal, found, plain))
 
 

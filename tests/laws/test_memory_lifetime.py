@@ -126,6 +126,39 @@ def test_the_backward_frees_as_plain_does() -> None:
         assert memory.live == y.untyped_storage().nbytes()
 
 
+def tanhs(x: Tensor) -> Tensor:
+    """16 values of the size of x, each of which the backward reads once."""
+    for _ in range(16):
+        x = torch.tanh(x)
+    return x
+
+
+def test_a_saved_value_is_let_go_after_its_last_use() -> None:
+    """Inside one region's backward too, so that the peak is at most plain autograd's."""
+    peaks: list[int] = []
+    for fun in (tanhs, remat(tanhs, policy=policies.everything_saveable)):
+        x = seeded(64, 64).requires_grad_()
+        fun(x).sum().backward()  # traces
+        with LiveBytes() as live:
+            fun(x).sum().backward()
+        peaks.append(live.peak)
+
+    assert peaks[1] <= peaks[0]
+
+
+def test_a_kept_graph_keeps_its_saved_values() -> None:
+    """Only the backward that frees the graph lets go; one after it raises, as always."""
+    x = seeded(4, 4).requires_grad_()
+    out = remat(tanhs, policy=policies.everything_saveable)(x).sum()
+
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    again = torch.autograd.grad(out, x)
+
+    assert torch.equal(first[0], again[0])
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(out, x)
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_many_steps_hold_memory_flat(options: dict[str, Any]) -> None:
