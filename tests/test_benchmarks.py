@@ -1,12 +1,34 @@
 """The benchmarks' own arithmetic; their figures are no tests."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from remat import policies, remat
 from remat.reporting._gpt import GPTShape
-from tests.benchmarks import random as draws, reports, timing
+from tests.benchmarks import (
+    __main__ as command,
+    growth,
+    limit,
+    memory,
+    random as draws,
+    reports,
+    rows,
+    suite,
+    timing,
+    work,
+)
+from tests.benchmarks.bounds import Bound, judged, verdicts
+from tests.benchmarks.contenders import PLAIN, contenders
 
-pytestmark = pytest.mark.contract
+# Forward mode's first use compiles torch's own formulas with it.
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
 
 
 def test_ratios_are_paired_by_round():
@@ -62,3 +84,223 @@ def test_reports_are_measured_beside_steps(capsys: pytest.CaptureFixture[str]):
         "a report",
         "the first, with its traces",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "standing", "fails"),
+    [
+        (1.19, 0.01, "met", False),
+        (1.2, 0.0, "met", False),
+        (1.21, 0.02, "within spread", False),
+        (1.25, 0.02, "missed", True),
+        (1.0, 0.06, "unsteady", True),
+        (1.4, 0.06, "missed", True),
+    ],
+)
+def test_a_bound_is_missed_by_more_than_the_spread(
+    ratio: float, spread: float, standing: str, fails: bool
+):
+    """And what is unsteady fails as well, however good it looks."""
+    verdict = judged(Bound("a", "time", "b", 1.2), ratio, spread)
+
+    assert (verdict.standing, verdict.fails) == (standing, fails)
+
+
+def test_the_spread_is_half_of_what_the_quartiles_are_apart():
+    """As a fraction of the median."""
+    assert timing.Ratio(1.0, low=1.9, median=2.0, high=2.1).spread == pytest.approx(
+        0.05
+    )
+
+
+def test_bounds_are_judged_where_both_sides_ran():
+    """Times by round, bytes as they are; a peer that does not run bounds nothing."""
+    bounds = [
+        Bound("remat", "time", "peer", 1.0),
+        Bound("remat", "peak bytes", "peer", 1.0),
+        Bound("remat", "time", "absent", 1.0),
+        Bound("remat", "peak bytes", "absent", 1.0),
+    ]
+    times = {"remat": [1.0, 10.0, 2.0], "peer": [2.0, 20.0, 4.0]}
+
+    found = verdicts(bounds, times, {"remat": 30, "peer": 20})
+
+    assert [(v.bound, v.ratio, v.spread) for v in found] == [
+        (bounds[0], 0.5, 0.0),
+        (bounds[1], 1.5, 0.0),
+    ]
+
+
+def test_a_limits_time_is_the_sum_of_its_round():
+    """The step without remat and the recomputation, measured in one round."""
+    assert timing.summed([1.0, 2.0], [0.5, 0.25]) == [1.5, 2.25]
+
+
+def test_an_exponent_is_a_slope_of_logarithms():
+    """A cubic has 3, whatever its factor."""
+    sizes = [1, 2, 4, 8]
+
+    assert growth.exponent(sizes, [7.0 * n**3 for n in sizes]) == pytest.approx(3)
+
+
+def test_a_curve_shows_its_exponents():
+    """Over all sizes, and over the last three; what is not measured has no line."""
+    points = [growth.Point(n, n << 20, n * n << 20) for n in (1, 2, 4)]
+
+    shown = growth.table({"x": points})
+
+    assert shown.splitlines()[2:] == [
+        "| x, held MiB | 1 | 2 | 4 | 1.00 | 1.00 |",
+        "| x, peak MiB | 1 | 4 | 16 | 2.00 | 2.00 |",
+    ]
+
+
+def test_a_rank_holds_its_part_in_a_simulated_group():
+    """8 layers of 8 by 1,024 by 32 float32 inputs, less what the ranks share."""
+    few, many = growth.shards((2, 1024))
+
+    assert few.held_bytes - many.held_bytes == 8 * (8 * 1024 * 32) * 4 * 511 // 1024
+
+
+def test_a_running_sum_has_a_peak():
+    """What is left may be less."""
+    assert memory.running([3, 4, -5, 1]) == memory.Bytes(left=3, peak=7)
+
+
+def test_the_allocator_is_heard():
+    """A result that lives, and one that lived on the way."""
+
+    def run() -> torch.Tensor:
+        first = torch.zeros(1024)
+        second = first.clone()
+        del first
+        return second
+
+    counted = memory.allocated(run)
+
+    assert counted == memory.Bytes(left=4096, peak=8192)
+
+
+def test_bursts_are_for_short_steps():
+    """And long ones have 7 rounds."""
+    pace = timing.Pace.of({"a": lambda: None})
+
+    assert pace == timing.Pace(rounds=timing.MAX_ROUNDS, burst=4, lead=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (policies.nothing_saveable, ["aten.mm", "aten.tanh", "aten.sin"]),
+        (policies.save_matmul_outputs, ["aten.tanh", "aten.sin"]),
+    ],
+    ids=["nothing", "matmuls"],
+)
+def test_the_limit_runs_what_must_run_again(policy: Any, again: list[str]):
+    """And nothing of the backward itself."""
+    region = remat(lambda p, x: torch.tanh(x @ p["w"]).sin().sin(), policy=policy)
+    w, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+
+    found = limit.recomputed(region.programs({"w": w}, x)[1])
+
+    # A transposed weight is a view: no number is computed again.
+    assert [op for op in found.operators if op != "aten.t"] == again
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.name)
+def test_a_region_holds_what_the_limit_says(row: rows.Row):
+    """Under `.backward()`, measured at the allocator, for every policy."""
+    made = row.make_quick()
+    if made.transform != "backward":
+        assert made.num_units == 2
+        return
+    for contender in contenders(quick=True):
+        if contender.kind == "own":
+            unit = contender.wrap(made.unit)
+            made.step(unit)
+            held = memory.allocated(lambda unit=unit: made.forward(unit)).left
+            assert held == limit.held_bytes(made, contender.keeps)
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.name)
+def test_a_bounds_names_are_measured(row: rows.Row):
+    """A misspelled name would never be judged."""
+    rivals = contenders()
+    names = {each.name for each in rivals}
+    names |= {rows.LIMIT.format(each.keeps) for each in rivals}
+
+    bounds = row.bounds(rivals)
+
+    assert bounds
+    assert {name for b in bounds for name in (b.contender, b.beside)} <= names
+    assert {bound.quantity for bound in bounds} <= {"time", "peak bytes"}
+
+
+def ran(row: rows.Row, quick: bool) -> suite.Result:
+    """A row as it would be measured, whose bounds are one met and one missed."""
+    ratio = timing.Ratio(0.002, 1.0, 1.1, 1.2)
+    lines = [
+        suite.Line("remat, nothing", ratio, ratio, 1 << 20, 3 << 20),
+        suite.Line("peer", missing="raises RuntimeError"),
+    ]
+    bound = Bound("remat, nothing", "time", PLAIN, 1.12)
+    found = [judged(bound, 1.1, 0.01), judged(bound, 1.3, 0.01)]
+    return suite.Result(
+        row.name, "T", "grad", 7, lines, found[: 1 + (row.name == "hard")]
+    )
+
+
+@pytest.mark.parametrize(("names", "code"), [(["easy"], 0), ([], 1)])
+def test_the_exit_code_and_the_files_say_what_was_missed(
+    names: list[str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Without a name, every row."""
+    easy, hard = (
+        rows.Row(name, *[lambda: None] * 2, lambda _: [])  # type: ignore[arg-type]
+        for name in ("easy", "hard")
+    )
+    monkeypatch.setattr(rows, "ROWS", (easy, hard))
+    monkeypatch.setattr(suite, "measured", ran)
+    files = tmp_path / "all.json", tmp_path / "all.md"
+
+    given = [*names, "--json", str(files[0]), "--markdown", str(files[1])]
+    assert command.main(given) == code
+
+    found = json.loads(files[0].read_text())
+    assert found["schema"] == 1
+    assert found["measured_on"]["gpu"] == "not measured"
+    assert [row["name"] for row in found["rows"]] == (names or ["easy", "hard"])
+    assert len(found["failed"]) == code
+    assert found["rows"][0]["lines"][0]["time"]["median"] == 1.1
+    shown = files[1].read_text()
+    assert (
+        "| remat, nothing | 2.00 | 1.100 | 9.1% | 1.100 | 1.000 | 3.000 | 2.000 |"
+        in (shown)
+    )
+    assert "| peer | raises RuntimeError | | | | | | |" in shown
+    assert ("- missed, hard: remat, nothing: time at most 1.12" in shown) == bool(code)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "per-example"])
+def test_a_row_runs_and_checks_its_gradients(name: str):
+    """Peers run under plain autograd only, and the table says what they raise."""
+    (row,) = (row for row in rows.ROWS if row.name == name)
+
+    found = suite.measured(row, quick=True)
+
+    lines = {line.name: line for line in found.lines}
+    assert lines["remat, nothing"].time is not None
+    peer = lines["torch.utils.checkpoint"]
+    refused = "raises RuntimeError" if name == "per-example" else ""
+    assert peer.missing == refused
+    assert {v.bound.quantity for v in found.verdicts} == {"time", "peak bytes"}
+
+
+def test_wrong_gradients_end_the_run():
+    """What computes something else is no contender."""
+    made = work.conv_net(1, 1, 4, 4)
+    runner = suite._Runner(made)
+    right = [tensor + 1 for tensor in made.step(made.unit)]
+
+    with pytest.raises(AssertionError, match="not close"):
+        runner.admit(contenders(quick=True)[0], right)

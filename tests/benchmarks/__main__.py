@@ -1,39 +1,90 @@
-"""`python -m tests.benchmarks NAME`: runs one benchmark and prints its tables."""
+"""`python -m tests.benchmarks [NAME ...]`: the suite, rows of it, or another benchmark."""
 
 import argparse
 import importlib
+import json
 import os
 import sys
+from pathlib import Path
+
+import torch
 
 #: With the default thresholds glibc gives memory back to the system after every step, and
 #: timings swing by 15 %. They are read when a process starts, for all contenders alike.
-MALLOC = {
+ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
-BENCHMARKS = {
+OTHERS = {
     "budget": "tests.benchmarks.budget",
+    "growth": "tests.benchmarks.growth",
     "overhead": "tests.benchmarks.overhead",
     "random": "tests.benchmarks.random",
     "sharding": "tests.benchmarks.sharding",
     "reports": "tests.benchmarks.reports",
     "storage": "tests.benchmarks.storage",
 }
+COMMAND = "python -m tests.benchmarks"
 
 
-def main() -> None:
-    """Parses the command, settles the allocator, runs the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("name", choices=BENCHMARKS)
+def main(given: list[str] | None = None) -> int:
+    """Parses the command and runs what it names; 1 where a bound is missed."""
+    from tests.benchmarks.rows import ROWS
+
+    rows = {row.name: row for row in ROWS}
+    arguments = _parser([*rows, *OTHERS]).parse_args(given)
+    torch.set_num_threads(arguments.threads)
+    picked = [rows[name] for name in arguments.names or rows if name in rows]
+    others = [name for name in arguments.names if name in OTHERS]
+    failed = _suite(picked, arguments) if picked else 0
+    for name in others:
+        importlib.import_module(OTHERS[name]).main(arguments.threads)
+    return int(failed > 0)
+
+
+def _parser(names: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Without a name, every row of the suite."
+    )
+    parser.add_argument("names", nargs="*", choices=[[], *names], metavar="NAME")
     parser.add_argument(
         "--threads", type=int, default=1, help="of torch, in an operator"
     )
-    arguments = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in MALLOC.items()):
+    parser.add_argument("--json", type=Path, help="the file that gets all figures")
+    parser.add_argument("--markdown", type=Path, help="the file that gets the tables")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, two rounds, nothing compiled"
+    )
+    return parser
+
+
+def _suite(rows: list, arguments: argparse.Namespace) -> int:
+    """Measures and prints rows; how many bounds failed."""
+    from tests.benchmarks import suite, tables
+
+    results, printed = [], [tables.heading()]
+    print(printed[0])
+    for row in rows:
+        results.append(suite.measured(row, arguments.quick))
+        printed.append(tables.markdown(results[-1]))
+        print(printed[-1], flush=True)
+    found = tables.as_json(results)
+    printed.append(tables.conclusion(results))
+    print(printed[-1])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(printed))
+    return len(found["failed"])
+
+
+def _settled() -> None:
+    """Starts again where the environment is not settled."""
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         command = [sys.executable, "-m", "tests.benchmarks", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | MALLOC)
-    importlib.import_module(BENCHMARKS[arguments.name]).main(arguments.threads)
+        os.execve(sys.executable, command, os.environ | ENVIRONMENT)
 
 
 if __name__ == "__main__":
-    main()
+    _settled()
+    sys.exit(main())

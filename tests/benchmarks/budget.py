@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from remat import plan, remat
 from remat.reporting._live_bytes import LiveBytes
-from tests.benchmarks.blocks import Params, Stack, block, peers
+from tests.benchmarks.contenders import selective
+from tests.benchmarks.work import Params, Work, block, blocks, summed
 
 BLOCKS, BATCH, SEQUENCE, WIDTH = 8, 4, 64, 64
 _aten = torch.ops.aten
@@ -34,7 +35,7 @@ def _attention_flops(*args: Any, **kwargs: Any) -> int:
 vars(_attention_flops)["_get_raw"] = True  # it takes tensors, not shapes
 
 
-def count(f: Callable[[], Tensor], stack: Stack) -> tuple[int, int]:
+def count(f: Callable[[], Tensor], stack: Work) -> tuple[int, int]:
     """Bytes between forward and backward, the outputs left out, and backward FLOPs."""
     leaves = [tensor for own in stack.params for tensor in own.values()]
     torch.autograd.grad(f(), leaves)
@@ -48,18 +49,17 @@ def count(f: Callable[[], Tensor], stack: Stack) -> tuple[int, int]:
     return held, flops.get_total_flops()
 
 
-def contenders(stack: Stack) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def contenders(stack: Work) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Every k-th block, matmuls saved, and torch's own budgets."""
     for k in (1, 2, 4):
         name = "checkpoint, every block" if k == 1 else f"checkpoint, every {k} blocks"
         yield name, lambda k=k: _in_groups(stack, k)
-    selective = peers()["selective, matmuls"]
-    yield "selective, matmuls", lambda: stack.loss(selective, stack.params)
+    yield "selective, matmuls", lambda: stack.forward(selective(block))
     for part in (0.25, 0.5, 0.75):
         yield f"torch `dp_knapsack`, {part}", _knapsack(stack, part)
 
 
-def _in_groups(stack: Stack, k: int) -> Tensor:
+def _in_groups(stack: Work, k: int) -> Tensor:
     def group(params: list[Params], x: Tensor) -> Tensor:
         for own in params:
             x = block(own, x)
@@ -71,7 +71,7 @@ def _in_groups(stack: Stack, k: int) -> Tensor:
     return x.sum()
 
 
-def _knapsack(stack: Stack, part: float) -> Callable[[], Tensor]:
+def _knapsack(stack: Work, part: float) -> Callable[[], Tensor]:
     names = list(stack.params[0])
     flat = [tensor for own in stack.params for tensor in own.values()]
 
@@ -107,10 +107,10 @@ def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
 def main(threads: int) -> None:
     """Prints the table."""
     torch.set_num_threads(threads)
-    stack = Stack.make(BLOCKS, BATCH, SEQUENCE, WIDTH)
+    stack = blocks(BLOCKS, BATCH, SEQUENCE, WIDTH)
 
     def plain(params: list[Params]) -> Tensor:
-        return stack.loss(block, params)
+        return summed(block, params, stack.x)
 
     held, base = count(lambda: plain(stack.params), stack)
     print(f"torch {torch.__version__}; no remat holds {held / 2**20:.2f} MiB\n")

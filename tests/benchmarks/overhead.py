@@ -1,12 +1,10 @@
 """What a region costs beyond its operators.
 
-Tiny blocks show the Python around operators; middle ones are held against a limit: the
-step without remat plus one straight-line program of the operators that must run again.
+From its call to `Function.apply`, and three rows of the suite: tiny blocks show the Python
+around operators, middle ones are held against a limit.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,77 +12,11 @@ import torch
 from torch import nn
 
 from remat import _bind, remat
-from remat._graph import Ref, TensorMeta, prune
-from remat._program import Program
-from tests.benchmarks.blocks import Stack, block, peers, regions
-from tests.benchmarks.timing import interleaved, paired, table
+from tests.benchmarks import suite, tables
+from tests.benchmarks.rows import ROWS
+from tests.benchmarks.work import block, blocks
 
-
-def recomputation(region: Any, stack: Stack) -> Callable[[], None]:
-    """The operators that a region's backward runs again, for each block, and no more."""
-    x = stack.x.clone().requires_grad_()
-    program = region.programs(stack.params[0], x)[1]
-    graph = program.graph
-    cotangents = {graph.num_inputs - 1}
-    for index, value in enumerate(graph.values):
-        if cotangents.intersection(value.uses):
-            cotangents.add(index)
-    read = {use for index in cotangents for use in graph.values[index].uses}
-    again = sorted(index for index in read - cotangents if index >= graph.num_inputs)
-    outputs = tuple(Ref(index) for index in again)
-    alone = Program(prune(replace(graph, outputs=outputs)), "recomputation")
-    inputs = [
-        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).normal_()
-        for meta in (value.meta for value in graph.values[: graph.num_inputs])
-        if isinstance(meta, TensorMeta)
-    ]
-
-    def run() -> None:
-        for _ in stack.params:
-            alone(inputs)
-
-    return run
-
-
-def tiny() -> None:
-    """8 blocks of width 32: the tables of plain autograd and of torch.func.grad."""
-    stack = Stack.make(blocks=8, batch=2, sequence=16, width=32)
-    contenders = {"no remat": block, **regions(), **peers()}
-    steps = {name: _bound(stack.backward, each) for name, each in contenders.items()}
-    times = interleaved(steps, 60, burst=4)
-    title = "Tiny blocks (8 of width 32, sequence 16, batch 2), `.backward()`"
-    print(table(title, "no remat", paired(times, times["no remat"])))
-    contenders = {"no remat": block, **regions()}
-    steps = {name: _bound(stack.grad, each) for name, each in contenders.items()}
-    times = interleaved(steps, 40, burst=4)
-    title = "The same under `torch.func.grad`; no peer runs there"
-    print(table(title, "no remat", paired(times, times["no remat"])))
-
-
-def middle() -> None:
-    """4 blocks of width 256, each policy against its own limit."""
-    stack = Stack.make(blocks=4, batch=8, sequence=256, width=256)
-    own = regions()
-    again = {f"again: {name}": recomputation(own[name], stack) for name in own}
-    contenders = {"no remat": block, **own, **peers()}
-    steps = {name: _bound(stack.backward, each) for name, each in contenders.items()}
-    times = interleaved({**steps, **again}, 11)
-    shown = {name: times[name] for name in steps}
-    title = "Middle blocks (4 of width 256, sequence 256, batch 8), `.backward()`"
-    print(table(title, "no remat", paired(shown, times["no remat"])))
-    limits = {
-        name: [
-            a + b
-            for a, b in zip(times["no remat"], times[f"again: {name}"], strict=True)
-        ]
-        for name in own
-    }
-    ratios = {name: paired({name: times[name]}, limits[name])[name] for name in own}
-    print(table("The same against the limit", "the limit", ratios))
-
-
-def _bound(step: Callable[[Any], None], each: Any) -> Callable[[], None]:
-    return lambda: step(each)
+SHOWN = ("tiny", "tiny-grad", "middle")
 
 
 def calls() -> None:
@@ -92,7 +24,7 @@ def calls() -> None:
     print("\nFrom the call to `Function.apply`, and the trace\n")
     print("| | to apply, us | traces | trace, s |")
     print("|---|---|---|---|")
-    stack = Stack.make(blocks=32, batch=2, sequence=16, width=32)
+    stack = blocks(32, batch=2, sequence=16, width=32)
     region = remat(block)
     for own in stack.params:
         region(own, stack.x)
@@ -142,7 +74,8 @@ def _time_to_apply(region: Any, arguments: tuple[Any, ...]) -> float:
 def main(threads: int) -> None:
     """Prints every table."""
     torch.set_num_threads(threads)
-    print(f"torch {torch.__version__}, {threads} thread(s)")
+    print(tables.heading())
     calls()
-    tiny()
-    middle()
+    for row in ROWS:
+        if row.name in SHOWN:
+            print(tables.markdown(suite.measured(row)))

@@ -10,6 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+MIN_ROUNDS, MAX_ROUNDS = 7, 61
+SHORT_S = 0.05
+ROW_S = 12.0
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -27,19 +31,61 @@ class Ratio:
     median: float
     high: float
 
+    @property
+    def spread(self) -> float:
+        """Half of what the quartiles are apart, as a fraction of the median."""
+        return (self.high - self.low) / 2 / self.median
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a row's contenders have their turn.
+
+    Attributes:
+        rounds: the turns of each.
+        burst: the steps of a turn that count.
+        lead: the steps before them that do not.
+    """
+
+    rounds: int
+    burst: int
+    lead: int
+
+    @classmethod
+    def quick(cls) -> "Pace":
+        """As little as can be compared."""
+        return cls(rounds=2, burst=1, lead=0)
+
+    @classmethod
+    def of(cls, steps: Mapping[str, Callable[[], object]]) -> "Pace":
+        """At least 7 rounds, more where they cost little; bursts where steps are short."""
+        started = time.perf_counter()
+        for step in steps.values():
+            step()
+        total_s = time.perf_counter() - started
+        mean_s = total_s / len(steps)
+        burst = max(1, min(4, int(SHORT_S / mean_s)))
+        lead = int(mean_s < SHORT_S)
+        rounds = int(ROW_S / (total_s * (burst + lead)))
+        return cls(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), burst, lead)
+
 
 def interleaved(
-    steps: Mapping[str, Callable[[], object]], rounds: int, burst: int = 1
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    burst: int = 1,
+    lead: int = 1,
 ) -> dict[str, list[float]]:
     """Seconds of each step in each round, after a warm-up, the collector off.
 
     Args:
         steps: the contenders.
         rounds: how often each has its turn.
-        burst: how many steps a turn counts, after one that it does not.
+        burst: how many steps a turn counts.
+        lead: how many steps before them it does not.
     """
     for step in steps.values():
-        for _ in range(3):
+        for _ in range(1 + 2 * lead):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
@@ -47,7 +93,8 @@ def interleaved(
     try:
         for _ in range(rounds):
             for name, step in steps.items():
-                step()
+                for _ in range(lead):
+                    step()
                 started = time.perf_counter()
                 for _ in range(burst):
                     step()
@@ -55,6 +102,11 @@ def interleaved(
     finally:
         gc.enable()
     return times
+
+
+def summed(one: list[float], other: list[float]) -> list[float]:
+    """What the two take together in each round."""
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def paired(times: Mapping[str, list[float]], base: list[float]) -> dict[str, Ratio]:

@@ -1,0 +1,153 @@
+"""Runs rows: every contender in turn, checked, counted, timed, and held against its bounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.benchmarks import jax_peer
+from tests.benchmarks.bounds import MAX_SPREAD, Bound, Verdict, ratio_of, verdicts
+from tests.benchmarks.contenders import PLAIN, Contender, contenders, is_installed
+from tests.benchmarks.limit import held_bytes, recomputation
+from tests.benchmarks.memory import allocated
+from tests.benchmarks.rows import LIMIT, Row
+from tests.benchmarks.timing import Pace, Ratio, interleaved, paired, summed
+from tests.benchmarks.work import Work
+
+#: What a peer raises where it does not support what it is asked for.
+REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender in one row.
+
+    Attributes:
+        name: of the contender, or of a limit.
+        time: its time over no remat's; None where it did not run.
+        of_limit: its time over its own limit's.
+        held_bytes: what waits between forward and backward; None under torch.func, where
+            the two are not apart.
+        peak_bytes: the most that a step had allocated at one time.
+        missing: why it did not run, or "".
+    """
+
+    name: str
+    time: Ratio | None = None
+    of_limit: Ratio | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row, measured."""
+
+    name: str
+    title: str
+    transform: str
+    rounds: int
+    lines: list[Line]
+    verdicts: list[Verdict]
+
+
+@dataclass
+class _Runner:
+    """The contenders of one row that run, ready to be measured."""
+
+    work: Work
+    steps: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    keeps: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def admit(self, contender: Contender, right: list[Tensor] | None) -> None:
+        """Runs a contender a first time, checks its gradients, counts its bytes."""
+        if contender.name == "torch_remat" and not is_installed("torch_remat"):
+            self.missing[contender.name] = "not installed"
+            return
+        refusals = () if contender.name.startswith(("no remat", "remat")) else REFUSALS
+        try:
+            unit = contender.wrap(self.work.unit)
+            with contender.settings():
+                found = self.work.step(unit)
+        except refusals as error:
+            self.missing[contender.name] = f"raises {type(error).__name__}"
+            return
+        if right is not None:
+            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+        self._count(contender, unit)
+
+    def _count(self, contender: Contender, unit: Any) -> None:
+        name, work = contender.name, self.work
+        self.steps[name] = lambda: work.step(unit)
+        self.keeps[name] = contender.keeps
+        self.steps[name]()
+        self.peaks[name] = allocated(self.steps[name]).peak
+        if work.transform == "backward":
+            self.held[name] = allocated(lambda: work.forward(unit)).left
+
+
+def measured(row: Row, quick: bool = False) -> Result:
+    """One row; what is unsteady is measured a second time."""
+    work = row.make_quick() if quick else row.make()
+    runner, rivals = _Runner(work), contenders(quick)
+    right = work.step(work.unit)
+    for contender in rivals:
+        runner.admit(contender, right)
+    jax_peer.admit(runner.steps, runner.peaks, runner.missing, work)
+    used = {
+        keeps
+        for name, keeps in runner.keeps.items()
+        if name in runner.steps and name.startswith("remat")
+    }
+    again = {keeps: recomputation(work, keeps) for keeps in sorted(used)}
+    bounds = row.bounds(rivals)
+    pace = Pace.quick() if quick else Pace.of(runner.steps)
+    times, found = _timed(runner, again, pace, bounds)
+    if any(each.spread > MAX_SPREAD for each in found):
+        times, found = _timed(runner, again, pace, bounds)
+    lines = _lines(runner, times, used)
+    return Result(row.name, work.title, work.transform, pace.rounds, lines, found)
+
+
+def _timed(
+    runner: _Runner,
+    again: dict[str, Callable[[], None]],
+    pace: Pace,
+    bounds: list[Bound],
+) -> tuple[dict[str, list[float]], list[Verdict]]:
+    """The times of all contenders and limits, and how the bounds stand."""
+    extra = {f"again, {keeps}": run for keeps, run in again.items()}
+    times = interleaved({**runner.steps, **extra}, pace.rounds, pace.burst, pace.lead)
+    for keeps in again:
+        times[LIMIT.format(keeps)] = summed(times[PLAIN], times.pop(f"again, {keeps}"))
+    return times, verdicts(bounds, times, runner.peaks)
+
+
+def _lines(
+    runner: _Runner, times: dict[str, list[float]], used: set[str]
+) -> list[Line]:
+    over = paired(times, times[PLAIN])
+    lines = [
+        Line(
+            LIMIT.format(keeps),
+            time=over[LIMIT.format(keeps)],
+            held_bytes=held_bytes(runner.work, keeps)
+            if runner.work.transform == "backward"
+            else None,
+        )
+        for keeps in sorted(used)
+    ]
+    for name in runner.steps:
+        keeps = runner.keeps.get(name)
+        limit = LIMIT.format(keeps)
+        of_limit = ratio_of(times, name, limit) if limit in times else None
+        held, peak = runner.held.get(name), runner.peaks.get(name)
+        lines.append(Line(name, over[name], of_limit, held, peak))
+    missing = [Line(name, missing=why) for name, why in runner.missing.items()]
+    return [*lines, *missing]
