@@ -237,9 +237,7 @@ class _Measurement:
             layers=_folded(held, flops),
             held_bytes=sum(held),
             predicted_held_bytes=sum(map(self._predicted, calls)) if traced else None,
-            working_set_bytes=max(
-                (run.peak_bytes - run.start_bytes for run in known), default=0
-            ),
+            working_set_bytes=max((run.peak_bytes for run in known), default=0),
             predicted_working_set_bytes=max(
                 (working_set(run.graph) for run in known), default=0
             )

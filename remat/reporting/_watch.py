@@ -31,15 +31,17 @@ class Run:
         phase: "forward" or "backward".
         node: the number of the autograd node whose backward it was; None in a forward.
         times_s: seconds in the operators of each step.
-        start_bytes: what lived when it began.
-        peak_bytes: the most that lived during it.
+        made: the storages that it made, also those that it freed.
+        live_bytes: what lives of them.
+        peak_bytes: the most of them that lived at one time.
     """
 
     graph: Graph
     phase: str
     node: int | None
     times_s: dict[int, float] = dataclasses.field(default_factory=dict[int, float])
-    start_bytes: int = 0
+    made: set[Allocation] = dataclasses.field(default_factory=set["Allocation"])
+    live_bytes: int = 0
     peak_bytes: int = 0
     step: int = -1
 
@@ -125,7 +127,6 @@ class StepWatcher(Watcher):
     ) -> Generator[Callable[[int], None]]:
         """Notes a run of a program, and its steps as they come."""
         run = Run(graph, self.phase, self.node)
-        run.start_bytes = run.peak_bytes = self.live_bytes
         self.runs.append(run)
         self._stack.append(run)
 
@@ -169,6 +170,8 @@ class StepWatcher(Watcher):
             known = self._allocation(storage, op, run)
             self._references[reference] = known
             self.by_key[known.key] = known
+            for each in self._stack:
+                each.made.add(known)
             self._note(known, known.size_bytes)
         elif storage.nbytes() != known.size_bytes:
             change = storage.nbytes() - known.size_bytes
@@ -205,7 +208,9 @@ class StepWatcher(Watcher):
         self.live_bytes += change
         self.events.append(Event(self.time_s, change, allocation))
         for run in self._stack:
-            run.peak_bytes = max(run.peak_bytes, self.live_bytes)
+            if allocation in run.made:
+                run.live_bytes += change
+                run.peak_bytes = max(run.peak_bytes, run.live_bytes)
 
 
 def _finish(result: Any) -> None:
