@@ -1,5 +1,6 @@
 """Runs rows: every contender in turn, checked, counted, timed, and held against its bounds."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +124,10 @@ def _timed(
 ) -> tuple[dict[str, list[float]], list[Verdict]]:
     """The times of all contenders and limits, and how the bounds stand."""
     extra = {f"again, {keeps}": run for keeps, run in again.items()}
-    times = interleaved({**runner.steps, **extra}, pace.rounds, pace.burst, pace.lead)
+    # On one thread the processor's seconds are those of a machine that nobody shares.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    steps = {**runner.steps, **extra}
+    times = interleaved(steps, pace.rounds, pace.burst, pace.lead, clock)
     for keeps in again:
         times[LIMIT.format(keeps)] = summed(times[PLAIN], times.pop(f"again, {keeps}"))
     return times, verdicts(bounds, times, runner.peaks)

@@ -25,6 +25,7 @@ def device() -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "clock": "processor" if torch.get_num_threads() == 1 else "wall",
         "torch": torch.__version__,
         "gpu": "not measured",
     }
@@ -45,7 +46,7 @@ def heading() -> str:
     found = device()
     return (
         f"torch {found['torch']}, CPU ({found['machine']}), {found['cores']} cores, "
-        f"{found['threads']} thread(s). GPU rows: not measured.\n"
+        f"{found['threads']} thread(s), {found['clock']} seconds. GPU rows: not measured.\n"
     )
 
 
