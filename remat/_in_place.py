@@ -61,10 +61,10 @@ def _pure_variant(op: Any) -> Any | None:
         for each in schema.arguments
     ]
     name = op.overloadpacket.__name__
-    if writes[0] and sum(writes) == 1 and len(schema.returns) == 1:
-        if name.endswith("_"):
-            return operators.pure_variant(op) or _same_arguments(schema, name[:-1])
-    return None
+    writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
+    if not writes_first or not name.endswith("_"):
+        return None
+    return operators.pure_variant(op) or _same_arguments(schema, name[:-1])
 
 
 def _same_arguments(schema: Any, name: str) -> Any | None:
