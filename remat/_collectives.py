@@ -76,6 +76,30 @@ def _reduce_scatter(out: Tensor, whole: Tensor, group: Any, op: Any, *_: Any) ->
     return out, _compat.finished_work()
 
 
+def _exchange(
+    out: Tensor,
+    whole: Tensor,
+    group: Any,
+    out_sizes: Sequence[int],
+    sizes: Sequence[int],
+    *_: Any,
+) -> Any:
+    """An all-to-all: rows by the ranks they go to, no sizes meaning equal parts."""
+    group = _compat.group_of(group)
+    found = _functional.all_to_all_single(
+        whole.contiguous(),
+        _parts(out, out_sizes, group.size()),
+        _parts(whole, sizes, group.size()),
+        group.group_name,
+    )
+    _write(out, found)
+    return _compat.finished_work()
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
+    return sizes or [tensor.shape[0] // num_ranks] * num_ranks
+
+
 def _write(out: Tensor, found: Tensor) -> None:
     """Overwrites a tensor by what a functional collective began to make."""
     out.copy_(_functional.wait_tensor(found).view(out.shape))
@@ -87,6 +111,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": _gather,
     "allgather_": _gather_list,
     "_reduce_scatter_base_": _reduce_scatter,
+    "alltoall_base_": _exchange,
 }
 
 
@@ -97,8 +122,8 @@ def _refusal(op: Any) -> Callable[..., Any]:
                 where=f"a call of torch.distributed that runs {op}",
                 what="cannot be traced.",
                 why="It overwrites or sends tensors in a way that no graph shows.",
-                do="Use all_reduce, broadcast, all_gather, all_gather_single or "
-                'reduce_scatter_single, or engine="rerun".',
+                do="Use all_reduce, broadcast, all_gather, all_gather_single, "
+                'reduce_scatter_single or all_to_all_single, or engine="rerun".',
             )
         )
 

@@ -242,6 +242,23 @@ def is_fake_of(tensor: Tensor, mode: object) -> bool:
     return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
 
 
+def wraps_fakes(tensor: Tensor) -> bool:
+    """Whether a tensor of a subclass is made of fake ones, as a DTensor in a trace is."""
+    if not is_in_parts(tensor):
+        return False
+    parts: Any = tensor
+    inner = [getattr(tensor, name) for name in parts.__tensor_flatten__()[0]]
+    return any(isinstance(each, Tensor) and is_fake(each) for each in inner)
+
+
+def is_in_parts(tensor: Tensor) -> bool:
+    """Whether a tensor is of a subclass that is made of others, as DTensor is.
+
+    Obsolete when the protocol of `__tensor_flatten__` is public.
+    """
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 

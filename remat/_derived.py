@@ -101,6 +101,9 @@ def _gradients(
     if not pairs:
         return [None] * len(wanted)
     differentiable, given = zip(*pairs, strict=True)
+    if not create_graph:
+        # DTensor's own backward complains of cotangents that could be differentiated.
+        given = [each.detach() for each in given]
     return torch.autograd.grad(
         differentiable, wanted, given, create_graph=create_graph, allow_unused=True
     )

@@ -323,6 +323,7 @@ def _trace_once(
         flattened.build(roots, None),
         signature.metas,
         find=lambda tensor: id(tensor) in survey.tensors,
+        is_in_parts=any(map(_compat.is_in_parts, signature.tensors)),
     )
     with numerics.applied(), _captures.recording(survey) as reads:
         return trace(request), reads

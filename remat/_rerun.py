@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat, _rng, _streams, _trackers
+from remat import _captures, _compat, _rng, _streams, _trackers, _wrapped
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
@@ -61,7 +61,11 @@ def call(
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, operands), tensors, strict=True))
         new_args, new_kwargs = _compat.unflatten(filled, spec)
-        with _Substituted(stand_ins, state), numerics.applied():
+        with (
+            _wrapped.refused(),
+            _Substituted(stand_ins, state),
+            numerics.applied(),
+        ):
             return result.apart(fun(*new_args, **new_kwargs))
 
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))

@@ -25,10 +25,19 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from remat import _collectives, _compat, _import_fx, _in_place, _streams, _trackers
+from remat import (
+    _collectives,
+    _compat,
+    _import_fx,
+    _in_place,
+    _streams,
+    _trackers,
+    _wrapped,
+)
 from remat._errors import (
     CapturedTensorError,
     RematError,
+    TraceError,
     explain,
 )
 from remat._graph import Graph, Ref, TensorMeta, Value, check
@@ -114,6 +123,7 @@ class _Running:
         default_factory=list[weakref.ref[Tensor]]
     )
     aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+    in_parts: set[str] = dataclasses.field(default_factory=set[str])
 
     def is_aside(self, args: Any) -> bool:
         """Whether a call works on nothing but states that a tracker handles."""
@@ -163,6 +173,9 @@ def lift(tensor: Tensor) -> Tensor:
     running = _thread.running
     if running is None or _compat.is_fake_of(tensor, running.mode):
         return tensor
+    if _compat.wraps_fakes(tensor):
+        _meet(running, tensor, "made")
+        return tensor
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
             return mapping[id(tensor)]
@@ -172,7 +185,16 @@ def lift(tensor: Tensor) -> Tensor:
         return _capture(running, tensor)
 
 
+def _meet(running: _Running, tensor: Tensor, how: str) -> None:
+    """Notes that a tensor in parts was given to the function, or made by it."""
+    running.in_parts.add(how)
+    if len(running.in_parts) > 1:
+        raise _distributed(tensor)
+
+
 def _capture(running: _Running, tensor: Tensor) -> Tensor:
+    if _compat.is_in_parts(tensor):
+        _meet(running, tensor, "given")
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
@@ -195,6 +217,35 @@ def _capture(running: _Running, tensor: Tensor) -> Tensor:
     running.captured.append(tensor)
     running.leaves.append(leaf)
     return leaf
+
+
+def _distributed(tensor: Tensor) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
+            f"{user_line()}",
+            what="meets others in a region of which some are given and some made inside.",
+            why="A trace stands a plain tensor of the whole shape in for a given one, "
+            "which does not go together with parts; hooks of `parallelize_module` make "
+            "such ones.",
+            do='Use engine="rerun", which runs the function again in the backward, or '
+            "pass local tensors and make all of them inside.",
+        )
+    )
+
+
+def _require_whole(returned: Sequence[Tensor | None]) -> None:
+    for tensor in returned:
+        if tensor is not None and _compat.wraps_fakes(tensor):
+            raise TraceError(
+                explain(
+                    where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
+                    what="is made inside the region and returned.",
+                    why="A program hands out plain tensors.",
+                    do='Return its `to_local()`, or use engine="rerun", which runs the '
+                    "function again in the backward.",
+                )
+            )
 
 
 # Public, but torch has not annotated it.
@@ -295,6 +346,7 @@ class Request:
             whole is None for "like the outputs".
         find: whether a captured tensor may become a further operand.
         gradients: whether to trace a backward at all.
+        is_in_parts: whether a DTensor, or a tensor of its kind, is among what goes in.
         backward_numerics: the switches under which the backward half runs; None means
             the forward's, without autocast.
     """
@@ -303,6 +355,7 @@ class Request:
     operands: tuple[TensorMeta, ...]
     cotangents: tuple[TensorMeta | None, ...] | None = None
     find: Callable[[Tensor], bool] = lambda _: False
+    is_in_parts: bool = False
     backward_numerics: Numerics | None = None
     gradients: bool = True
 
@@ -335,6 +388,8 @@ def trace(request: Request) -> Traced:
     """
     mode = _compat.fake_mode(_home(request.operands))
     running = _Running(mode, request.find, [])
+    if request.is_in_parts:
+        running.in_parts.add("given")
     outer, _thread.running = _thread.running, running
     try:
         devices = [torch.device("cpu"), *(each.device for each in request.operands)]
@@ -342,6 +397,7 @@ def trace(request: Request) -> Traced:
             _streams.standing_in(devices),
             _compat.isolated(),
             torch.enable_grad(),
+            _wrapped.refused(),
             running.mode,
         ):
             run = _Run(request, running)
@@ -377,6 +433,7 @@ class _Run:
             results = request.function(operands)
         # Outside of the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
+        _require_whole(returned)
         self.num_returned = len(returned)
         self.chosen = _choose([*operands, *running.leaves], returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]

@@ -234,10 +234,18 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 )
 
 
+# What `fully_shard` hangs on a module's hooks leads to the parameters of all others. None
+# of it runs in a region (`_wrapped`), and parameters that a region does not use would make
+# autograd wait for it before it hands out their gradients.
+_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
+
+
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
             return sort
+    if kind.__module__.startswith(_ENGINES):
+        return _of_nothing
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _NAMESPACES:
         return _of_attributes

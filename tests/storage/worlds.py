@@ -98,7 +98,7 @@ def main(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=60),
     )
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
     with (folder / f"outcome_{rank}").open("w", buffering=1) as outcome:
