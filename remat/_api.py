@@ -579,10 +579,18 @@ def _reaches_gradient(cache: _Cache, key: Hashable, roots: tuple[object, ...]) -
     return any(map(_compat.requires_grad_anywhere, reached))
 
 
+def _as_leaf(tensor: Tensor) -> Tensor:
+    if not _compat.is_fake(tensor):
+        return tensor.detach().requires_grad_()
+    # A stand-in was made outside of the transforms and the trace around this call.
+    with _compat.isolated():
+        return tensor.detach().requires_grad_()
+
+
 def _all_wanted(signature: Signature) -> Signature:
     """The signature with every floating tensor to be differentiated."""
     tensors = tuple(
-        tensor.detach().requires_grad_()
+        _as_leaf(tensor)
         if tensor.is_floating_point() or tensor.is_complex()
         else tensor
         for tensor in signature.tensors

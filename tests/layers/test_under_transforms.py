@@ -147,6 +147,22 @@ def test_a_region_around_traces_first(schedule: AbstractSchedule | None):
     assert_close(grads(region, leaves), grads(plain, leaves))
 
 
+@pytest.mark.parametrize("schedule", [None, Every(2)], ids=repr)
+def test_only_what_is_captured_is_wanted(schedule: AbstractSchedule | None):
+    """Stages traced under forward mode, and in a region, for an argument without gradient."""
+    w, x = arguments()[0].requires_grad_(), seeded(*arguments()[1].shape)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sin() @ w
+
+    stack = chain([torch.sin, lambda x: x @ w], schedule)
+    assert_close(jvp(stack, (x,), (x,)), jvp(plain, (x,), (x,)))
+    outer = remat(lambda x: chain([torch.sin, lambda x: x @ w], schedule)(x))
+    assert_close(
+        torch.autograd.grad(outer(x).sum(), w), torch.autograd.grad(plain(x).sum(), w)
+    )
+
+
 LAYERS: list[Callable[[Any], Any]] = [
     lambda x: (x.sin(), 2),
     lambda pair: pair[0].square() * pair[1],
