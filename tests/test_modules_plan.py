@@ -175,3 +175,13 @@ def test_shares_equal_brute_force() -> None:
         assert [len(places) for places in taken] == counts
         assert sum(point.saved_bytes for point in points) <= budget
         assert sum(point.cost for point in points) == min(costs)
+
+
+def test_states_larger_than_what_is_saved():
+    """A generator's recorded state outweighs a small block, and fits an ample budget."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(2, 2), nn.Dropout()) for _ in range(2))
+    )
+    chosen = modules.plan(model, budget="1MiB")(torch.ones(3, 2))
+    assert chosen.saved_bytes <= chosen.budget_bytes
+    model(torch.ones(3, 2)).sum().backward()

@@ -164,9 +164,14 @@ def plan(
     return planned
 
 
+#: A budget, in bytes, that everything fits.
+_ANY = 2**62
+
+
 def _split(blocks: Sequence[_Block], size: int | float) -> ModulePlan:
     """Gives each block its share."""
-    whole = [block.plan(1.0) for block in blocks]
+    # Not 1.0: a draw's recorded state may be more than all that no remat saves.
+    whole = [block.plan(_ANY) for block in blocks]
     kinds = list(dict.fromkeys(each.fingerprint for each in whole))
     members = [
         [place for place, each in enumerate(whole) if each.fingerprint == kind]

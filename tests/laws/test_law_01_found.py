@@ -399,3 +399,17 @@ def test_a_batch_norm_in_and_outside_of_a_region(is_outer_region: bool) -> None:
     outer = remat if is_outer_region else plain
 
     assert_bitwise(gradient(remat, outer), gradient(plain, plain))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_batch_norm_of_channels_that_come_last(is_training: bool) -> None:
+    """The kernel lays its output out anew, and views that follow rely on it."""
+    norm = nn.BatchNorm1d(3, dtype=torch.float64).train(is_training)
+    linear = nn.Linear(3, 2, dtype=torch.float64)
+
+    def fun(x: Tensor) -> Tensor:
+        return linear(norm(x.transpose(1, 2)).transpose(1, 2))
+
+    x = seeded(4, 5, 3)
+    assert_bitwise(grads(remat(fun), (x,)), grads(fun, (x,)))
