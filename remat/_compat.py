@@ -31,13 +31,13 @@ import torch
 import torch._C._functorch as functorch_c
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._prims_common import suggest_memory_format
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import (
     enable_single_level_autograd_function,
     unwrap_dead_wrappers,
 )
 from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad

@@ -20,7 +20,16 @@ PACKAGE = ROOT / "remat"
 LAYERS = (
     ("_errors",),
     ("_compat",),
-    ("_batching", "_lines", "_operators", "_rng", "_trackers", "_streams", "_numerics", "_wrapped"),
+    (
+        "_batching",
+        "_lines",
+        "_operators",
+        "_rng",
+        "_trackers",
+        "_streams",
+        "_numerics",
+        "_wrapped",
+    ),
     ("random",),
     ("storage",),
     ("policies",),
