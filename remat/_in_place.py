@@ -70,8 +70,8 @@ def _pure_variant(op: Any) -> Any | None:
 def _same_arguments(schema: Any, name: str) -> Any | None:
     """The overload of an operator that takes what this one takes."""
     packet = getattr(_aten, name, None)
-    overloads = [] if packet is None else map(packet.__getattr__, packet.overloads())
-    for overload in overloads:
+    for key in [] if packet is None else packet.overloads():
+        overload = getattr(packet, key)
         if _types(_compat.schema_of(overload)) == _types(schema):
             return overload
     return None
