@@ -280,7 +280,7 @@ class _FakeMode(FakeTensorMode):
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
         with no_dual_level():
-            found = super().__torch_dispatch__(func, types, args, kwargs)
+            found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             source = _LAID_OUT_BY.get(func)
             if source is None or args[source].device.type != "cpu":
                 return found

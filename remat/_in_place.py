@@ -69,9 +69,10 @@ def _pure_variant(op: Any) -> Any | None:
 
 def _same_arguments(schema: Any, name: str) -> Any | None:
     """The overload of an operator that takes what this one takes."""
-    packet = getattr(_aten, name, None)
-    for key in [] if packet is None else packet.overloads():
-        overload = getattr(packet, key)
+    packet: Any = getattr(_aten, name, None)
+    keys: list[str] = [] if packet is None else packet.overloads()
+    for key in keys:
+        overload: Any = getattr(packet, key)
         if _types(_compat.schema_of(overload)) == _types(schema):
             return overload
     return None

@@ -1,10 +1,12 @@
 """Makes every test start alike: one thread, the same seeds, the same examples."""
 
 import random
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from remat import _rng
 from tests.support import FakeDevice
@@ -16,6 +18,22 @@ hypothesis.settings.register_profile(
     "remat", derandomize=True, deadline=None, database=None
 )
 hypothesis.settings.load_profile("remat")
+
+# They start several processes each, once for all tests of a file.
+WORLDS = ("tests/storage/test_shard.py", "tests/distributed/")
+
+
+class WorldsTogether(LoadScopeScheduling):
+    """Hands out tests one by one, those that start a world of ranks to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "worlds" if nodeid.startswith(WORLDS) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> WorldsTogether:
+    """Groups by file: pytest 9.2 does not let xdist 3.8 see its `xdist_group` marks."""
+    return WorldsTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,7 +46,6 @@ def ended(
 
 
 @pytest.mark.contract
-@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize(
     ("size", "name"),
     [(size, name) for size, found in WORLDS.items() for name in checks_in(found)],

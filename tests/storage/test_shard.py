@@ -33,7 +33,6 @@ def ended(
 
 
 @pytest.mark.contract
-@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", checks_in(MODULES))
 def test_on_every_rank(
