@@ -26,6 +26,7 @@ from remat.layers._links import Link, laid_densely, on_fakes
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage
+from remat.schedules._contract import require_schedule
 
 AnyStage = Region[..., Any] | RematModule
 
@@ -50,7 +51,7 @@ def chain(
         A function of a pytree; `.stages(x)` describes its stages to a schedule.
 
     Raises:
-        ScheduleError: there is no function.
+        ScheduleError: there is no function, or `schedule` is none.
 
     Example:
         >>> import torch
@@ -82,6 +83,7 @@ class Chain:
     schedule: AbstractSchedule | None = None
 
     def __post_init__(self) -> None:
+        require_schedule(self.schedule, "chain")
         if self.fs:
             return
         raise ScheduleError(

@@ -41,10 +41,24 @@ def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
 
 
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
-    """Strides in the order of the given ones, without gaps or repeats."""
+    """Strides in the order of the given ones, without gaps or repeats.
+
+    It is the layout that a pointwise operator gives its result: expanded dimensions, whose
+    stride says nothing, stay where they are.
+    """
+    order: list[int] = []  # the fastest dimension first
+    for dim in reversed(range(len(meta.shape))):
+        place = len(order)
+        for before in reversed(range(len(order))):
+            one, other = meta.stride[order[before]], meta.stride[dim]
+            if one and other and one < other:
+                break
+            if one and other and one > other:
+                place = before
+        order.insert(place, dim)
     found = [0] * len(meta.shape)
     step = 1
-    for dim in sorted(range(len(found)), key=lambda dim: (meta.stride[dim], -dim)):
+    for dim in order:
         found[dim] = step
         step *= max(meta.shape[dim], 1)
     return tuple(found)

@@ -37,6 +37,7 @@ from remat.layers._stack import Stack
 from remat.layers._trees import NOTHING, Tree, as_tensor, as_tensors
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
+from remat.schedules._contract import require_schedule
 
 _Carry = TypeVar("_Carry")
 _X = TypeVar("_X")
@@ -92,6 +93,7 @@ def scan(
     Raises:
         CarryError: the carry changes, `f` returns no pair, a leaf is no tensor, or the
             lengths do not agree.
+        ScheduleError: `schedule` is none.
 
     Example:
         >>> import torch
@@ -111,6 +113,7 @@ def scan(
         `jax.lax.scan`.
     """
     _advise_of_unroll(unroll)
+    require_schedule(schedule, "scan")
     call = _Scan.of(f, init, xs, length, reverse)
     if call.length == 0:
         return call.without_steps()

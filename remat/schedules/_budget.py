@@ -60,7 +60,9 @@ class Budget(AbstractSchedule):
             what is held without recomputation: all records, and all states but the first.
 
     Raises:
-        ScheduleError: the size is none.
+        ScheduleError: a float is not in (0, 1].
+        ValueError: the size is negative, or a text that cannot be read.
+        PolicyError: the size is no number and no text.
         BudgetError: at planning: no schedule fits; it names the smallest size that does.
 
     Example:

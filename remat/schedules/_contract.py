@@ -46,6 +46,24 @@ class AbstractSchedule(abc.ABC):
         """The whole run: the sweep to the last state, then the backward to the first."""
 
 
+def require_schedule(schedule: object, where: str) -> None:
+    """Refuses what is no schedule.
+
+    Raises:
+        ScheduleError: if it is none.
+    """
+    if schedule is None or isinstance(schedule, AbstractSchedule):
+        return
+    raise ScheduleError(
+        explain(
+            where=where,
+            what=f"got schedule={schedule!r}.",
+            why="A schedule is a value of a class of `schedules`.",
+            do="Pass None, or one such as schedules.Every(3).",
+        )
+    )
+
+
 def require_count(value: object, where: str) -> None:
     """Refuses a number of steps or snapshots that is not a positive int.
 

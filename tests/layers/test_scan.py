@@ -14,6 +14,7 @@ from remat import (
     MutationError,
     RematWarning,
     SavedTensorModifiedError,
+    ScheduleError,
     chain,
     policies,
     random,
@@ -22,7 +23,15 @@ from remat import (
     storage,
 )
 from remat.schedules import AbstractSchedule, Every, Online, Revolve, Sqrt
-from tests.layers.stacks import LENGTH, SCHEDULES, WIDTH, arguments, tanh_cell, weight
+from tests.layers.stacks import (
+    LENGTH,
+    SCHEDULES,
+    WIDTH,
+    arguments,
+    loop,
+    tanh_cell,
+    weight,
+)
 from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = pytest.mark.contract
@@ -281,3 +290,40 @@ def test_a_chain_of_nothing_is_refused():
     """There must be a function."""
     with pytest.raises(ValueError, match="got no function"):
         chain([])
+
+
+@pytest.mark.parametrize("schedule", [3, Every, "sqrt"], ids=repr)
+@pytest.mark.parametrize("wants", [False, True], ids=["without_grad", "with_grad"])
+def test_what_is_no_schedule_is_refused(schedule: Any, wants: bool):
+    """Whether it would be needed or not."""
+    x = torch.ones(3, 2, requires_grad=wants)
+
+    with pytest.raises(ScheduleError, match="scan: got schedule="):
+        scan(lambda c, each: (c + each, None), x[0], x, schedule=schedule)
+    with pytest.raises(ScheduleError, match="chain: got schedule="):
+        chain([torch.sin], schedule)
+
+
+@with_and_without
+def test_an_expanded_carry_is_laid_out_as_a_loop_lays_it_out(
+    schedule: AbstractSchedule | None,
+):
+    """An expanded dimension's stride says nothing of the order in memory."""
+    w = weight().requires_grad_()
+    xs = seeded(LENGTH, 3, WIDTH)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ w + x)
+        return h, h * 2
+
+    def run(by: Any) -> tuple[Tensor, Tensor]:
+        start = torch.ones(WIDTH, dtype=torch.float64).expand(3, WIDTH)
+        return by(step, start, xs)
+
+    h, ys = run(lambda *given: scan(*given, schedule=schedule))
+    plain, plain_ys = run(loop)
+
+    assert h.stride() == plain.stride()
+    assert_bitwise((h, ys), (plain, plain_ys))
+    (found,) = torch.autograd.grad(h.sum(), w)
+    assert_bitwise(found, torch.autograd.grad(plain.sum(), w)[0])
