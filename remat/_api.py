@@ -400,6 +400,12 @@ class Region(Generic[_P, _R]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, tuple[object, ...]]:
         """The trace of a call, without running it; for `saved_residuals`."""
+        return self.found_for(args, kwargs)[:2]
+
+    def found_for(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, tuple[object, ...], tuple[Tensor, ...]]:
+        """The trace of a call, and what it captures, which is no part of an outer trace."""
         # The tensors may be stand-ins, which no outer trace is to take for captured ones.
         with set_aside():
             signature = sign(self._fun, args, kwargs, self.settings.statics)
@@ -409,7 +415,8 @@ class Region(Generic[_P, _R]):
                 self._cache, (signature.key, numerics), roots
             ):
                 signature = _all_wanted(signature)
-            return self._entry(signature, roots, numerics, args, kwargs)[0], roots
+            entry, captured = self._entry(signature, roots, numerics, args, kwargs)
+            return entry, roots, captured
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward; see there."""
@@ -536,7 +543,14 @@ class RematModule(nn.Module):
         return RematModule, (self.__dict__["__wrapped__"], self._region.settings)
 
 
-_ANSWERS = ("programs", "saved_residuals", "entry_of", "cache_info", "cache_clear")
+_ANSWERS = (
+    "programs",
+    "saved_residuals",
+    "entry_of",
+    "found_for",
+    "cache_info",
+    "cache_clear",
+)
 
 
 def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:

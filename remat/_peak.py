@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from remat import _operators as operators
 from remat._graph import Graph, TensorMeta, roots
@@ -21,13 +22,15 @@ _Storage = tuple[int, int]
 """A storage: the value that made it, and which output of it."""
 
 
-def peak_bytes(joint: Joint, found: Cut, held_bytes: int) -> int:
+def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int:
     """The peak of a call under `.backward()`.
 
     Args:
         joint: the forward and its backward.
         found: where they part.
         held_bytes: what is held between the two.
+        frees: whether the backward lets go of each saved value after its last use, as it
+            does where all wait as they are.
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
@@ -38,11 +41,25 @@ def peak_bytes(joint: Joint, found: Cut, held_bytes: int) -> int:
         if ref.index not in found.saved
         and isinstance(meta := joint.graph.values[ref.index].meta, TensorMeta)
     )
-    return max(_peak(forward), held_bytes + outputs + _peak(unique))
+    handed_out = {ref.index for ref in joint.outputs}
+    freed = {
+        place: meta.size_bytes
+        for place, index in enumerate(found.saved)
+        if frees
+        and index not in handed_out
+        and isinstance(meta := joint.graph.values[index].meta, TensorMeta)
+    }
+    return max(_peak(forward), held_bytes + outputs + _peak(unique, freed))
 
 
-def _peak(graph: Graph) -> int:
-    """The most bytes of storages that a program made and that live at one time."""
+def _peak(graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})) -> int:
+    """The most bytes of storages that a program made and that live at one time.
+
+    Args:
+        graph: the program.
+        freed_inputs: for inputs that end with their last use, the bytes; they count less
+            than nothing, as they are there before.
+    """
     last, owners = last_uses(graph), roots(graph)
     uses = Counter[_Storage]()
     live = peak = 0
@@ -53,6 +70,7 @@ def _peak(graph: Graph) -> int:
             uses.update(made)
             peak = max(peak, live)
         for freed in last.get(index, ()):
+            live -= freed_inputs.get(freed, 0)
             for each in _storages(graph, owners, freed):
                 uses[each] -= 1
                 live -= 0 if uses[each] else _size(graph, each)

@@ -8,7 +8,6 @@ partition cuts there, and can be counted.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import hashlib
@@ -36,7 +35,7 @@ from remat._peak import peak_bytes
 from remat.planners import Option, Outcome, Problem, Solution, Step, solve_cut
 from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
 from remat.policies._budget import Memory
-from remat.storage import AbstractStorage
+from remat.storage import AbstractStorage, Keep
 
 _RESERVE = Fraction(1, 10)
 _STAGES = 16  # parts of what no remat saves, in which "auto" looks for what fits
@@ -98,7 +97,13 @@ class Model:
     def predicted_peak_bytes(self, choice: Sequence[int | None]) -> int:
         """The most that lives at one time in forward and backward."""
         outcome = self.problem.outcome(choice)
-        return peak_bytes(self.analysis.joint, self.cut(choice), outcome.saved_bytes)
+        storages = [save.storage for save in self.decisions(choice).values()]
+        return peak_bytes(
+            self.analysis.joint,
+            self.cut(choice),
+            outcome.saved_bytes,
+            frees=all(type(each) is Keep for each in storages),
+        )
 
     @functools.cached_property
     def everything(self) -> Outcome:
@@ -226,22 +231,15 @@ def _solve_for_memory(
     usable = int(free * (1 - _RESERVE))
     low, high = model.problem.fixed_bytes, model.everything.saved_bytes
 
-    @functools.cache
-    def tried(stage: int) -> tuple[int, int, Solution]:
+    peaks: list[int] = []
+    # Peaks do not grow with what is saved: what is recomputed takes room, too.
+    for stage in range(_STAGES, -1, -1):
         size = low + (high - low) * stage // _STAGES
         solution = solver(model.problem, size, where)
-        return model.predicted_peak_bytes(solution.choice), size, solution
-
-    stages = range(_STAGES + 1)
-    # Peaks grow with what is saved, but for details; if the search fails all are tried.
-    found = bisect.bisect_right(stages, usable, key=lambda stage: tried(stage)[0])
-    fitting = [
-        k for k in stages[max(0, found - 1) : found] or stages if tried(k)[0] <= usable
-    ]
-    if fitting:
-        _, size, solution = tried(fitting[-1])
-        return size, solution
-    smallest = min(tried(stage)[0] for stage in stages)
+        peaks.append(model.predicted_peak_bytes(solution.choice))
+        if peaks[-1] <= usable:
+            return size, solution
+    smallest = min(peaks)
     needed = -(-smallest // (1 - _RESERVE))
     raise BudgetError(
         explain(

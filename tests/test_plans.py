@@ -512,9 +512,9 @@ def test_free_memory() -> None:
     """A tenth of what is free stays in reserve; the rest bounds the predicted peak."""
     f, args, _ = gpt()
     every = plan(f, budget=1.0)(*args)
-    least = plan(f, budget=0)(*args)
-    assert least.predicted_peak_bytes < every.predicted_peak_bytes
-    between = (every.predicted_peak_bytes + least.predicted_peak_bytes) // 2
+    some = plan(f, budget=0.3)(*args)
+    assert some.predicted_peak_bytes < every.predicted_peak_bytes
+    between = (every.predicted_peak_bytes + some.predicted_peak_bytes) // 2
     asked: list[torch.device] = []
 
     def free(device: torch.device) -> int:

@@ -67,7 +67,7 @@ def link_of(
     Raises:
         ImplicitRandomnessError: it draws from a generator.
     """
-    entry, roots = region.entry_of(args, {})
+    entry, roots, found = region.found_for(args, {})
     if entry.region.joint(roots).states:
         raise ImplicitRandomnessError(
             explain(
@@ -77,8 +77,6 @@ def link_of(
                 do="Draw by keys (remat.random), or leave the schedule out.",
             )
         )
-    found = entry.gather(roots)
-    assert found is not None, "the trace was found a moment ago"
     places = captured.places(found)
     own = len(entry.labels) - len(places)
     written = tuple(places[index - own] for index in entry.written)

@@ -1,6 +1,6 @@
 """One stage of a stack: a traced region, and how to run it forward and backward.
 
-`entry_of` traces a stage on fake tensors, so that a whole stack is known before any of it
+`found_for` traces a stage on fake tensors, so that a whole stack is known before any of it
 runs: what each stage takes, gives and keeps.
 """
 

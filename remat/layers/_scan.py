@@ -202,9 +202,7 @@ class _Scan(NamedTuple):
         """Each step a region of one trace."""
         with on_fakes(self.metas()) as fakes:
             args = self._arguments(fakes)
-        entry, roots = region.entry_of(args, {})
-        captured = entry.gather(roots)
-        assert captured is not None, "the trace was found a moment ago"
+        entry, roots, captured = region.found_for(args, {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
         run = entry.call_quietly if _compat.is_quiet() else entry.call
