@@ -1,8 +1,8 @@
 """The command line: `python -m remat demo`, `report`, `plan` and `compare`.
 
 Standard output has the result alone, plain where it is no terminal; progress, warnings and
-errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran into an error, or its claim did not hold; 2
-the command was called wrongly; 130 it was interrupted.
+errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran
+into an error, or its claim did not hold; 2 it was called wrongly; 130 it was interrupted.
 """
 
 import argparse
@@ -96,6 +96,14 @@ _ARGUMENTS = (
 )
 
 
+def _add_function(command: argparse.ArgumentParser) -> None:
+    """Has a command take a function and its arguments."""
+    command.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
+    )
+    command.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+
+
 def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
@@ -104,10 +112,7 @@ def _add_report(commands: Any) -> None:
         "the seconds go.",
     )
     report.set_defaults(run=_report)
-    report.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
-    )
-    report.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+    _add_function(report)
     report.add_argument(
         "--device",
         default="cpu",
@@ -135,10 +140,7 @@ def _add_plan(commands: Any) -> None:
         "that a budget holds and as little as possible is recomputed.",
     )
     plan.set_defaults(run=_plan)
-    plan.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
-    )
-    plan.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
+    _add_function(plan)
     plan.add_argument(
         "--budget",
         type=_budget,

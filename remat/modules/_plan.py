@@ -104,8 +104,7 @@ def plan(
     recomputed in all. Where equal blocks get unequal shares, the later ones get more.
 
     Laws: what all blocks together hold from forward to backward beyond their inputs stays
-    within the budget; a larger budget costs no more than the points of the blocks'
-    frontiers allow.
+    within the budget; a larger budget never costs more.
 
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
