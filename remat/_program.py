@@ -1,6 +1,7 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
-The text of the function is kept and printed by `.programs()`: what runs is what prints.
+The text of the function is kept and printed by `.programs()`: what runs is what prints,
+be it as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`).
 Where a `Watcher` listens, the same function says before each step which one it is. While a
 trace of something around it runs, the graph is interpreted instead, so that each
 operator keeps its name and its line in the other trace.
@@ -22,6 +23,7 @@ from remat import (
     _batching,
     _compat,
     _import_fx,
+    _interpreted,
     _names,
     _operators as operators,
     _rng,
@@ -113,7 +115,9 @@ class Program:
         """The same in fewer calls, for where nobody listens for single operators."""
         if self.is_compiled:
             return _backend.Compiled(self.graph)
-        return self._compiled(fold(self.graph))
+        folded = fold(self.graph)
+        in_python = self._compiled(folded)
+        return _interpreted.function_of(folded, in_python) or in_python
 
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:

@@ -52,6 +52,21 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
 
+class Heard(TorchDispatchMode):
+    """The packets of the ATen operators that run, in order; the two kinds of view are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # What sets them apart is autograd's alone.
+        self.names.append(str(func.overloadpacket).replace("_unsafe_view", "view"))
+        return func(*args, **(kwargs or {}))
+
+
 def count_operators(fn: Callable[..., Any], *args: Any) -> Counter[str]:
     """The operators that `fn(*args)` runs on real tensors; what a trace does is not counted."""
     with OperatorCounter() as counter:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import remat
@@ -13,7 +12,7 @@ from remat._bindings import bindings_of
 from remat._compat import same_bits
 from remat._composites import fold
 from remat._operators import short_name
-from tests.support import is_differentiable
+from tests.support import Heard, is_differentiable
 from tests.zoo import FUNCTIONS
 
 pytestmark = [
@@ -73,18 +72,6 @@ def test_a_stack_times_a_matrix_is_one_call(fun, x, w):
         assert len(folded) < len(program.operators)
         found, plain = program._short([*inputs]), program._run([*inputs])
         assert all(map(torch.equal, found, plain))
-
-
-class Heard(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(short_name(func))
-        return func(*args, **(kwargs or {}))
 
 
 def results(function, region):

@@ -41,7 +41,7 @@ LAYERS = (
     ("_guards",),
     ("_trace",),
     ("_partition", "_derived"),
-    ("_backend", "_bindings"),
+    ("_backend", "_bindings", "_interpreted"),
     ("_composites",),
     ("_program",),
     ("_costs", "_peak"),

@@ -1,0 +1,210 @@
+"""Programs of small tensors run in torch's own interpreter: the same steps, the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
+
+from remat import _compat, random, remat
+from remat._composites import fold
+from remat._graph import Graph, Ref, TensorMeta, Value
+from remat._interpreted import function_of
+from remat._program import Program
+from tests.support import Heard, is_differentiable
+from tests.zoo import FUNCTIONS
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+]
+
+ATEN = torch.ops.aten
+
+
+def rand(*shape):
+    """Numbers of a fixed seed."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 0.5
+
+
+def numbers(program):
+    """Inputs of the layouts that a program knows."""
+    metas = [value.meta for value in program.graph.values[: program.graph.num_inputs]]
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).uniform_(
+            0.1, 0.9, generator=generator
+        )
+        if meta.dtype.is_floating_point
+        else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+        for meta in metas
+    ]
+
+
+def programs(fun, *args):
+    """The forward and the backward of a region at these arguments."""
+    wanted = tree_map_only(
+        torch.Tensor, lambda t: t.clone().requires_grad_(is_differentiable(t)), args
+    )
+    region: Any = remat(fun, rng="preserve")
+    return region.programs(*wanted)
+
+
+def never(given):
+    """Stands where no operator may fail."""
+    raise AssertionError(given)
+
+
+def heard(run, inputs):
+    """What a program returns, and the operators that it runs."""
+    with Heard() as listener, _compat.below_autograd():
+        outputs = run(list(inputs))
+    return outputs, listener.names
+
+
+def one_step(op, *args, inputs, **kwargs):
+    """A graph of one operator."""
+    given = tuple(Value(None, meta=TensorMeta.of(tensor)) for tensor in inputs)
+    meta = TensorMeta.of(inputs[0])
+    step = Value(op, args, tuple(kwargs.items()), meta=meta)
+    return Graph((*given, step), len(inputs), (Ref(len(inputs)),))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_the_interpreter_runs_what_python_runs(function):
+    """The same operators in the same order, and the same bits."""
+    for program in programs(function.fun, *function.make_args()):
+        graph = fold(program.graph)
+        run = function_of(graph, never)
+        if run is None:
+            continue
+        expected = heard(program._compiled(graph), numbers(program))
+
+        found = heard(run, numbers(program))
+
+        assert found[1] == expected[1]
+        for ours, theirs in zip(found[0], expected[0], strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or _compat.same_bits(ours, theirs)
+
+
+def block(x, weight, norm):
+    """Attention and a GELU, after a layer norm."""
+    h = F.layer_norm(x, x.shape[-1:], norm)
+    q, k, v = (h @ weight).chunk(3, -1)
+    return x + F.gelu(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_a_transformer_block_is_run_there():
+    """What the interpreter is for, it takes: both programs."""
+    for program in programs(block, rand(2, 8, 16), rand(16, 48), rand(16)):
+        assert function_of(fold(program.graph), never) is not None
+
+
+LITERALS = {
+    "a memory format": (ATEN.clone.default, (), {"memory_format": torch.channels_last}),
+    "a dtype": (ATEN._to_copy.default, (), {"dtype": torch.float64}),
+    "a device": (ATEN._to_copy.default, (), {"device": torch.device("cpu")}),
+    "a whole number for a fraction": (ATEN.leaky_relu.default, (2,), {}),
+    "infinity": (ATEN.clamp.default, (-float("inf"), 0.25), {}),
+    "a number": (ATEN.mul.Scalar, (3,), {}),
+    "no list": (ATEN.sum.dim_IntList, (None,), {"keepdim": True}),
+    "an empty list": (ATEN.sum.dim_IntList, ([],), {}),
+    "a text": (ATEN.gelu.default, (), {"approximate": "tanh"}),
+    "sizes": (ATEN.view.default, ([2, -1],), {}),
+    "truth": (ATEN.cumsum.default, (0,), {"dtype": torch.float64}),
+    "a mask of truths": (ATEN.flip.default, ([0, 1],), {}),
+}
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), LITERALS.values(), ids=LITERALS)
+def test_literals_arrive_as_they_are_written(op, args, kwargs):
+    """Every kind of literal that the schemas of operators know."""
+    x = rand(2, 3, 4, 5)
+    run = function_of(one_step(op, Ref(0), *args, inputs=[x], **kwargs), never)
+
+    assert run is not None
+    (found,) = run([x])
+
+    expected = op(x, *args, **kwargs)
+    assert TensorMeta.of(found) == TensorMeta.of(expected)
+    assert _compat.same_bits(found, expected)
+
+
+def test_lists_of_tensors_may_have_holes():
+    """As the indices of `x[:, i]` have."""
+    x, i = rand(2, 3), torch.tensor([2, 0])
+    graph = one_step(ATEN.index.Tensor, Ref(0), [None, Ref(1)], inputs=[x, i])
+    run = function_of(graph, never)
+
+    assert run is not None
+    assert torch.equal(run([x, i])[0], x[:, i])
+
+
+def test_a_constant_is_handed_in():
+    """Not baked, where 0-d constants would become numbers of another kind."""
+    half = torch.tensor(0.5, dtype=torch.float64)
+    fun = lambda x: (x * half).sin()  # noqa: E731 - a region needs no name here
+    (forward, _) = programs(fun, rand(3))
+
+    assert function_of(fold(forward.graph), never) is not None
+    torch.testing.assert_close(remat(fun)(rand(3)), fun(rand(3)), rtol=0, atol=0)
+
+
+TOO_MUCH = {
+    "large tensors": (torch.sin, torch.zeros(2**18 + 1)),
+    "draws": (F.dropout, torch.zeros(3)),
+    "operators of other libraries": (
+        lambda x: random.dropout(random.key(0), x, rate=0.5),
+        torch.zeros(3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "x"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_what_the_interpreter_does_not_take(fun, x):
+    """It holds its arguments to the end, sets no generator, and is no place for Python."""
+    (program, _) = programs(fun, x)
+
+    assert function_of(fold(program.graph), never) is None
+
+
+def test_an_error_is_the_operators_own():
+    """Type and text are those of a call from Python; the next call is good again."""
+
+    def looked_up(table, index):
+        return F.embedding(index, table).sin()
+
+    table, region = rand(4, 3).requires_grad_(), remat(looked_up)
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 9])
+    with pytest.raises(IndexError) as expected:
+        looked_up(table, bad)
+    region(table, good)
+
+    with pytest.raises(IndexError) as raised:
+        region(table, bad)
+
+    assert str(raised.value) == str(expected.value)
+    assert torch.equal(region(table, good), looked_up(table, good))
+
+
+def test_the_switch_of_the_interpreter_is_put_back():
+    """Programs run as written; the user's own scripted functions are optimized as ever."""
+    x = rand(3).requires_grad_()
+    before = torch._C._get_graph_executor_optimize()
+
+    remat(torch.sin)(x).sum().backward()
+
+    assert torch._C._get_graph_executor_optimize() is before
+
+
+def test_inputs_are_let_go_when_it_returns():
+    """The list is emptied, as in Python."""
+    x = rand(3)
+    given = [x]
+    (forward, _) = programs(torch.sin, x)
+
+    Program(forward.graph, "program").consume(given)
+
+    assert given == []
