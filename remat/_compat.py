@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import logging
 import sys
 import threading
@@ -1066,9 +1067,11 @@ class Interpreted:
     def __init__(self) -> None:
         self._graph: Any = _interpreter.Graph()
 
-    def input(self) -> Any:
-        """A new argument, which is a tensor."""
-        return self._graph.addInput()
+    def inputs(self, count: int) -> list[Any]:
+        """The tensors that the function takes, in the order of its list."""
+        given = self._graph.addInput()
+        given.setType(_interpreter.ListType.ofTensors())
+        return self.unpack(given, count)[::-1]
 
     def call(self, op: OpOverload, arguments: Mapping[str, Any]) -> list[Any]:
         """The values that an operator makes of values and literals, all of them by name.
@@ -1093,16 +1096,20 @@ class Interpreted:
         """The members of a list of tensors."""
         return list(self._node("prim::ListUnpack", [tensors], count).outputs())
 
-    def function(self, outputs: Sequence[Any]) -> Callable[..., list[Tensor]]:
-        """The graph as a function of its inputs that returns these values."""
+    def function(
+        self, outputs: Sequence[Any]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The graph as a function of a list, which it empties, that returns these values."""
         self._graph.registerOutput(self._list(outputs, _interpreter.TensorType.get()))
         run: Any = _interpreter._create_function_from_graph("remat", self._graph)
 
-        def as_written(*inputs: Tensor) -> list[Tensor]:
+        def as_written(inputs: list[Tensor]) -> list[Tensor]:
             found = _interpreter._get_graph_executor_optimize()
             _interpreter._set_graph_executor_optimize(False)
+            # The interpreter reads them all before it runs: from then on, it alone has them.
+            drained = map(inputs.pop, itertools.repeat(-1, len(inputs)))
             try:
-                return run(*inputs)
+                return run(drained)
             finally:
                 _interpreter._set_graph_executor_optimize(found)
 

@@ -2,8 +2,9 @@
 
 Where tensors are small, the Python between operators takes as long as the operators do.
 torch has an interpreter in C++, TorchScript's, that calls the same operators in the same
-order. It holds its arguments until it returns, and it renames errors: so it runs only what
-takes small arguments, and what fails there runs again in Python, which says what failed.
+order and drops each value after its last use. It turns every error into a RuntimeError: so it
+gets only operators that do not fail for the numbers they meet, and no large tensors, for
+which memory may run short.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from remat import _compat, _operators as operators
 from remat._graph import Graph, TensorMeta, Value, replace_refs
 
-# What a program may hold longer than it needs. Its kernels take microseconds up to here.
+# The most that a program may take in. Its kernels take microseconds up to here.
 _MOST_BYTES = 2**20
 
 # The functions that `_composites` puts into a graph.
@@ -29,33 +30,41 @@ _OVERLOADS: dict[Any, Any] = {
     Tensor.view: torch.ops.aten.view.default,
 }
 
+# Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
+# lie outside of a tensor nor matrices that may be singular are among what these read.
+_MORE = (
+    "mm addmm bmm baddbmm matmul linear convolution convolution_backward "
+    "native_layer_norm native_layer_norm_backward "
+    "native_group_norm native_group_norm_backward "
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward "
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+    "_safe_softmax mse_loss mse_loss_backward cumsum "
+    "cat stack constant_pad_nd slice_backward select_backward _unsafe_view _to_copy "
+    "tril triu flip roll full zeros ones full_like zeros_like ones_like new_zeros arange "
+    "scalar_tensor"
+)
+_SURE = frozenset(f"aten.{name}" for name in _MORE.split(" "))
+
 _Function = Callable[[list[Tensor]], list[Any]]
 
 
-def function_of(graph: Graph, in_python: _Function) -> _Function | None:
-    """The graph as a function that empties its list, or None if it is not for here.
-
-    Args:
-        graph: what to run.
-        in_python: the same in Python, for when an operator fails.
-    """
+def function_of(graph: Graph) -> _Function | None:
+    """The graph as a function that empties its list, or None if it is not for here."""
     steps = graph.values[graph.num_inputs :]
-    if not _has_small_inputs(graph) or not all(map(_is_plain, steps)):
+    if not _has_small_inputs(graph) or not all(map(_is_sure, steps)):
         return None
     try:
         run, constants = _written(graph)
     except LookupError:
         return None
-    holes = tuple(place for place, ref in enumerate(graph.outputs) if ref is None)
+    holes = [place for place, ref in enumerate(graph.outputs) if ref is None]
 
     def interpreted(given: list[Tensor]) -> list[Any]:
-        try:
-            outputs = run(*given, *constants)
-        except RuntimeError:
-            return in_python(given)
-        given.clear()
+        given += constants
+        outputs: list[Any] = run(given)
         for place in holes:
-            outputs.insert(place, None)  # pyright: ignore[reportArgumentType]
+            outputs.insert(place, None)
         return outputs
 
     return interpreted
@@ -68,37 +77,43 @@ def _has_small_inputs(graph: Graph) -> bool:
     return is_near and sum(meta.size_bytes for meta in held) <= _MOST_BYTES
 
 
-def _is_plain(value: Value) -> bool:
-    """Whether a step is an operator that neither draws, nor matters for its error alone."""
+def _is_sure(value: Value) -> bool:
+    """Whether a step is an operator that draws nothing and fails for no numbers."""
     if value.op in (operator.getitem, operators.constant):
         return True
     op: Any = _OVERLOADS.get(value.op, value.op)
-    return (
-        isinstance(op, _compat.OpOverload)
-        and op.namespace == "aten"
-        and not operators.draws(value)
-        and not operators.is_check(op)
-        and not _compat.needs_grad_mode(op)
+    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+        return False
+    is_known = (
+        operators.short_name(op) in _SURE
+        or operators.returns_view(op)
+        or torch.Tag.pointwise in op.tags
+        or torch.Tag.reduction in op.tags
     )
+    return is_known and not operators.draws(value) and not _compat.needs_grad_mode(op)
 
 
 def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
     """The interpreter's function, and the constants that it takes after the inputs."""
     steps = _compat.Interpreted()
-    made = {index: [steps.input()] for index in range(graph.num_inputs)}
-    constants: list[Tensor] = []
-    for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):
-        if value.op is operators.constant:
-            made[index] = [steps.input()]
-            constants.append(value.args[0])
-        elif value.op is operator.getitem:
+    given = range(graph.num_inputs)
+    fixed = [
+        index
+        for index, value in enumerate(graph.values)
+        if value.op is operators.constant
+    ]
+    inputs = steps.inputs(len(given) + len(fixed))
+    made = {index: [each] for index, each in zip((*given, *fixed), inputs, strict=True)}
+    for index, value in enumerate(graph.values):
+        if index in made:
+            continue
+        if value.op is operator.getitem:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
         else:
             made[index] = _call(steps, value, made)
-    return steps.function(
-        [made[ref.index][0] for ref in graph.outputs if ref]
-    ), constants
+    outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
+    return steps.function(outputs), [graph.values[index].args[0] for index in fixed]
 
 
 def _call(

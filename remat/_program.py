@@ -116,8 +116,7 @@ class Program:
         if self.is_compiled:
             return _backend.Compiled(self.graph)
         folded = fold(self.graph)
-        in_python = self._compiled(folded)
-        return _interpreted.function_of(folded, in_python) or in_python
+        return _interpreted.function_of(folded) or self._compiled(folded)
 
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:
