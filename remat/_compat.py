@@ -701,14 +701,56 @@ def _from_functional(tensor: Tensor) -> Tensor:
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
-    The CPU's attention has none in torch 2.13, and takes those of its likes.
+    The CPU's attention has none in torch 2.13, and takes those of its likes. Most formulas
+    look at shapes alone, and are asked once for equal ones; those that look at numbers
+    (attention over ragged sequences) tell nothing of shapes: 0.
+
+    Args:
+        op: the operator.
+        args: its arguments: tensors, or shapes in their place.
+        kwargs: likewise.
+        out: what it returns, likewise.
     """
-    packet = getattr(op, "overloadpacket", op)
-    registry = flop_counter.flop_registry
-    formula = registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
+    formula = _formula_of(op)
     if formula is None:
         return 0
-    return int(formula(*args, **kwargs, out_val=out))
+    if getattr(formula, "_get_raw", False):
+        has_numbers = any(isinstance(each, Tensor) for each in args)
+        return int(formula(*args, **kwargs, out_val=out)) if has_numbers else 0
+    try:
+        return _flops_at(formula, _shapes(args), _shapes(kwargs), _shapes(out))
+    except TypeError:  # an argument that does not hash
+        return int(formula(*args, **kwargs, out_val=out))
+
+
+@functools.lru_cache(maxsize=4096)
+def _flops_at(formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> int:
+    return int(formula(*args, **dict(kwargs), out_val=out))
+
+
+def _shapes(tree: Any) -> Any:
+    """Arguments with shapes in place of tensors, to be hashed."""
+    if isinstance(tree, Tensor):
+        return tree.shape
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, tuple | list):
+        return tuple(map(_shapes, cast("Sequence[Any]", tree)))
+    if isinstance(tree, dict):
+        given = cast("dict[str, Any]", tree)
+        return tuple((name, _shapes(each)) for name, each in given.items())
+    return tree
+
+
+def has_flops(op: Any) -> bool:
+    """Whether torch has a formula for the FLOPs of an operator, see `flops_of`."""
+    return _formula_of(op) is not None
+
+
+def _formula_of(op: Any) -> Callable[..., Any] | None:
+    packet = getattr(op, "overloadpacket", op)
+    registry = flop_counter.flop_registry
+    return registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
 
 
 _aten: Any = torch.ops.aten

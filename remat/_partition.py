@@ -89,6 +89,25 @@ class Analysis:
         places = {index: rank for rank, index in enumerate(self.forward)}
         return {number: places[index] for number, index in self.members.items()}
 
+    @functools.cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each value those that it reads: walked again for each cut."""
+        return tuple(value.uses for value in self.joint.graph.values)
+
+    @functools.cached_property
+    def checks(self) -> tuple[int, ...]:
+        """Operators without outputs (is this matrix singular?) that the backward runs."""
+        joint = self.joint
+        known = {*range(joint.num_operands), *joint.cotangents}
+        others = set(range(joint.graph.num_inputs)) - known
+        found: list[int] = []
+        for index, value in enumerate(joint.graph.values):
+            if others.intersection(self.uses[index]):
+                others.add(index)
+            elif value.is_backward and operators.is_check(value.op):
+                found.append(index)
+        return tuple(found)
+
     def is_saveable(self, index: int) -> bool:
         """Whether a forward value may wait for the backward."""
         value = self.joint.graph.values[index]
@@ -277,7 +296,7 @@ def cut(
     steps: set[int] = set()
     operands: set[int] = set()
     seen: set[int] = set()
-    pending = starts(joint, wanted)
+    pending = starts(analysis, wanted)
     while pending:
         index = pending.pop()
         if index in seen or index in given:
@@ -291,7 +310,7 @@ def cut(
             stand_ins[index] = member
         else:
             steps.add(index)
-            pending.extend(joint.graph.values[index].uses)
+            pending.extend(analysis.uses[index])
     saved = tuple(sorted(set(stand_ins.values())))
     ranks = analysis.ranks
     repeats = {
@@ -302,24 +321,10 @@ def cut(
     return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
 
 
-def starts(joint: Joint, wanted: Sequence[Ref | None]) -> list[int]:
+def starts(analysis: Analysis, wanted: Sequence[Ref | None]) -> list[int]:
     """Where the walk starts: the wanted gradients, and checks that raise."""
     found = [ref.index for ref in wanted if ref is not None]
-    return found + _checks_of_backward(joint) if found else []
-
-
-def _checks_of_backward(joint: Joint) -> list[int]:
-    """Operators without outputs (is this matrix singular?) that this backward runs."""
-    values = joint.graph.values
-    known = {*range(joint.num_operands), *joint.cotangents}
-    others = set(range(joint.graph.num_inputs)) - known
-    found: list[int] = []
-    for index, value in enumerate(values):
-        if others.intersection(value.uses):
-            others.add(index)
-        elif value.is_backward and operators.is_check(value.op):
-            found.append(index)
-    return found
+    return [*found, *analysis.checks] if found else []
 
 
 def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:

@@ -139,8 +139,8 @@ def model_of(
     def cost(index: int) -> int:
         return costs(graph, index) if is_recomputed(analysis, index) else 0
 
-    wanted = [*starts(joint, joint.gradients)]
-    wanted += [use for index in sorted(certain) for use in graph.values[index].uses]
+    wanted = starts(analysis, joint.gradients)
+    wanted += [use for index in sorted(certain) for use in analysis.uses[index]]
     items = [
         Item(number, storages(analysis.views[number]))
         for number in dict.fromkeys(saved_as.values())
@@ -151,7 +151,7 @@ def model_of(
         steps=tuple(
             Step(
                 cost(index),
-                tuple(place[use] for use in graph.values[index].uses if use in place),
+                tuple(place[use] for use in analysis.uses[index] if use in place),
                 item_of.get(saved_as.get(index, -1)),
             )
             for index in steps

@@ -126,7 +126,9 @@ class Program:
     def _compiled(
         self, graph: Graph, *, is_watched: bool = False
     ) -> Callable[..., list[Any]]:
-        writer = _Writer(graph, self.title, bindings_of(graph), is_watched=is_watched)
+        # A dispatch mode hears overloads, by whatever binding they are called.
+        bindings = {} if is_watched else bindings_of(graph)
+        writer = _Writer(graph, self.title, bindings, is_watched=is_watched)
         namespace = dict(writer.bound)
         exec(compile(writer.consuming, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -37,3 +38,12 @@ def watcher() -> Watcher | None:
         return None
     modes = reversed(_compat.dispatch_modes())
     return next((mode for mode in modes if isinstance(mode, Watcher)), None)
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors in what an operator returned: one, or a nested sequence of them."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for item in cast("Sequence[Any]", result):
+            yield from tensors_in(item)

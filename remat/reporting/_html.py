@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from remat.reporting._records import Facts, HeldValue, RegionReport
+from remat.policies._sizes import show_size
+from remat.reporting._records import Facts, HeldValue, RecomputedValue, RegionReport
 from remat.reporting._svg import frontier_svg, timeline_svg
-from remat.reporting._text import heading, notes, region_rows, value_row
+from remat.reporting._text import (
+    heading,
+    notes,
+    region_rows,
+    show_flops,
+    title,
+    value_row,
+)
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
@@ -69,7 +77,15 @@ _REGIONS = (
     "again (FLOP)",
     "again (time)",
 )
-_VALUES = ("value", "held", "made by", "read by", "region")
+_VALUES = (
+    "value",
+    "bytes",
+    "waits",
+    "again (FLOP)",
+    "made by",
+    "read by",
+    "region",
+)
 
 
 def html_report(facts: Facts) -> str:
@@ -78,7 +94,7 @@ def html_report(facts: Facts) -> str:
 
 
 def _page(facts: Facts) -> Iterator[str]:
-    title = escape(f"remat report: {facts.function}")
+    name = escape(f"remat report: {facts.function}")
     yield "<!doctype html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
     yield (
@@ -86,8 +102,8 @@ def _page(facts: Facts) -> Iterator[str]:
         "'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
     )
     yield '<meta name="viewport" content="width=device-width">'
-    yield f"<title>{title}</title><style>{_STYLE}</style></head><body>"
-    yield f"<h1>{title}</h1>"
+    yield f"<title>{name}</title><style>{_STYLE}</style></head><body>"
+    yield f"<h1>{name}</h1>"
     lines = [*heading(facts), "", *notes(facts)]
     yield f"<pre>{escape(chr(10).join(lines))}</pre>"
     yield "<h2>Bytes over the step</h2>"
@@ -97,12 +113,13 @@ def _page(facts: Facts) -> Iterator[str]:
         yield from _table("regions", _REGIONS, map(_region, facts.regions))
         yield "<h2>What saving more would cost and spare</h2>"
         yield frontier_svg(facts.frontier)
-    yield "<h2>The largest values that wait for the backward</h2>"
+    yield "<h2>All values: held for the backward, or computed again in it</h2>"
     yield (
         '<p><label>Search <input type="search" aria-controls="values"></label> '
         '<output aria-live="polite"></output></p>'
     )
-    yield from _table("values", _VALUES, map(_value, facts.values))
+    rows = [*map(_held, facts.values), *map(_recomputed, facts.recomputed)]
+    yield from _table("values", _VALUES, iter(rows))
     yield f"<script>{_SCRIPT}</script></body></html>"
 
 
@@ -124,10 +141,33 @@ def _region(region: RegionReport) -> Sequence[_Cell]:
     return list(zip(row, [region.name, *sorted_by], strict=True))
 
 
-def _value(value: HeldValue) -> Sequence[_Cell]:
-    row = value_row(value)
-    keys = (row[0], str(value.size_bytes), *row[2:])
-    return list(zip(row, keys, strict=True))
+def _held(value: HeldValue) -> Sequence[_Cell]:
+    waits = "held" if value.storage == "Keep()" else value.storage
+    made, read = value_row(value)[2:4]
+    return _cells(value, (waits, waits), ("", "0"), made, read)
+
+
+def _recomputed(value: RecomputedValue) -> Sequence[_Cell]:
+    made = f"{value.op} {value.source}".rstrip()
+    work = (show_flops(value.flops), str(value.flops))
+    return _cells(value, ("recomputed", "recomputed"), work, made, "")
+
+
+def _cells(
+    value: HeldValue | RecomputedValue, waits: _Cell, work: _Cell, made: str, read: str
+) -> Sequence[_Cell]:
+    name, region = title(value), value.region or "none"
+    count = f"{value.count} x " if value.count > 1 else ""
+    size = f"{count}{show_size(value.size_bytes // value.count)}"
+    return [
+        (name, name),
+        (size, str(value.size_bytes)),
+        waits,
+        work,
+        (made, made),
+        (read, read),
+        (region, region),
+    ]
 
 
 def _table(

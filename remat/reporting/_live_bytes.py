@@ -10,13 +10,14 @@ takes the tensors that should not count at all.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from remat._compat import TorchDispatchMode
+from remat._watching import tensors_in
 
 
 @final
@@ -55,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Runs the operator and counts the storages that it returns."""
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._count(tensor.untyped_storage())
         return result
 
@@ -69,12 +70,3 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
         self.current_bytes -= self._sizes.pop(key)
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    """Yields the tensors in what an operator returned: one, or a sequence of them."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for item in cast("Sequence[Any]", result):
-            yield from _tensors(item)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._graph import Graph
-from remat._partition import step_flops
+from remat.policies import Value
 from remat._waiting import storages
 from remat.reporting import _suggest
 from remat.reporting._calls import Call, Calls, hook
@@ -21,31 +20,28 @@ from remat.reporting._records import (
     HeldValue,
     Layer,
     Peak,
+    RecomputedValue,
     RegionReport,
     Timeline,
 )
 from remat.reporting._report import Report
 from remat.reporting._step import Step
-from remat.reporting._traced import working_set
+from remat.reporting._traced import Foretold, foretold
 from remat.reporting._watch import Allocation, Run, StepWatcher
 from remat.storage import Keep
 
 OUTSIDE = "outside of regions"
 GRADIENTS = "gradients"
 _KEEP = Keep()
-_SHORT_S = (
-    1.0  # a heuristic: below that, first calls of kernels are a part of the times
-)
-_MOST_VALUES = 10
 _MOST_POINTS = 1000
 
 
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Measures one step of a function: the forward, and the backward of its outputs' sum.
 
-    The step runs once under a watcher; one of milliseconds runs twice, so that what kernels
-    do at their first call does not count. Traces take no part in the times. Differentiated is what requires grad, captured tensors included, or, where
-    nothing does, every floating tensor argument. Nothing of the caller's is changed: no
+    The step runs once, under a watcher. What kernels do at their first call in the process
+    does not count, and traces take no part in the times. Differentiated is what requires
+    grad, captured tensors included, or, where nothing does, every floating tensor argument. Nothing of the caller's is changed: no
     `.grad` is written, and buffers, generators and arguments are put back. To see what is
     held, the step unpacks what saved-tensor hooks of other libraries packed.
 
@@ -76,9 +72,6 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     step = Step(f, args, kwargs)
     with step.kept():
         found = _Measurement(step)
-    if found.watch.time_s < _SHORT_S:
-        with step.kept():
-            found = _Measurement(step)
     return found.report()
 
 
@@ -138,6 +131,9 @@ class _Measurement:
         self.held_sizes = {
             key: held.allocation.size_bytes for key, held in self.held.items()
         }
+        self._held_at: Counter[int] = Counter()
+        for key, held in self.held.items():
+            self._held_at[held.node] += self.held_sizes[key]
         self.device = str(outputs[0].device)
 
     def _hold(
@@ -165,6 +161,7 @@ class _Measurement:
     def report(self) -> Report:
         """The figures in a row."""
         self._caller = self.calls.callers(self.watch.runs)
+        self._programs: dict[int, Foretold] = {}
         self._backwards = self._backward_runs()
         self._outside = self._outside_values()
         regions = self._regions()
@@ -173,9 +170,7 @@ class _Measurement:
             for traced, calls in self.calls.traces
         ]
         outside_bytes = sum(
-            self.held_sizes[key]
-            for key, held in self.held.items()
-            if held.node not in self.calls.at
+            size for place, size in self._held_at.items() if place not in self.calls.at
         )
         known = [each.recompute_flops for each in regions]
         repeated = [row for row in known if row is not None]
@@ -201,6 +196,7 @@ class _Measurement:
             recompute_s=sum(times) if is_real and is_known else None,
             regions=regions,
             values=self._values(),
+            recomputed=self._recomputed(),
             unmatched=self._unmatched(),
             suggestion=_suggest.suggest(
                 groups, self.held_bytes, outside_bytes, self._outside
@@ -228,7 +224,7 @@ class _Measurement:
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
         traced = calls[0].traced
-        flops = [_repeated_flops(run.graph) if run and traced else None for run in runs]
+        flops = [self._foretold(run).flops if run and traced else None for run in runs]
         is_real = self.device != "meta"
         return RegionReport(
             name=calls[0].name,
@@ -239,7 +235,7 @@ class _Measurement:
             predicted_held_bytes=sum(map(self._predicted, calls)) if traced else None,
             working_set_bytes=max((run.peak_bytes for run in known), default=0),
             predicted_working_set_bytes=max(
-                (working_set(run.graph) for run in known), default=0
+                (self._foretold(run).working_set_bytes for run in known), default=0
             )
             if traced
             else None,
@@ -250,12 +246,15 @@ class _Measurement:
             else None,
         )
 
+    def _foretold(self, run: Run) -> Foretold:
+        """What a run's program says of itself; equal layers share one."""
+        found = self._programs.get(id(run.graph))
+        if found is None:
+            found = self._programs[id(run.graph)] = foretold(run.graph)
+        return found
+
     def _held_by(self, call: Call) -> int:
-        return sum(
-            self.held_sizes[key]
-            for key, held in self.held.items()
-            if held.node == call.place
-        )
+        return self._held_at[call.place]
 
     def _predicted(self, call: Call) -> int:
         """The saved values by the trace, and the operands that this call holds first."""
@@ -316,14 +315,32 @@ class _Measurement:
         return tuple(found)
 
     def _values(self) -> tuple[HeldValue, ...]:
-        """The largest, equal ones of several calls folded."""
+        """What is held, equal values of several calls folded, the largest first."""
         found = Counter(map(self._value, self.held.values()))
         values = [
             dataclasses.replace(each, count=count, size_bytes=count * each.size_bytes)
             for each, count in found.items()
         ]
         values.sort(key=lambda value: -value.size_bytes)
-        return tuple(values[:_MOST_VALUES])
+        return tuple(values)
+
+    def _recomputed(self) -> tuple[RecomputedValue, ...]:
+        """What runs again, equal values of several traces folded, the largest first."""
+        counts: Counter[RecomputedValue] = Counter()
+        for traced, calls in self.calls.traces:
+            for op, value in traced.recomputed:
+                one = _recomputed_value(op, value, calls[0].name)
+                counts[one] += len(calls)
+        values = [
+            dataclasses.replace(
+                each,
+                count=count,
+                size_bytes=count * each.size_bytes,
+                flops=count * each.flops,
+            )
+            for each, count in counts.items()
+        ]
+        return tuple(sorted(values, key=lambda value: -value.size_bytes))
 
     def _outside_values(self) -> list[HeldValue]:
         found = [
@@ -401,6 +418,21 @@ class _Measurement:
         )
 
 
+def _recomputed_value(op: str, value: Value, region: str) -> RecomputedValue:
+    """A value of one call."""
+    return RecomputedValue(
+        name=", ".join(value.names),
+        op=op,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        size_bytes=value.size_bytes,
+        count=1,
+        flops=value.flops,
+        source=value.source,
+        region=region,
+    )
+
+
 def _thinned(
     rows: list[tuple[float, tuple[int, ...], bool]],
 ) -> list[tuple[float, tuple[int, ...], bool]]:
@@ -434,10 +466,6 @@ def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ..
         Layer(kinds.index(kind), count, kind[0], kind[1])
         for kind, count in counts.items()
     )
-
-
-def _repeated_flops(graph: Graph) -> int:
-    return sum(step_flops(graph, value) for value in graph.values if value.is_repeat)
 
 
 def _repeated_s(run: Run) -> float:

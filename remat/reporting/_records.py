@@ -40,6 +40,34 @@ class HeldValue:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
+class RecomputedValue:
+    """A value that a region's backward computes again, in all calls alike.
+
+    Attributes:
+        name: what `checkpoint_name` called it.
+        op: the operator that makes it.
+        shape: the sizes of its dimensions.
+        dtype: its dtype.
+        size_bytes: what saving it would take in all `count` calls.
+        count: how many calls recompute one like it.
+        flops: FLOPs to make it again in all calls, by torch's formulas.
+        source: the user's "file.py:line" that made it.
+        region: which region it is a value of.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size_bytes: int
+    count: int
+    flops: int
+    source: str
+    region: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
     """Equal calls of one region.
 
@@ -204,6 +232,7 @@ class Facts:
     recompute_s: float | None
     regions: tuple[RegionReport, ...]
     values: tuple[HeldValue, ...]
+    recomputed: tuple[RecomputedValue, ...]
     unmatched: tuple[tuple[str, str], ...]
     suggestion: Suggestion
     frontier: tuple[FrontierPoint, ...]

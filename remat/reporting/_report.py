@@ -49,7 +49,9 @@ class Report(Facts):
         backward_s: seconds in those of the backward, recomputation included.
         recompute_s: seconds in those that ran again.
         regions: one row a region; a region is one function at one signature.
-        values: the ten largest held values, equal ones of several calls folded.
+        values: the held values, equal ones of several calls folded, the largest first; the
+            text shows ten of them.
+        recomputed: the values that regions compute again, likewise.
         unmatched: (policy, glob) of names that match no value in any region.
         suggestion: one next step.
         frontier: what saving more and more of the regions' values costs and spares.

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from remat.policies._sizes import show_size
-from remat.reporting._records import Facts, HeldValue, Peak, RegionReport
+from remat.reporting._records import (
+    Facts,
+    HeldValue,
+    Peak,
+    RecomputedValue,
+    RegionReport,
+)
 
 _Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
@@ -21,6 +27,7 @@ _REGIONS = (
     "again",
     "",
 )
+_MOST_VALUES = 10
 _VALUES = ("value", "held", "made by", "read by", "region")
 
 
@@ -123,7 +130,7 @@ def _tables(facts: Facts) -> Iterator[_Table]:
         rows = [row for region in facts.regions for row in region_rows(region)]
         yield _REGIONS, rows
     if facts.values:
-        yield _VALUES, [value_row(value) for value in facts.values]
+        yield _VALUES, [value_row(value) for value in facts.values[:_MOST_VALUES]]
 
 
 def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
@@ -151,16 +158,20 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
         )
 
 
-def value_row(value: HeldValue) -> tuple[str, ...]:
-    """The row of the table for a value."""
+def title(value: HeldValue | RecomputedValue) -> str:
+    """A value's name, dtype and shape."""
     dtype = str(value.dtype).removeprefix("torch.")
     what = f"{dtype}[{', '.join(map(str, value.shape))}]"
-    name = f"{value.name} {what}" if value.name else what
+    return f"{value.name} {what}" if value.name else what
+
+
+def value_row(value: HeldValue) -> tuple[str, ...]:
+    """The row of the table for a value."""
     waits = "" if value.storage == "Keep()" else f", {value.storage}"
     count = f"{value.count} x " if value.count > 1 else ""
     source = f" {value.source}" if value.source else ""
     return (
-        name,
+        title(value),
         f"{count}{show_size(value.size_bytes // value.count)}{waits}",
         f"{value.op}{source}",
         ", ".join(value.consumers[:2]) + (" ..." if len(value.consumers) > 2 else ""),
@@ -169,7 +180,11 @@ def value_row(value: HeldValue) -> tuple[str, ...]:
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """Names that match nothing, and what to try next."""
+    """What the tables leave out, names that match nothing, and what to try next."""
+    left = facts.values[_MOST_VALUES:]
+    if left:
+        size = show_size(sum(value.size_bytes for value in left))
+        yield f"and {len(left)} smaller ones, {size} together (all: to_html, to_json)"
     for policy, glob in facts.unmatched:
         yield f'no value has the name "{glob}" of {policy}'
     yield f"next: {facts.suggestion.text}"

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
-from remat import _operators as operators
+from remat import _operators as operators, policies
 from remat._graph import Graph, TensorMeta, Value, roots
 from remat._partition import (
     Analysis,
@@ -123,6 +123,17 @@ class Traced:
         waits = repr(self._decisions[number].storage)
         return ", ".join(view.names), made, view.source, waits
 
+    @property
+    def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
+        """The values that the backward computes again, with the operator of each."""
+        graph = self.analysis.joint.graph
+        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
+        return tuple(
+            (operators.made_by(graph.values[self.analysis.members[k]], graph.values), v)
+            for k, v in self.analysis.views.items()
+            if k in repeated
+        )
+
     def operand_size(self, operand: int) -> int:
         """The bytes of an operand's elements, by its metadata."""
         return self.region.operands[operand].size_bytes
@@ -214,6 +225,26 @@ def _metas(value: Value) -> tuple[TensorMeta, ...]:
 def _size(graph: Graph, indices: Sequence[int]) -> int:
     metas = [graph.values[index].meta for index in indices]
     return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foretold:
+    """What the program of a backward says of itself.
+
+    Attributes:
+        flops: of the steps that run again, by torch's formulas.
+        working_set_bytes: see `working_set`.
+    """
+
+    flops: int
+    working_set_bytes: int
+
+
+def foretold(graph: Graph) -> Foretold:
+    """The figures of a backward's program."""
+    again = (step_flops(graph, value) for value in graph.values if value.is_repeat)
+    return Foretold(sum(again), working_set(graph))
 
 
 def working_set(graph: Graph) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import weakref
 from collections import Counter
@@ -18,7 +19,7 @@ from remat import _compat, _operators as operators
 from remat._graph import Graph
 from remat._lines import user_line
 from remat._waiting import storages
-from remat._watching import Watcher
+from remat._watching import Watcher, tensors_in
 
 
 @final
@@ -54,7 +55,7 @@ class Allocation:
     Attributes:
         key: what tells it from others while it lives.
         size_bytes: its size.
-        op: the operator.
+        maker: the operator.
         source: the user's line in the forward, "" in the backward.
         names: what `checkpoint_name` called it.
         phase: "forward" or "backward".
@@ -64,12 +65,17 @@ class Allocation:
 
     key: int
     size_bytes: int
-    op: str
+    maker: Any
     source: str
     names: tuple[str, ...]
     phase: str
     run: Run | None
     node: int | None
+
+    @property
+    def op(self) -> str:
+        """The operator's short name."""
+        return operators.short_name(self.maker)
 
 
 @final
@@ -95,13 +101,16 @@ class StepWatcher(Watcher):
     Counted is what operators on real and meta tensors make; not seen are buffers inside of
     one kernel, and what the allocator adds to round a size up. A storage counts once.
 
+    Where torch's own operator runs for the first time in the process, it runs twice, if
+    that changes nothing, and the second time counts: kernels load and tune at their first
+    call.
+
     Attributes:
         phase: "forward" or "backward", set by who drives the step.
         node: the number of the autograd node that runs, set likewise.
         time_s: seconds spent in operators so far.
         live_bytes: what lives now.
         flops: of each phase, by torch's formulas.
-        counts: how often each operator ran.
         events: each storage made and freed, in order.
         runs: the programs of regions that ran, in order.
         by_key: the living storages.
@@ -114,7 +123,8 @@ class StepWatcher(Watcher):
         self.time_s = 0.0
         self.live_bytes = 0
         self.flops = {"forward": 0, "backward": 0}
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[Any] = Counter()
+        self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
         self.runs: list[Run] = []
         self.by_key: dict[int, Allocation] = {}
@@ -146,26 +156,43 @@ class StepWatcher(Watcher):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
+        kwargs = kwargs or {}
+        traits = _traits(func)
+        if func not in _WARM and not types:
+            _warm_up(func, traits, args, kwargs)
         started = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        _finish(result)
+        result = func(*args, **kwargs)
+        if self._waits:
+            _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
-        self.counts[operators.short_name(func)] += 1
-        self.flops[self.phase] += _compat.flops_of(func, args, kwargs or {}, result)
+        self._counts[func] += 1
+        if traits.has_formula:
+            self.flops[self.phase] += _compat.flops_of(func, args, kwargs, result)
         run = self._stack[-1] if self._stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
-        for tensor in _compat.tensor_leaves(result):
-            for storage in storages(tensor):
-                self._count(storage, func, run)
+        if not traits.is_view:  # what a view shows was there before
+            for tensor in tensors_in(result):
+                for storage in storages(tensor):
+                    self._count(storage, func, traits, run)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, op: Any, run: Run | None) -> None:
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each operator ran, by its short name."""
+        found: Counter[str] = Counter()
+        for op, count in self._counts.items():
+            found[operators.short_name(op)] += count
+        return found
+
+    def _count(
+        self, storage: torch.UntypedStorage, op: Any, traits: _Traits, run: Run | None
+    ) -> None:
         reference = weakref.ref(storage, self._forget)
         known = self._references.get(reference)
         if known is None:
-            if operators.returns_view(op) or operators.is_mutable(op):
+            if traits.is_mutable:
                 return  # it was there before
             known = self._allocation(storage, op, run)
             self._references[reference] = known
@@ -187,10 +214,9 @@ class StepWatcher(Watcher):
             source, names = value.source, value.names
         elif self.phase == "forward":
             source = user_line()
-        name = operators.short_name(op)
         key = _compat.key_of(storage)
         return Allocation(
-            key, storage.nbytes(), name, source, names, self.phase, run, self.node
+            key, storage.nbytes(), op, source, names, self.phase, run, self.node
         )
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -222,3 +248,40 @@ def _finish(result: Any) -> None:
         for each in _compat.tensor_leaves(result)
     ):
         torch.accelerator.synchronize()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traits:
+    """What is known of an operator before it runs.
+
+    Attributes:
+        is_view: what it returns shares storage with what it takes.
+        is_mutable: it writes to an argument.
+        has_formula: torch can tell its FLOPs.
+        is_repeatable: it is torch's own, and running it twice changes nothing.
+    """
+
+    is_view: bool
+    is_mutable: bool
+    has_formula: bool
+    is_repeatable: bool
+
+
+@functools.cache
+def _traits(op: Any) -> _Traits:
+    is_view, is_mutable = operators.returns_view(op), operators.is_mutable(op)
+    is_repeatable = getattr(op, "namespace", "") == "aten" and not (
+        is_view or is_mutable or operators.may_draw(op)
+    )
+    return _Traits(is_view, is_mutable, _compat.has_flops(op), is_repeatable)
+
+
+# The operators that have run in this process: a second call of these is like a third.
+_WARM: set[Any] = set()
+
+
+def _warm_up(op: Any, traits: _Traits, args: Any, kwargs: Any) -> None:
+    if traits.is_repeatable:
+        op(*args, **kwargs)
+    _WARM.add(op)

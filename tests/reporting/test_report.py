@@ -10,6 +10,7 @@ one suggested next step"; "Reports agree with independent measurement: torch's o
 
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import (
@@ -202,7 +204,37 @@ def test_the_largest_values(attention: Report) -> None:
     assert any("attention" in each for each in value.consumers)
     sizes = [each.size_bytes for each in attention.values]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(sizes) <= 10
+
+
+def test_all_values_are_there_and_the_text_has_ten() -> None:
+    """Held and recomputed ones are in the record; the text says how many it leaves out."""
+
+    def many(x: Tensor) -> Tensor:
+        for scale in range(1, 15):
+            x = (x * scale).sin()  # each `x * scale` waits, of its own shape
+            x = torch.cat([x, x[:1]])
+        return x.sum()
+
+    found = report(many, torch.ones(8))
+
+    assert len(found.values) == 14
+    assert sum(each.size_bytes for each in found.values) == found.outside_bytes
+    assert str(found).count("aten.mul test_report.py") == 10
+    assert "and 4 smaller ones" in str(found)
+
+
+def test_recomputed_values_are_listed(attention: Report) -> None:
+    """Each with its name, its line, its bytes and its work, equal layers folded."""
+    value = next(each for each in attention.recomputed if each.name == "mlp_up")
+
+    tokens = batch().numel() // 32
+    assert (value.op, value.shape, value.count) == ("aten.mm", (32, 128), 4)
+    assert value.size_bytes == 4 * tokens * 128 * 4
+    assert value.flops == 4 * 2 * tokens * 32 * 128
+    assert (value.region, value.dtype) == ("block", torch.float32)
+    assert value.source.startswith("models.py:")
+    assert "attn" not in {each.name for each in attention.recomputed}
+    assert sum(each.flops for each in attention.recomputed) == attention.recompute_flops
 
 
 def test_values_outside_of_regions() -> None:
@@ -541,6 +573,75 @@ def test_repr_is_code(attention: Report) -> None:
     assert repr(attention).startswith("Report(function='loss_of.<locals>.loss'")
     with pytest.raises(dataclasses.FrozenInstanceError):
         attention.function = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run on real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operator."""
+        self.counts[str(func)] += not types  # fake tensors are of another class
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("decorate", [remat, lambda f: f], ids=["region", "plain"])
+def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
+    """Each matmul and each attention as often as a step does that nobody watches.
+
+    That is one forward and one backward, whether the traces were there or not.
+    """
+    given = parameters(requires_grad=True)
+    leaves = [each for p in given for each in p.values()]
+    loss = loss_of(decorate(block))
+    report(loss, given, batch())  # traces, and the first call of each operator
+
+    with Operators() as step:
+        torch.autograd.grad(loss(given, batch()), leaves)
+    if not is_traced:
+        loss = loss_of(decorate(block))
+    with Operators() as reported:
+        report(loss, given, batch())
+
+    heavy = [name for name in step.counts if "mm" in name or "attention" in name]
+    assert heavy
+    assert {name: reported.counts[name] for name in heavy} == {
+        name: step.counts[name] for name in heavy
+    }
+
+
+def test_first_calls_of_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator does at its first call in a process is over before it is timed.
+
+    It runs twice then, if that changes nothing: never where it draws, or writes.
+    """
+    ran: list[str] = []
+    monkeypatch.setattr("remat.reporting._watch._WARM", set())
+
+    class Listener(Operators):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.expm1() + torch.rand_like(x, dtype=x.dtype)
+        return x.clone().lgamma_().detach() * x
+
+    with Listener():
+        report(loss, torch.full((3,), 0.5))
+        report(loss, torch.full((3,), 0.5))
+
+    assert ran.count("aten.expm1.default") == 3
+    assert ran.count("aten.rand_like.default") == 2
+    assert ran.count("aten.lgamma_.default") == 2
 
 
 def test_named_arguments_belong_to_the_function() -> None:
