@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DRAWN = (".svg", ".png")
 _ARGUMENTS = (
     "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
     "named), ids=8,256:int64<1000 has whole numbers below 1000, heads==4 is a Python "
@@ -192,13 +193,24 @@ def _add_compare(commands: Any) -> None:
         help="how many steps of each are timed (default: %(default)s)",
     )
     compare.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="MODULE:WRAPPER",
+        help="what takes the function and gives it as another library runs it; may be "
+        "given several times",
+    )
+    compare.add_argument(
         "--device", default="cpu", help="where the tensors are (default: %(default)s)"
     )
     compare.add_argument(
         "--json", action="store_true", help="print JSON in place of the table"
     )
     compare.add_argument(
-        "--out", type=Path, metavar="FILE", help="write there instead of printing"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write there instead: .svg and .png hold the figure, others the text or JSON",
     )
 
 
@@ -227,10 +239,6 @@ def _report(options: argparse.Namespace) -> int:
         found = report(function, **kwargs)
     if options.html is not None:
         found.to_html(options.html)
-    if options.out is not None and options.out.suffix in (".svg", ".png"):
-        figure: Any = found.figure()
-        figure.savefig(options.out)
-        return 0
     return _give(found, found.to_json() if options.json else str(found), options)
 
 
@@ -249,27 +257,32 @@ def _compare(options: argparse.Namespace) -> int:
     from remat.reporting._arguments import keywords, load
     from remat.reporting._compare import compare
     from remat.reporting._gpt import one_layer
-    from remat.reporting._json import to_json
 
     if options.function is None:
         function, kwargs = one_layer(options.device)
     else:
         function = load(options.function)
         kwargs = keywords(options.arguments, options.device)
-    found = compare(function, kwargs, options.steps)
-    text = to_json("remat.comparison/1", found) if options.json else str(found)
-    return _give(found, text, options)
+    peers = {each.rpartition(":")[2]: load(each) for each in options.peer}
+    found = compare(function, kwargs, options.steps, peers=peers)
+    return _give(found, found.to_json() if options.json else str(found), options)
 
 
 def _give(found: Any, text: str, options: argparse.Namespace) -> int:
     """Writes a result where it is wanted: in a file, on a terminal, or into a pipe."""
-    if options.out is not None:
+    if options.out is not None and options.out.suffix in _DRAWN and _can_draw(found):
+        found.figure().savefig(options.out)
+    elif options.out is not None:
         options.out.write_text(text + "\n")
     elif not options.json and sys.stdout.isatty() and _show_richly(found):
         return 0
     else:
         print(text)
     return 0
+
+
+def _can_draw(found: Any) -> bool:
+    return hasattr(found, "figure")
 
 
 def _show_richly(found: Any) -> bool:

@@ -1,7 +1,13 @@
 """Looking at what regions hold: before a step, during it, and where it ran out."""
 
 from remat.reporting._checklist import Check, Checklist, checklist
-from remat.reporting._figures import batch_figure, frontier_figure, timeline_figure
+from remat.reporting._compare import Comparison, Row, compare
+from remat.reporting._figures import (
+    batch_figure,
+    comparison_figure,
+    frontier_figure,
+    timeline_figure,
+)
 from remat.reporting._looking import print_saved_residuals, saved_residuals
 from remat.reporting._measure import report
 from remat.reporting._named_values import NamedValue, named_values
@@ -10,10 +16,14 @@ from remat.reporting._report import Report
 __all__ = [
     "Check",
     "Checklist",
+    "Comparison",
     "NamedValue",
     "Report",
+    "Row",
     "batch_figure",
     "checklist",
+    "compare",
+    "comparison_figure",
     "frontier_figure",
     "named_values",
     "print_saved_residuals",

@@ -10,18 +10,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from remat import policies
 from remat._api import Region, disabled, remat
 from remat._shortage import name_of
 from remat.policies._sizes import show_size
+from remat.reporting._figures import comparison_figure
+from remat.reporting._json import to_json
 from remat.reporting._progress import progress
 from remat.reporting._step import Step
 from remat.reporting._text import show_flops, show_time, table
 from remat.reporting._watch import StepWatcher
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _PEER = "torch_remat"
+_BUDGETS = (0.25, 0.5, 0.75)  # of what no remat saves: points between the policies
 
 
 @final
@@ -35,6 +41,7 @@ class Row:
         peak_bytes: the most that lives at one time in one step.
         recompute_flops: FLOPs of the step beyond those of no remat.
         step_s: median time of one step, in seconds.
+        is_peer: whether another library runs it.
     """
 
     name: str
@@ -42,6 +49,7 @@ class Row:
     peak_bytes: int
     recompute_flops: int
     step_s: float
+    is_peer: bool
 
 
 @final
@@ -78,22 +86,66 @@ class Comparison:
         heading = (self.function, "held", "", "peak", "", "again", "step", "")
         return "\n".join([*table(heading, rows), "", *self.without])
 
+    def to_json(self) -> str:
+        """The rows as JSON; the schema is "remat.comparison/1"."""
+        return to_json("remat.comparison/1", self)
+
+    def figure(self) -> Figure:
+        """The frontier of bytes and time, with the peers' points; matplotlib's, not saved.
+
+        Raises:
+            RematError: matplotlib is not installed.
+        """
+        own, peers = (
+            {
+                row.name: (row.held_bytes, row.step_s)
+                for row in self.rows
+                if row.is_peer is each
+            }
+            for each in (False, True)
+        )
+        return comparison_figure(own, peers, title=self.function)
+
 
 def compare(
-    f: Callable[..., Any], kwargs: Mapping[str, Any], num_steps: int
+    f: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    num_steps: int = 10,
+    *,
+    peers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+    | None = None,
 ) -> Comparison:
     """Measures a function as one region under several policies, and under peers.
+
+    All run the same step on this machine, one after the other in each round. torch_remat
+    takes part where it is installed.
 
     Args:
         f: a function, a module, or a region, whose own policy is then one of the rows.
         kwargs: its arguments.
         num_steps: how many steps of each are timed; they take turns.
+        peers: by name, what takes the function and gives it as another library runs it.
+
+    Returns:
+        One row a way, which prints as a table; no remat comes first.
+
+    Raises:
+        RematError: `f` returns nothing that requires grad.
+
+    Example:
+        >>> import torch
+        >>> from remat.reporting import compare
+        >>> x = torch.ones(64, 64)
+        >>> found = compare(lambda x: x.sin().sin().sin(), {"x": x}, num_steps=1)
+        >>> found.rows[1].name, found.rows[1].held_bytes < found.rows[0].held_bytes
+        ('nothing_saveable', True)
     """
-    ways = _ways(f)
-    steps = {name: Step(each, (), kwargs) for name, each in ways.items()}
+    own = _ways(f)
+    others = {**_installed(f), **_wrapped(f, peers or {})}
+    steps = {name: Step(each, (), kwargs) for name, each in {**own, **others}.items()}
     watched: dict[str, tuple[int, int, int]] = {}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    with progress("comparing", len(ways) + num_steps, sys.stderr) as advance:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
         for name, step in steps.items():
             _time(step)  # it traces
             watched[name] = _watch(step)
@@ -104,18 +156,27 @@ def compare(
             advance("timed")
     plain_flops = next(iter(watched.values()))[2]
     rows = [
-        Row(name, held, peak, flops - plain_flops, statistics.median(times[name]))
+        Row(
+            name,
+            held,
+            peak,
+            flops - plain_flops,
+            statistics.median(times[name]),
+            name in others,
+        )
         for name, (held, peak, flops) in watched.items()
     ]
-    return Comparison(name_of(f), tuple(rows), _left_out())
+    return Comparison(name_of(f), tuple(rows), _left_out(bool(peers)))
 
 
 def _ways(f: Any) -> dict[str, Callable[..., Any]]:
+    """No remat, policies, and budgets between them."""
     plain = getattr(f, "__wrapped__", f)
     rows = (
         policies.nothing_saveable,
         policies.save_attention_outputs,
         policies.save_matmul_outputs,
+        *map(policies.budget, _BUDGETS),
         policies.everything_saveable,
     )
 
@@ -129,19 +190,32 @@ def _ways(f: Any) -> dict[str, Callable[..., Any]]:
     if isinstance(f, Region):
         region = cast("Region[..., Any]", f)
         ways.setdefault(repr(region.settings.policy), region)
-    if importlib.util.find_spec(_PEER) is not None:
-        ways[_PEER] = importlib.import_module(_PEER).checkpoint()(plain)
     return ways
 
 
-def _left_out() -> tuple[str, ...]:
-    hooks = (
-        "torch.utils.checkpoint rests on hooks, which this package never loads; "
-        "`python -m tests.benchmarks overhead` in the sources compares it."
-    )
-    if importlib.util.find_spec(_PEER) is not None:
-        return (hooks,)
-    return (f"{_PEER} is not installed: pip install 'remat[bench]'.", hooks)
+def _installed(f: Any) -> dict[str, Callable[..., Any]]:
+    if importlib.util.find_spec(_PEER) is None:
+        return {}
+    return _wrapped(f, {_PEER: importlib.import_module(_PEER).checkpoint()})
+
+
+def _wrapped(
+    f: Any, peers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+) -> dict[str, Callable[..., Any]]:
+    plain = getattr(f, "__wrapped__", f)
+    return {name: wrap(plain) for name, wrap in peers.items()}
+
+
+def _left_out(has_peers: bool) -> tuple[str, ...]:
+    found: list[str] = []
+    if importlib.util.find_spec(_PEER) is None:
+        found.append(f"{_PEER} is not installed: pip install 'remat[bench]'.")
+    if not has_peers:
+        found.append(
+            "torch.utils.checkpoint rests on hooks, which this package never loads: name "
+            "what wraps a function in it, --peer peers.py:checkpointed."
+        )
+    return tuple(found)
 
 
 def _watch(step: Step) -> tuple[int, int, int]:

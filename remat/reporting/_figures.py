@@ -119,6 +119,61 @@ def frontier_figure(
     return figure
 
 
+def comparison_figure(
+    own: Mapping[str, tuple[int, float]],
+    peers: Mapping[str, tuple[int, float]],
+    *,
+    title: str = "",
+) -> Figure:
+    """Seconds of a step against held bytes: what is best for its bytes as a line.
+
+    Args:
+        own: (bytes, seconds), by policy.
+        peers: likewise, by what another library calls it; drawn as filled markers.
+        title: what was measured.
+
+    Raises:
+        RematError: matplotlib is not installed.
+    """
+    figure, axes = _axes(title)
+    sizes = [size for size, _ in (*own.values(), *peers.values())]
+    name, unit = _unit(max(sizes, default=0))
+    best = _best(list(own.values()))
+    axes.step(
+        [size / unit for size, _ in best],
+        [time_s * 1e3 for _, time_s in best],
+        where="post",
+        color="black",
+        linewidth=1,
+        label="the best for its bytes",
+    )
+    for points, face in ((own, "white"), (peers, "0.4")):
+        for place, (label, (size, time_s)) in enumerate(points.items()):
+            axes.plot(
+                [size / unit],
+                [time_s * 1e3],
+                linestyle="none",
+                marker="osDv^P*X"[place % 8],
+                markerfacecolor=face,
+                markeredgecolor="black",
+                label=label,
+            )
+    axes.set_xlabel(f"held for the backward ({name})")
+    axes.set_ylabel("time of one step (ms)")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
+    return figure
+
+
+def _best(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points than which no other is both smaller and faster, the smallest first."""
+    found: list[tuple[int, float]] = []
+    for size, time_s in sorted(points):
+        if not found or time_s < found[-1][1]:
+            found.append((size, time_s))
+    return found
+
+
 def batch_figure(
     curves: Mapping[str, Mapping[int, int]],
     limit_bytes: int | None = None,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat.policies import Value
 from remat._waiting import storages
+from remat.policies import Value
 from remat.reporting import _suggest
 from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import Node, graph_of

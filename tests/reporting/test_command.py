@@ -143,6 +143,49 @@ def test_compare_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) 
     assert "1.00 x" in lines[2]
 
 
+PEERS = """
+import functools
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpointed(f):
+    return functools.partial(checkpoint, f, use_reentrant=False)
+"""
+
+
+def test_compare_measures_peers_that_are_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrapper of another library is a row like the others, and holds what it holds."""
+    (tmp_path / "peers.py").write_text(PEERS)
+    peer = f"{tmp_path / 'peers.py'}:checkpointed"
+    words = ["compare", f"{model}:block", *SIZES, "--steps", "1", "--peer", peer]
+
+    assert main([*words, "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["checkpointed"]["is_peer"]
+    assert not rows["no remat"]["is_peer"]
+    held = {name: row["held_bytes"] for name, row in rows.items()}
+    assert held["checkpointed"] == held["nothing_saveable"] < held["no remat"]
+    assert not any("torch.utils.checkpoint" in line for line in found["without"])
+
+
+def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
+    """--out with .svg holds the figure, the peers' points in it."""
+    (tmp_path / "peers.py").write_text(PEERS)
+    peer, path = f"{tmp_path / 'peers.py'}:checkpointed", tmp_path / "r.svg"
+    words = ["compare", f"{model}:block", *SIZES, "--steps", "1", "--peer", peer]
+
+    assert main([*words, "--out", str(path)]) == 0
+
+    text = path.read_text()
+    assert text.startswith("<?xml")
+    for part in ("checkpointed", "budget(0.5", "time of one step (ms)"):
+        assert part in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

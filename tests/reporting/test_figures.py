@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from remat import RematError, Report, disabled, remat, report
-from remat.reporting import batch_figure, frontier_figure
+from remat.reporting import batch_figure, comparison_figure, frontier_figure
 from tests.reporting.models import batch, block, loss_of, parameters
 
 
@@ -124,3 +124,21 @@ def test_without_matplotlib_the_extra_is_named(
 
     with pytest.raises(RematError, match=r"pip install 'remat\[cli\]'"):
         reports[0].figure()
+
+
+def test_comparison_joins_what_is_best_for_its_bytes() -> None:
+    """The line leaves out a policy that another beats; peers are markers, filled."""
+    own = {"least": (1024, 0.3), "worse": (3072, 0.4), "most": (4096, 0.1)}
+
+    figure: Any = comparison_figure(own, {"peer": (2048, 0.5)})
+
+    (axes,) = figure.axes
+    line, *markers = axes.lines
+    assert list(line.get_xdata()) == [1.0, 4.0]
+    assert list(line.get_ydata()) == pytest.approx([300, 100])
+    assert [each.get_label() for each in markers] == ["least", "worse", "most", "peer"]
+    faces = {each.get_label(): each.get_markerfacecolor() for each in markers}
+    assert faces["peer"] != faces["least"] == faces["most"]
+    assert axes.get_xlabel() == "held for the backward (KiB)"
+    assert axes.get_ylabel() == "time of one step (ms)"
+    assert legend(figure)[0] == "the best for its bytes"
