@@ -120,7 +120,8 @@ def run_scheduled(
     given = list(tensors)
     for index in stack.written:
         given[index] = given[index].clone()
-    call = Call(region, (), Numerics.current(), ())
+    # The stack is called after its first stage, in reports and where memory runs out.
+    call = Call(region, stack.links[0].roots, Numerics.current(), ())
     returned, mutations = bind_all(call, given)
     for index, new in zip(stack.written, mutations, strict=True):
         _compat.write_back(tensors[index], new)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 from remat import _captures
 from remat._graph import Graph
 from remat._region import Region
+from remat._rerun import Rerun
 from remat._shortage import name_of
 from remat.reporting._held import Node
 from remat.reporting._traced import Traced
@@ -59,7 +60,9 @@ class Call:
     def policy(self) -> str:
         """Its policy as code."""
         region = self.call.region
-        return repr(region.policy) if isinstance(region, Region) else "engine='rerun'"
+        if isinstance(region, Region):
+            return repr(region.policy)
+        return "engine='rerun'" if isinstance(region, Rerun) else "a schedule"
 
 
 @final

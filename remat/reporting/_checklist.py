@@ -257,6 +257,8 @@ def _throughput(step: Step, found: Report, plain: Report) -> Check:
     data = max(step.data, key=lambda each: each.nbytes)
     # Of (batch, time, width) the first two count; of whole numbers, each is a token.
     is_embedded = data.is_floating_point()
+    if data.numel() == 0:
+        return Check(question, NOT_APPLICABLE, "the batch is empty")
     tokens = data[..., 0].numel() if is_embedded else data.numel()
     with_remat, without = _seconds(step), _seconds_disabled(step)
     memory = memory_bytes(data.device)

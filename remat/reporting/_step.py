@@ -80,19 +80,30 @@ class Step:
             RematError: there are none.
         """
         args, kwargs = _compat.unflatten(self._leaves, self._spec)
-        returned = _compat.tensor_leaves(self.function(*args, **kwargs))
-        outputs = tuple(each for each in returned if each.requires_grad)
+        returned = self.function(*args, **kwargs)
+        leaves, _ = _compat.flatten(returned)
+        outputs = tuple(
+            each for each in leaves if isinstance(each, Tensor) and each.requires_grad
+        )
         if not outputs:
-            raise RematError(
-                explain(
-                    where=self.name,
-                    what="returned no tensor that requires grad.",
-                    why="A report is about a step: a forward and its backward.",
-                    do="Give it floating tensors, return what rests on them, and take no "
-                    "gradient inside: report the loss, not its torch.func.grad.",
-                )
-            )
+            raise self._without_gradient(leaves)
         return outputs
+
+    def _without_gradient(self, leaves: Sequence[Any]) -> RematError:
+        """What is raised where nothing that is returned has a gradient."""
+        found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
+        unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
+        return RematError(
+            explain(
+                where=self.name,
+                what=f"returned no tensor that requires grad{unknown}.",
+                why="A report is about a step: a forward and its backward. Tensors are "
+                "looked for in containers that torch's pytree knows.",
+                do="Give it floating tensors, return what rests on them (of an object of "
+                "your own the loss: lambda *a: f(*a).loss), and take no gradient inside: "
+                "report the loss, not its torch.func.grad.",
+            )
+        )
 
     @staticmethod
     def leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -103,7 +103,8 @@ def heading(facts: Facts) -> Iterator[str]:
 def _again(facts: Facts) -> str:
     if facts.recompute_flops is None:
         return (
-            'unknown: engine="rerun", or a transform inside the function, does not tell'
+            'unknown: engine="rerun", a schedule, or a transform inside the function, '
+            "does not tell"
         )
     flops = show_flops(facts.recompute_flops)
     whole = facts.forward_flops + facts.backward_flops - facts.recompute_flops

@@ -150,6 +150,13 @@ def test_on_meta_tensors_nothing_is_computed() -> None:
         assert verdict(found, question)[0] == "not applicable"
 
 
+def test_an_empty_batch_has_no_tokens() -> None:
+    """There is nothing to time."""
+    found = checklist(remat(sines), torch.ones(0))
+
+    assert verdict(found, THROUGHPUT) == ("not applicable", "the batch is empty")
+
+
 def test_nothing_of_the_callers_is_changed() -> None:
     """Parameters get no gradients, and no generator moves."""
     given = parameters(1, requires_grad=True)

@@ -29,6 +29,8 @@ from remat import (
     policies,
     remat,
     report,
+    scan,
+    schedules,
     storage,
 )
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
@@ -438,6 +440,35 @@ def test_no_gradient_is_an_error() -> None:
     """A function whose outputs need no grad has no step to report."""
     with pytest.raises(RematError, match="returned no tensor that requires grad"):
         report(lambda x: x.detach(), torch.ones(3))
+
+
+def test_an_object_that_the_pytree_does_not_know_is_named() -> None:
+    """A dataclass of one's own hides its tensors: the error says so, and what to do."""
+
+    @dataclasses.dataclass
+    class Output:
+        loss: Tensor
+
+    with pytest.raises(RematError, match=r"\(it returned Output\).*f\(\*a\)\.loss"):
+        report(lambda x: Output(x.sin().sum()), torch.ones(3))
+
+
+@pytest.mark.parametrize("schedule", [schedules.Every(2), schedules.Sqrt()])
+def test_a_scheduled_stack_is_a_row(schedule: Any) -> None:
+    """It is called after its stage; what it runs again it does not tell."""
+
+    def stage(c: Tensor, w: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(c @ w), None
+
+    def loss(x: Tensor, ws: Tensor) -> Tensor:
+        return scan(stage, x, ws, schedule=schedule)[0].sum()
+
+    found = report(loss, torch.ones(4, 8), torch.ones(4, 8, 8) / 8)
+
+    rows = {row.name.rpartition(".")[2]: row for row in found.regions}
+    assert rows["stage"].policy == "a schedule"
+    assert found.recompute_flops is None
+    assert found.gradient_bytes == (32 + 256) * 4
 
 
 def test_several_outputs_are_summed() -> None:
