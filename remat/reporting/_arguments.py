@@ -106,6 +106,12 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
         owner = found
         for part in path:
             owner = owner.setdefault(part, {})
+            if not isinstance(owner, dict):
+                raise _refused(
+                    word,
+                    f"`{part}` is a value already, no dict.",
+                    "Give it one name or the other.",
+                )
         owner[last] = value
     return found
 

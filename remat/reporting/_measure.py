@@ -14,6 +14,7 @@ from remat import _compat
 from remat._waiting import storages
 from remat.policies import Value
 from remat.reporting import _suggest
+from remat.reporting._allocator import allocator_peaks
 from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import Node, graph_of
 from remat.reporting._records import (
@@ -43,7 +44,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     does not count, and traces take no part in the times. Differentiated is what requires
     grad, captured tensors included, or, where nothing does, every floating tensor argument. Nothing of the caller's is changed: no
     `.grad` is written, and buffers, generators and arguments are put back. To see what is
-    held, the step unpacks what saved-tensor hooks of other libraries packed.
+    held, the step unpacks what saved-tensor hooks of other libraries packed. On CUDA the
+    allocator's peak statistics start anew.
 
     Args:
         f: a loss, a module, a region, or any function that calls regions or none; on
@@ -102,7 +104,7 @@ class _Measurement:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.watch = StepWatcher()
-        with self.watch:
+        with allocator_peaks(step.devices) as self.allocator, self.watch:
             outputs = step.forward()
             self.forward_s = self.watch.time_s
             nodes, self.leaves = graph_of(outputs)
@@ -184,6 +186,7 @@ class _Measurement:
             outside_bytes=outside_bytes,
             output_bytes=self.held_bytes - sum(self.held_sizes.values()),
             peak=self._peak(),
+            allocator_peak_bytes=self.allocator.peak_bytes,
             parameter_bytes=_bytes_of(self.leaves),
             argument_bytes=_bytes_of(self.step.arguments, less=self.leaves),
             gradient_bytes=sum(each.size_bytes for each in self.gradients),

@@ -220,6 +220,7 @@ class Facts:
     outside_bytes: int
     output_bytes: int
     peak: Peak
+    allocator_peak_bytes: int | None
     parameter_bytes: int
     argument_bytes: int
     gradient_bytes: int

@@ -37,6 +37,8 @@ class Report(Facts):
         outside_bytes: what of it is held by no region, but by plain autograd.
         output_bytes: what of it waits for nothing: it was returned.
         peak: the moment at which most lived, gradients included.
+        allocator_peak_bytes: the same by CUDA's allocator, which rounds sizes up and sees
+            what one kernel keeps for itself; None on other devices.
         parameter_bytes: the leaves that are differentiated.
         argument_bytes: the other tensors among the arguments.
         gradient_bytes: the gradients of these leaves.

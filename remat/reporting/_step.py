@@ -28,6 +28,7 @@ class Step:
         function: what is called.
         name: what reports call it.
         arguments: the tensors that it is given, each once.
+        devices: where these are, and the tensors that it reaches otherwise.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Step:
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = tuple(aliases.values())
         changeable = [*self.arguments, *reached]
+        self.devices = frozenset(each.device for each in changeable)
         self._numbers = [
             (each, each.detach().clone())
             for each in changeable
@@ -57,8 +59,7 @@ class Step:
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Inside, gradients are on, and state may change; it is put back afterwards."""
-        devices = {each.device for each in self.arguments}
-        others = [each for each in devices if each.type not in ("cpu", "meta")]
+        others = [each for each in self.devices if each.type not in ("cpu", "meta")]
         kind = others[0].type if others else "cuda"
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))

@@ -84,6 +84,9 @@ def heading(facts: Facts) -> Iterator[str]:
         else ""
     )
     yield f"peak    {show_size(facts.peak.size_bytes)} {peak_text(facts.peak)}:"
+    if facts.allocator_peak_bytes is not None:
+        size = show_size(facts.allocator_peak_bytes)
+        yield f"        {size} by CUDA's allocator, what one kernel keeps for itself included"
     groups = facts.peak.groups
     yield "        " + ", ".join(f"{show_size(size)} {name}" for name, size in groups)
     optimizer = (

@@ -192,6 +192,7 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["{}:loss", "x=1,2,"], "x=1,2,: is no argument."),
         (["{}:loss", "x=2:float33"], "`float33` is no dtype."),
         (["{}:loss", "n==oops"], "`oops` is no Python literal."),
+        (["{}:loss", "x=2", "x.y=3"], "`x` is a value already, no dict."),
         (["{}:los"], "has no `los`."),
         (["{}:number"], "cannot be called."),
         (["{}"], "is not MODULE:FUNCTION."),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from remat import checkpoint_name, policies, remat
+from remat import checkpoint_name, policies, remat, scan, schedules
 from remat.testing import assert_equivalent
 from tests.reporting.models import batch, block, parameters
 
@@ -192,3 +192,18 @@ def test_a_region_that_found_no_memory_works_again() -> None:
         by_backward(loss("backward"), parameters(2), batch())
 
     assert_equivalent(fun, fun, transforms=["backward"])(torch.ones(3).double())
+
+
+def test_a_scheduled_stack_is_named() -> None:
+    """Its stages have one name; the error of the backward is the user's own."""
+
+    def hungry(x: Tensor, w: Tensor) -> tuple[Tensor, None]:
+        return greedy_in_backward(x * w), None
+
+    greedy_in_backward = greedy("backward")
+    x, ws = torch.ones(256, requires_grad=True), torch.ones(4, 256)
+
+    with pytest.raises(RuntimeError) as caught:
+        scan(hungry, x, ws, schedule=schedules.Every(2))[0].sum().backward()
+
+    assert any("hungry" in note for note in caught.value.__notes__)

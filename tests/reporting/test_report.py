@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,6 +34,7 @@ from remat import (
     schedules,
     storage,
 )
+from remat.reporting._allocator import allocator_peaks
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
 
 pytestmark = [
@@ -101,6 +103,64 @@ def test_bytes_of_a_plain_function_agree_with_torchs_tracker() -> None:
     assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
     assert found.outside_bytes + found.output_bytes == found.held_bytes
     assert found.regions == ()
+
+
+def tied(region: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """One weight in both layers, transposed in the second."""
+    layer = region(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w.t()))
+    return lambda x, w: layer(layer(x, w), w).sum(), (
+        torch.randn(32, 16),
+        torch.randn(16, 48),
+    )
+
+
+def convolutions(region: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """Two convolutions with a normalization between."""
+
+    def stage(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(F.group_norm(F.conv2d(x, w, padding=1), 2))
+
+    layer = region(stage)
+    weights = torch.randn(4, 4, 3, 3), torch.randn(4, 4, 3, 3)
+    return lambda x, a, b: layer(layer(x, a), b).sum(), (
+        torch.randn(2, 4, 16, 16),
+        *weights,
+    )
+
+
+def penalty(region: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """The norm of a gradient that torch.func.grad takes inside."""
+    layer = region(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        inner = torch.func.grad(lambda v: layer(v, x).square().sum())
+        return inner(w).square().sum()
+
+    return loss, (torch.randn(16, 16) / 4, torch.randn(64, 16))
+
+
+@pytest.mark.parametrize("model", [tied, convolutions, penalty])
+@pytest.mark.parametrize("region", [remat, lambda f: f], ids=["region", "plain"])
+def test_other_models_agree_with_torchs_tracker(model: Any, region: Any) -> None:
+    """Tied weights, convolutions, a gradient inside: held bytes and peak, to 1 %."""
+    torch.manual_seed(0)
+    f, given = model(region)
+    leaves = [each.requires_grad_() for each in given]
+
+    found = report(f, *given)
+
+    torch.autograd.grad(f(*given), leaves)
+    tracker = MemTracker()
+    tracker.track_external(*leaves)
+    with tracker:
+        base = total(tracker, "current")
+        loss = f(*given)
+        held = total(tracker, "current") - base
+        gradients = torch.autograd.grad(loss, leaves)
+        peak = total(tracker, "peak") - base
+    assert len(gradients) == len(leaves)
+    assert found.held_bytes == pytest.approx(held, rel=0.01)
+    assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
 
 
 @each_policy
@@ -535,6 +595,65 @@ def test_meta_tensors_give_bytes_and_no_times() -> None:
     assert found.regions[0].calls == real.regions[0].calls
     # Attention has another kernel on meta tensors; what waits is the layers' inputs.
     assert found.held_bytes == real.held_bytes
+
+
+class _Counters:
+    """Stands in for CUDA's allocator."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def memory_allocated(self, device: Any) -> int:
+        """Before the step."""
+        return 100
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        """Is asked before the step."""
+        self.calls.append("reset")
+
+    def max_memory_allocated(self, device: Any) -> int:
+        """After the step; the peak of before if nobody reset it."""
+        self.calls.append("max")
+        return 356 if self.calls[0] == "reset" else 10**9
+
+
+def test_the_allocators_peak_is_what_the_step_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond what lived before; tensors of other devices have none."""
+    counters = _Counters()
+    for name in ("memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(counters, name))
+
+    with allocator_peaks([torch.device("cuda", 0), torch.device("cpu")]) as found:
+        assert found.peak_bytes is None
+    with allocator_peaks([torch.device("cpu")]) as none:
+        pass
+
+    assert (found.peak_bytes, none.peak_bytes) == (256, None)
+    assert counters.calls == ["reset", "max"]
+
+
+def test_the_allocators_peak_is_shown(attention: Report) -> None:
+    """Only where there is one."""
+    shown = dataclasses.replace(attention, allocator_peak_bytes=2**20)
+
+    assert attention.allocator_peak_bytes is None
+    assert "1.0 MiB by CUDA's allocator" in str(shown)
+    assert "allocator" not in str(attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_bytes_agree_with_cudas_allocator() -> None:
+    """The peak is the allocator's, to 1 % and its rounding; sizes are multiples of 2 MiB."""
+    region = remat(lambda t: torch.sin(torch.sin(torch.sin(t))))
+    x = torch.ones(8, 2**20, device="cuda")
+
+    found = report(lambda x: region(region(x * 2.0)).sum(), x)
+
+    assert found.allocator_peak_bytes is not None
+    assert found.peak.size_bytes == pytest.approx(found.allocator_peak_bytes, rel=0.01)
 
 
 def test_disabled_reports_the_plain_function() -> None:
