@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,15 +103,16 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
                 "Write x=8,256:bfloat16 for a tensor, heads==4 for a value.",
             )
         *path, last = name.split(".")
-        owner = found
+        owner: Any = found
         for part in path:
-            owner = owner.setdefault(part, {})
-            if not isinstance(owner, dict):
+            below: Any = owner.setdefault(part, {})
+            if not isinstance(below, dict):
                 raise _refused(
                     word,
                     f"`{part}` is a value already, no dict.",
                     "Give it one name or the other.",
                 )
+            owner = cast("dict[str, Any]", below)
         owner[last] = value
     return found
 
