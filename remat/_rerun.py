@@ -84,7 +84,7 @@ def rerun_of(
         reached: for each whether some output rests on it.
     """
     state = _State((), ())
-    state.reached, state.is_closed = reached, True
+    state.reached = reached
     return Rerun(function, function, requires_grad, state)
 
 
@@ -211,7 +211,6 @@ class _State:
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
         reached: which leaves some output rests on.
-        is_closed: whether all that the function reaches is among its operands.
     """
 
     def __init__(
@@ -230,7 +229,6 @@ class _State:
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.reached: tuple[bool, ...] | None = None
-        self.is_closed = False
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""
@@ -368,9 +366,8 @@ class Rerun:
                 # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
                 outputs = [each for each in self.run(leaves) if each is not None]
             reached = _reached(outputs)
-            if not self.state.is_closed:
-                _require_no_others(reached, leaves)
-                _guard_against_others(leaves)
+            _require_no_others(reached, leaves)
+            _guard_against_others(leaves)
             if self.state.reached is None:
                 known = set(map(id, reached))
                 self.state.reached = tuple(

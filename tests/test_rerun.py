@@ -5,7 +5,7 @@ function runs again in the backward, buffers restored around it; any policy but
 `nothing_saveable` is an error; laws hold except 3, and 13 up to a constant."
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from remat import CapturedTensorError, TraceError, policies, remat
+from remat._bind import Call, bind
+from remat._numerics import Numerics
+from remat._rerun import rerun_of
+from remat._trace import Flat
 from tests.support import (
     LiveBytes,
     assert_bitwise,
@@ -278,3 +282,25 @@ def test_a_tensor_left_elsewhere_loses_no_gradient() -> None:
         (y.sum() + kept[0].sum()).backward()
     # Its numbers may be read.
     assert_close(kept[0], branches(x).exp())
+
+
+def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
+    """A function of operands alone: one that rests on more, or leaves more, raises."""
+    w, x = seeded(4).requires_grad_(), seeded(4, seed=1).requires_grad_()
+    kept: list[Tensor] = []
+
+    def leaving(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        kept.append(tensors[0].exp())
+        return [tensors[0].sin()]
+
+    def run(function: Flat) -> Tensor:
+        region = rerun_of(function, (True,), (True,))
+        (found,) = bind(Call(region, (), Numerics.current()), [x])
+        assert found is not None
+        return found
+
+    with pytest.raises(CapturedTensorError, match="cannot be followed"):
+        run(lambda tensors: [torch.sin(tensors[0] * w)])
+    y = run(leaving)
+    with pytest.raises(CapturedTensorError, match="left somewhere"):
+        (y + kept[0]).sum().backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import CapturedTensorError, remat
+from remat import CapturedTensorError, SideEffectError, chain, remat, scan, schedules
 from tests.support import assert_bitwise, seeded
 
 
@@ -82,6 +82,38 @@ def test_a_tensor_that_cannot_be_followed_is_an_error(way: Any) -> None:
 
     assert "float64[3]" in str(error.value)
     assert "test_law_06" in str(error.value)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("way", [iterator, generator, member_of_a_set, numpy_property])
+@pytest.mark.parametrize("schedule", [None, schedules.Every(2), schedules.Revolve(1)])
+def test_a_stage_that_cannot_be_followed_is_an_error(schedule: Any, way: Any) -> None:
+    """In stacks too, by schedule or not."""
+    w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1).requires_grad_()
+    get = way(w)
+
+    def step(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return mix(c, get()), x
+
+    with pytest.raises(CapturedTensorError, match="argument"):
+        scan(step, x, x.expand(4, 2, 3), schedule=schedule)
+    with pytest.raises(CapturedTensorError, match="argument"):
+        chain([torch.sin, lambda x: mix(x, get())], schedule=schedule)(x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("schedule", [None, schedules.Every(2), schedules.Revolve(1)])
+def test_a_stage_that_leaves_a_tensor_elsewhere_is_an_error(schedule: Any) -> None:
+    """Its gradient could not come back to the stack."""
+    x, kept = seeded(2, 3).requires_grad_(), list[Tensor]()
+
+    def leaving(x: Tensor) -> Tensor:
+        kept.append(x.exp())
+        return torch.sin(x)
+
+    with pytest.raises(SideEffectError, match="Return"):
+        chain([torch.sin, leaving], schedule=schedule)(x)
+    assert kept == []
 
 
 @pytest.mark.parametrize("way", [weak_reference, cache])
