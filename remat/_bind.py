@@ -156,6 +156,8 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
                     operands[index], storage, place, twins
                 )
         ticket.operands = tensors[skip:]
+        if call.region.runs_first and not _compat.dual_level_is_active():
+            operands = ticket.run_ahead(operands)
         return ticket.redeem(_apply_plainly(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
 
@@ -307,7 +309,7 @@ class _Ticket:
         self.call = call
         self.leading = leading
         self.interpreter = interpreter
-        # What the forward reads instead of operands that wait already.
+        # What the forward reads instead of operands that wait already, or are cut off.
         self.operands: Sequence[Tensor] = ()
         self.results: Results | None = None
 
@@ -325,6 +327,21 @@ class _Ticket:
                 self.results = _run(self.call, [*self.leading, *below], save=True)
         return self.results
 
+    def run_ahead(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the forward, and cuts off the operands that no output rests on.
+
+        An edge to one of them would hold back what waits for its gradient to be complete:
+        the hooks of engines that reduce gradients.
+        """
+        with torch.no_grad():
+            reached = self.run(operands).reached
+        if reached is None:
+            return [*operands]
+        return [
+            operand if each else operand.detach()
+            for operand, each in zip(operands, reached, strict=True)
+        ]
+
     def redeem(self, outputs: Sequence[Tensor]) -> Results:
         """What the forward handed out, with the outputs that have gradients."""
         assert self.results is not None
@@ -335,7 +352,7 @@ class _Ticket:
 def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
     call = ticket.call
     try:
-        results = ticket.run(operands)
+        results = ticket.results or ticket.run(operands)
     except RuntimeError as error:
         if call.region.keeps:  # else it is a backward, which says so itself
             _shortage.note(error, "forward", call, _made_by(operands))

@@ -117,6 +117,7 @@ class Results(NamedTuple):
         saved: what the backward reads besides the operands; no gradient flows there.
         states: generator states that the draws started from.
         flows: for each output whether a cotangent can come back; None means all.
+        reached: for each operand whether some output rests on it; None means all.
     """
 
     outputs: Sequence[Tensor]
@@ -124,6 +125,7 @@ class Results(NamedTuple):
     saved: Sequence[Tensor] = ()
     states: Sequence[Tensor] = ()
     flows: tuple[bool, ...] | None = None
+    reached: tuple[bool, ...] | None = None
 
     @property
     def flat(self) -> list[Tensor]:
@@ -276,6 +278,8 @@ class AnyRegion(Protocol):
     def num_leading(self) -> int: ...
     @property
     def keeps(self) -> bool: ...
+    @property
+    def runs_first(self) -> bool: ...
     @property
     def states(self) -> tuple[int, ...]: ...
     @property
@@ -462,6 +466,11 @@ class Region:
     def keeps(self) -> bool:
         """Whether the backward reads what the forward saved, not only its operands."""
         return self.given is None
+
+    @property
+    def runs_first(self) -> bool:
+        """Whether only a run tells which operands its outputs rest on: a trace does."""
+        return False
 
     def views(self, roots: Roots) -> tuple[View, ...] | None:
         """How what is returned is made; None where the outputs are it."""

@@ -84,7 +84,7 @@ def rerun_of(
         reached: for each whether some output rests on it.
     """
     state = _State((), ())
-    state.reached = reached
+    state.resting = tuple(_ALL if each else 0 for each in reached)
     return Rerun(function, function, requires_grad, state)
 
 
@@ -210,7 +210,7 @@ class _State:
         before: the states of these, and of trackers, when the first run began.
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
-        reached: which leaves some output rests on.
+        resting: for each leaf the outputs that rest on it, a bit for each.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class _State:
         self.before: _Randomness | None = None
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
-        self.reached: tuple[bool, ...] | None = None
+        self.resting: tuple[int, ...] | None = None
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""
@@ -352,6 +352,11 @@ class Rerun:
         """Whether the backward reads what the forward saved: nothing is."""
         return False
 
+    @property
+    def runs_first(self) -> bool:
+        """A run tells what the outputs rest on, and one of gradients leaves no graph."""
+        return not self.all_flow
+
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]:
@@ -365,36 +370,28 @@ class Rerun:
             with self.state.around(), torch.enable_grad():
                 # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
                 outputs = [each for each in self.run(leaves) if each is not None]
-            reached = _reached(outputs)
-            _require_no_others(reached, leaves)
+            resting = _resting(outputs, leaves)
             _guard_against_others(leaves)
-            if self.state.reached is None:
-                known = set(map(id, reached))
-                self.state.reached = tuple(
-                    not leaf.requires_grad or id(leaf) in known for leaf in leaves
-                )
+            if self.state.resting is None:
+                self.state.resting = resting
+            found = [each.detach() for each in outputs]
+            if self.all_flow:
+                return Results(found)
             flows = tuple(each.requires_grad for each in outputs)
-            return Results(
-                [each.detach() for each in outputs],
-                flows=None if self.all_flow else flows,
-            )
+            return Results(found, flows=flows, reached=tuple(map(bool, resting)))
 
         return run
 
     def vjp(self, roots: Roots, asked: Asked) -> Rerun:
         """The region of the gradients; an operand that no output rests on has none."""
-        reached = self.state.reached if self.function is self.run else None
+        outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
         wanted = [index for index, each in enumerate(asked.wanted) if each]
+        resting = self.state.resting if self.function is self.run else None
+        pulled = sum(1 << index for index in outputs)
         # What follows the operands, such as tangents, is always reached.
-        unreached = {k for k, each in enumerate(reached or ()) if not each}
+        unreached = {k for k, each in enumerate(resting or ()) if not each & pulled}
         given = [index for index in wanted if index not in unreached]
-        pull = Pull(
-            tuple(
-                index for index, meta in enumerate(asked.layouts) if meta is not None
-            ),
-            tuple(given),
-            len(self.requires_grad),
-        )
+        pull = Pull(outputs, tuple(given), len(self.requires_grad))
         # Under create_graph torch uses other formulas, which are not the same to the bit.
         first = pullback(self.function, pull, create_graph=False)
         again = pullback(self.function, pull)
@@ -441,23 +438,61 @@ def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
     return run
 
 
-def _reached(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that the outputs rest on, by autograd's own graph."""
-    found: list[Tensor] = [
-        each for each in outputs if each.requires_grad and each.grad_fn is None
-    ]
-    pending = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+_ALL = -1
+
+
+def _resting(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each leaf the outputs that rest on it, a bit for each; all where none can.
+
+    Raises:
+        CapturedTensorError: some output rests on a tensor that is no leaf of the run.
+    """
+    found: dict[int, int] = {}
+    known = set(map(id, leaves))
+    for variable, bits in _variables(outputs):
+        if id(variable) not in known:
+            raise _other(variable)
+        found[id(variable)] = found.get(id(variable), 0) | bits
+    return tuple(
+        found.get(id(leaf), 0) if leaf.requires_grad else _ALL for leaf in leaves
+    )
+
+
+def _variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
+    """What the outputs rest on, by autograd's own graph, each with the bits of these."""
+    bits: dict[Any, int] = {}
+    for index, each in enumerate(outputs):
+        if each.grad_fn is not None:
+            bits[each.grad_fn] = bits.get(each.grad_fn, 0) | 1 << index
+        elif each.requires_grad:
+            yield each, 1 << index
+    for node in _in_order([*bits]):
+        own = bits[node]
+        for edge in _edges(node):
+            bits[edge] = bits.get(edge, 0) | own
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            found.append(variable)
-        pending.extend(edge for edge, _ in node.next_functions if edge is not None)
-    return found
+            yield variable, own
+
+
+def _in_order(roots: Sequence[Any]) -> list[Any]:
+    """The nodes behind these, each before those that it leads to."""
+    ended: list[Any] = []
+    seen: set[Any] = set()
+    pending = [(node, False) for node in roots]
+    while pending:
+        node, has_led = pending.pop()
+        if has_led:
+            ended.append(node)
+        elif node not in seen:
+            seen.add(node)
+            pending.append((node, True))
+            pending.extend((edge, False) for edge in _edges(node))
+    return ended[::-1]
+
+
+def _edges(node: Any) -> list[Any]:
+    return [edge for edge, _ in node.next_functions if edge is not None]
 
 
 def _guard_against_others(leaves: Sequence[Tensor]) -> None:
@@ -484,17 +519,13 @@ def _lost(gradient: Tensor) -> Tensor:
     )
 
 
-def _require_no_others(reached: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    known = set(map(id, leaves))
-    for variable in reached:
-        if id(variable) in known:
-            continue
-        raise CapturedTensorError(
-            explain(
-                where=f"a tensor {TensorMeta.of(variable)} that requires grad",
-                what="is reached by a way that cannot be followed at the next run.",
-                why="Its gradient would be lost.",
-                do="Pass it as an argument, or keep it in a closure, a global, a list, "
-                "a dict or an attribute that the function names.",
-            )
+def _other(variable: Tensor) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(variable)} that requires grad",
+            what="is reached by a way that cannot be followed at the next run.",
+            why="Its gradient would be lost.",
+            do="Pass it as an argument, or keep it in a closure, a global, a list, "
+            "a dict or an attribute that the function names.",
         )
+    )

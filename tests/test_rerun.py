@@ -238,6 +238,53 @@ def test_inside_a_traced_region_it_is_refused_or_right() -> None:
     assert_bitwise(found, grads(lambda x: branches(x.sin()).sin(), [seeded(4)]))
 
 
+def three(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Outputs that rest on some of the arguments."""
+    with torch.no_grad():
+        unfelt = c.exp()
+    return a.sin(), b.sin() * unfelt, a * b
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])
+def test_what_no_used_output_rests_on_has_no_gradient(
+    used: tuple[int, ...], engine: str
+) -> None:
+    """`.grad` stays None where plain leaves it so: an optimizer then lets it be."""
+
+    def grads_of(fun: Callable[..., Any]) -> list[Tensor | None]:
+        args = [seeded(4, seed=k).requires_grad_() for k in range(3)]
+        outputs = fun(*args)
+        torch.stack([outputs[k] for k in used]).sin().sum().backward()
+        return [each.grad for each in args]
+
+    plain = grads_of(three)
+    found = grads_of(remat(three, engine=engine))
+
+    assert plain[2] is None
+    for ours, theirs in zip(found, plain, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_a_node_waits_for_nothing_but_what_its_outputs_rest_on() -> None:
+    """Hooks that wait for a gradient are not held up by who sees the parameter."""
+    used, seen = nn.Linear(3, 3), nn.Linear(3, 3)
+    everything = [used, seen]
+
+    def block(x: Tensor) -> Tensor:
+        assert len(everything) == 2
+        return used(x).sin() * everything[1].weight.detach().sum()
+
+    y = remat(block, engine="rerun")(torch.ones(2, 3))
+
+    assert y.grad_fn is not None
+    edges = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+    leaves = [each for each in edges if each is not None]
+    assert {id(each) for each in leaves} == {id(each) for each in used.parameters()}
+
+
 def test_a_traced_region_inside() -> None:
     """The other way round there is nothing in the way."""
     inner = remat(traceable)

@@ -102,6 +102,11 @@ class _Scheduled:
         return Calls()
 
     @property
+    def runs_first(self) -> bool:
+        """Its links are traced."""
+        return False
+
+    @property
     def program(self) -> Program | None:
         """It has none."""
         return None

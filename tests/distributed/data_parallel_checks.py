@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from remat import TraceError, modules, policies, remat
 from tests.distributed.models import (
     ACTIVATION_BYTES,
+    WIDTH,
     Block,
     Model,
     a_model,
@@ -105,6 +106,67 @@ def check_fully_shard(mesh: Any) -> None:
             # In its first step an engine finds out what there is.
             for _ in range(2):
                 assert_equal(fsdp_step(model, rank), plain)
+
+
+def check_blocks_that_refer_to_the_model(mesh: Any) -> None:
+    """A region waits for the gradients of what its outputs rest on, not of all it sees."""
+    rank = mesh.get_local_rank()
+
+    def steps(model: Any) -> list[dict[str, Tensor]]:
+        for block in model.blocks:
+            # No submodule, as a back reference must not be one.
+            block.__dict__["model"] = [model]
+        found: list[dict[str, Tensor]] = []
+        for _ in range(2):
+            # What is gathered ahead is seen as plain parameters by earlier blocks.
+            for block in model.blocks:
+                block.unshard()
+            found.append(fsdp_step(model, rank))
+        return found
+
+    plain = steps(sharded(mesh))
+    for make in (regions_first, sharded_first):
+        for found, each in zip(steps(make(mesh, engine="rerun")), plain, strict=True):
+            assert_equal(found, each)
+
+
+class Spare(Block):
+    """A block with a parameter that nothing reads, and one whose output is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(WIDTH))
+        self.dropped = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_dropped(x)[0]
+
+    def with_dropped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x * self.dropped
+
+
+def check_parameters_without_a_gradient(mesh: Any) -> None:
+    (x,) = batches(mesh.get_local_rank())
+    torch.manual_seed(0)
+    first = Spare().state_dict()
+    found: list[dict[str, Tensor | None]] = []
+    for engine in (None, "trace", "rerun"):
+        model = Spare()
+        model.load_state_dict(first)
+        if engine is not None:
+            model.with_dropped = remat(model.with_dropped, engine=engine)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        for _ in range(2):
+            wrapped(x).square().sum().backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    plain, *ours = found
+    assert plain["unread"] is None
+    assert plain["dropped"] is None
+    for each in ours:
+        assert [n for n, g in each.items() if g is None] == ["unread", "dropped"], each
+        assert_equal(
+            *({k: g for k, g in e.items() if g is not None} for e in (each, plain))
+        )
 
 
 def check_fully_shard_gathers_as_often(mesh: Any) -> None:
