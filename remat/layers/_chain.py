@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 from torch import Tensor
 
 from remat import _compat
-from remat._api import Region, RematModule, remat
-from remat._errors import ScheduleError, explain
+from remat._api import Region, RematModule, is_of_module, remat
+from remat._errors import MutationError, ScheduleError, explain
 from remat._graph import TensorMeta
 from remat.layers._common import (
     Captured,
@@ -29,6 +31,8 @@ from remat.schedules import AbstractSchedule, Stage
 from remat.schedules._contract import require_schedule
 
 AnyStage = Region[..., Any] | RematModule
+_Tree = Callable[[list[Tensor]], Any]
+_R = TypeVar("_R")
 
 
 def chain(
@@ -102,8 +106,12 @@ class Chain:
         if not records(self.fs, leaves):
             return functools.reduce(lambda state, f: f(state), self.fs, x)
         if self.schedule is None:
-            regions = [_as_region(f, None) for f in self.fs]
-            return functools.reduce(lambda state, region: region(state), regions, x)
+            first, *rest = self.fs
+            state = _as_region(first, None)(x)
+            for f in rest:
+                run: Callable[[AnyStage], Any] = functools.partial(_call, state)
+                state = _owning(f, None, run)
+            return state
         traced = _Traced(self.fs, x)
         return traced.run(self.schedule)
 
@@ -131,6 +139,42 @@ def _as_region(f: Callable[[Any], Any], policy: Any) -> AnyStage:
     return remat(f, policy=policy, rng="keys")
 
 
+def _call(state: Any, region: AnyStage) -> Any:
+    return region(state)
+
+
+#: The functions that were seen to change their argument, by identity.
+_writers: weakref.WeakValueDictionary[int, Callable[[Any], Any]] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _owning(f: Callable[[Any], Any], policy: Any, run: Callable[[AnyStage], _R]) -> _R:
+    """Runs a later stage as a region, on a copy of the state if it changes that in place.
+
+    The state is the chain's own, so that plain code allows the change.
+
+    Raises:
+        MutationError: it changes something else.
+    """
+    if _writers.get(id(f)) is not f:
+        try:
+            return run(_as_region(f, policy))
+        except MutationError:
+            if isinstance(f, (Region, RematModule)):
+                raise
+    on_copies = functools.partial(_on_copies, f)
+    rng = "preserve" if policy is None and is_of_module(f) else "keys"
+    found = run(remat(on_copies, policy=policy, rng=rng))
+    with contextlib.suppress(TypeError):  # what has no weak references is tried again
+        _writers[id(f)] = f
+    return found
+
+
+def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
+    return f(_compat.map_tensors(Tensor.clone, state))
+
+
 @final
 class _Traced:
     """The functions of a chain, traced for one argument.
@@ -156,15 +200,15 @@ class _Traced:
             ]
             return _compat.unflatten(filled, spec)
 
-        tree: Callable[[list[Tensor]], Any] = put_together
-        for f in fs:
-            tree = self._add(_as_region(f, everything_saveable), tree)
+        first, *rest = fs
+        tree = self._add(put_together, _as_region(first, everything_saveable))
+        for f in rest:
+            add: Callable[[AnyStage], _Tree] = functools.partial(self._add, tree)
+            tree = _owning(f, everything_saveable, add)
         self._tree = tree
         require_own_buffers(self._links, self._captured)
 
-    def _add(
-        self, region: AnyStage, tree: Callable[[list[Tensor]], Any]
-    ) -> Callable[[list[Tensor]], Any]:
+    def _add(self, tree: _Tree, region: AnyStage) -> _Tree:
         with on_fakes(self._metas) as fakes:
             args = (tree(fakes),)
         count = len(self._metas)

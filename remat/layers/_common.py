@@ -66,6 +66,7 @@ def link_of(
 
     Raises:
         ImplicitRandomnessError: it draws from a generator.
+        MutationError: it changes its argument in place.
     """
     entry, roots, found = region.found_for(args, {})
     if entry.region.joint(roots).states:
@@ -79,6 +80,15 @@ def link_of(
         )
     places = captured.places(found)
     own = len(entry.labels) - len(places)
+    if any(index < own for index in entry.written):
+        raise MutationError(
+            explain(
+                where=f"a stage of a scheduled stack, {region!r}",
+                what="changes its argument in place.",
+                why="A schedule runs a stage several times, from what it was given.",
+                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+            )
+        )
     written = tuple(places[index - own] for index in entry.written)
     link = Link(entry.region, roots, entry.labels, num_state, places, written)
     return link, entry

@@ -327,3 +327,93 @@ def test_an_expanded_carry_is_laid_out_as_a_loop_lays_it_out(
     assert_bitwise((h, ys), (plain, plain_ys))
     (found,) = torch.autograd.grad(h.sum(), w)
     assert_bitwise(found, torch.autograd.grad(plain.sum(), w)[0])
+
+
+def writes(state: Any) -> Any:
+    """Changes what it is given, which is a tree, and hands a part of it on."""
+    state["h"].mul_(2).relu_()
+    return state["h"] @ state["w"]
+
+
+STAGES_THAT_WRITE: list[tuple[Any, ...]] = [
+    (torch.sin, nn.ReLU(inplace=True), torch.cos),
+    (torch.sin, nn.Dropout(0.0, inplace=True), nn.ReLU(inplace=True)),
+    (lambda x: {"h": x.sin(), "w": torch.diag(x[0])}, writes, torch.tanh),
+]
+
+
+@with_and_without
+@pytest.mark.parametrize("stages", STAGES_THAT_WRITE, ids=["relu", "two", "tree"])
+def test_a_later_stage_of_a_chain_may_write_to_its_state(
+    stages: Any, schedule: AbstractSchedule | None
+):
+    """As in plain code, where nobody else has the state."""
+    x = seeded(3, 3).requires_grad_()
+    own = nn.Linear(3, 3).double()
+    y, expected = (
+        chain([own, *stages], schedule)(x),
+        nn.Sequential(own, Chained(stages))(x),
+    )
+    wanted = (x, *own.parameters())
+
+    assert_bitwise(y, expected)
+    assert_bitwise(
+        torch.autograd.grad(y.exp().sum(), wanted),
+        torch.autograd.grad(expected.exp().sum(), wanted),
+    )
+    before = own.weight.detach().clone()
+    assert_close(
+        torch.func.grad(lambda x: chain([own, *stages], schedule)(x).sum())(x.detach()),
+        torch.func.grad(lambda x: Chained(stages)(own(x)).sum())(x.detach()),
+    )
+    assert_bitwise(own.weight.detach(), before)
+
+
+class Chained(nn.Module):
+    """Functions one after the other."""
+
+    def __init__(self, stages: Any) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, x: Any) -> Any:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+@with_and_without
+def test_the_first_stage_of_a_chain_may_not_write_to_what_it_is_given(
+    schedule: AbstractSchedule | None,
+):
+    """It is the caller's, as the carry of a scan is and what it scans over."""
+    x = seeded(3, 3).requires_grad_()
+    w = seeded(3, 3, seed=1).requires_grad_()
+    before = x.detach().clone()
+
+    with pytest.raises(MutationError, match="is changed in place"):
+        chain([nn.ReLU(inplace=True), torch.sin], schedule)(x)
+    with pytest.raises(MutationError, match="is changed in place"):
+        scan(lambda c, _: (c.relu_() @ w, None), x, length=2, schedule=schedule)
+    with pytest.raises(MutationError, match="is changed in place"):
+        scan(lambda c, x: (c + x.relu_() @ w, None), x[0], x, schedule=schedule)
+    if schedule is not None:
+        # Without gradient plain code may write; a stage that runs again must not.
+        with pytest.raises(MutationError, match="changes its argument"):
+            chain([lambda x: x.relu_() @ w, torch.sin], schedule)(x.detach())
+    assert_bitwise(x.detach(), before)
+
+
+@with_and_without
+def test_a_step_may_write_to_what_it_makes(schedule: AbstractSchedule | None):
+    """What is changed in place inside of a step is its own."""
+    w, c, xs = (each.requires_grad_() for each in arguments())
+
+    def step(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = c * x @ w
+        return h.mul_(0.5).relu_(), h.add(1)
+
+    assert_close(
+        torch.autograd.grad(scan(step, c, xs, schedule=schedule)[0].sum(), (c, xs, w)),
+        torch.autograd.grad(loop(step, c, xs)[0].sum(), (c, xs, w)),
+    )
