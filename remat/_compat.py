@@ -405,6 +405,17 @@ def plain_apply(function: Any) -> Callable[..., Any]:
     return above.apply
 
 
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """What runs in front of a module's forward. Obsolete when torch has a public name."""
+    hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return [*hooks.values()]
+
+
+def pruned_name(hook: Any) -> str:
+    """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
+    return hook._tensor_name
+
+
 def load_tracer() -> None:
     """Imports what torch's tracer imports when it is first used, about a second of it."""
     importlib.import_module("torch._dynamo")

@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from remat import _captures, _compat, _operators as operators, _streams
+from remat import _captures, _compat, _hooked, _operators as operators, _streams
 from remat._bind import Call, apply_straight, bind_all
 from remat._errors import (
     ImplicitRandomnessError,
@@ -102,6 +102,7 @@ class Entry:
         written: operands that the function changes: its buffers.
         unseen: those of them that a kernel writes without telling.
         streams: the streams of registered trackers that it draws from.
+        hooked: modules with weights that torch's hooks make at each call.
         trace_s: how long the trace took, in seconds.
     """
 
@@ -114,6 +115,7 @@ class Entry:
     written: tuple[int, ...]
     unseen: frozenset[int]
     streams: frozenset[str]
+    hooked: tuple[_hooked.Hooked, ...]
     trace_s: float
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
@@ -138,7 +140,8 @@ class Entry:
         self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
     ) -> Any:
         """`call` where no transform and no mode is active, and a gradient is wanted."""
-        forward = None if self.written else self.region.straight(roots, numerics)
+        is_more = self.written or self.hooked
+        forward = None if is_more else self.region.straight(roots, numerics)
         if forward is None:
             return self.call(roots, tensors, numerics)
         call = Call(self.region, roots, numerics, self.labels)
@@ -147,6 +150,12 @@ class Entry:
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
+        result = self._call(roots, tensors, numerics)
+        for each in self.hooked:
+            each.refresh(roots)
+        return result
+
+    def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         call = Call(self.region, roots, numerics, self.labels)
         if not self.written:
             return self.output.tree(bind_all(call, tensors)[0])
@@ -247,6 +256,7 @@ def make_entry(
     flattened = _Flattened(signature.layout, len(signature.tensors))
     with _undone_on_error(survey):
         traced, reads = _trace_once(survey, flattened, roots, signature, numerics)
+        hooked = _hooked.put_back(survey)
         _require_no_effects(survey, reads, traced, where)
     used = [id(tensor) for tensor in traced.captured]
     covered = _captures.cover(survey, reads, used)
@@ -283,6 +293,7 @@ def make_entry(
         written=tuple(operand for operand, _ in traced.joints[0].mutations),
         unseen=_unseen(traced.joints[0]),
         streams=frozenset(value.stream for value in graph.values) - {""},
+        hooked=hooked,
         trace_s=time.perf_counter() - started,
     )
 

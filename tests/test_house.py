@@ -38,7 +38,7 @@ LAYERS = (
     ("_in_place",),
     ("_import_fx", "_watching"),
     ("_captures", "_collectives", "_signature"),
-    ("_guards",),
+    ("_guards", "_hooked"),
     ("_trace",),
     ("_partition", "_derived"),
     ("_backend", "_bindings", "_interpreted"),

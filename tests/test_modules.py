@@ -9,9 +9,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
-from remat import RematWarning, SideEffectError, modules, policies, saved_residuals
+from remat import (
+    RematWarning,
+    SideEffectError,
+    chain,
+    modules,
+    policies,
+    saved_residuals,
+    schedules,
+)
 from tests.support import (
     LiveBytes,
     OperatorCounter,
@@ -232,16 +240,77 @@ def test_parametrizations(normalized, options):
         assert_bitwise(a_step(model, seed=seed), a_step(plain, seed=seed))
 
 
-def test_a_weight_that_a_hook_assigns():
-    """torch's older spectral_norm leaves a tensor in an attribute: that is refused."""
-    model = nn.Sequential(
-        nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)))
-    )
+def pruned(module: nn.Linear) -> nn.Linear:
+    prune.l1_unstructured(module, "weight", 0.3)  # type: ignore[no-untyped-call]
+    return module
 
-    with pytest.raises(
-        SideEffectError, match=r"self.0.weight was .* Tensor and became"
-    ):
+
+OLDER = [nn.utils.spectral_norm, nn.utils.weight_norm, pruned]
+ignores_age = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+
+
+@ignores_age
+@pytest.mark.parametrize("hooked", OLDER, ids=["spectral", "weight", "pruned"])
+@pytest.mark.parametrize("where", ["*", nn.Linear], ids=["around", "own"])
+@each_option
+def test_a_weight_that_a_hook_of_torchs_assigns(where, hooked, options):
+    """The older norms and pruning make an attribute anew at each call, as without regions."""
+
+    def build():
+        return nn.Sequential(nn.Sequential(hooked(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))
+
+    plain, model = a_model(build), modules.apply(a_model(build), where, **options)
+
+    for seed, training in enumerate([True, False, True]):
+        expected = a_step(plain.train(training), seed=seed)
+        assert_bitwise(a_step(model.train(training), seed=seed), expected)
+        assert_bitwise(model[0][0].weight.detach(), plain[0][0].weight.detach())
+
+
+@ignores_age
+@pytest.mark.parametrize("hooked", OLDER, ids=["spectral", "weight", "pruned"])
+def test_who_reads_such_a_weight_gets_its_gradient(hooked):
+    """The attribute is made of the parameters, as plain code leaves it; two modules too."""
+
+    def build():
+        return nn.Sequential(*(hooked(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+
+    def gradients(model):
+        x = seeded(3, WIDTH)
+        loss = model(x).sin().sum()
+        for each in model:
+            loss = loss + each.weight.square().sum()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    plain, model = a_model(build).double(), a_model(build).double()
+    modules.apply(model, nn.Linear)
+    for _ in range(3):
+        assert_close(gradients(model), gradients(plain))
+    torch.func.grad(lambda x: model(x).sum())(seeded(3, WIDTH))
+
+
+def test_a_weight_that_the_module_assigns():
+    """Any other tensor that a trace leaves in an attribute is refused."""
+
+    class Assigning(nn.Linear):
+        def forward(self, input):
+            self.kept = input.sin()
+            return super().forward(self.kept)
+
+    model = nn.Sequential(Assigning(WIDTH, WIDTH))
+
+    with pytest.raises(SideEffectError, match=r"self.kept was .* became"):
         modules.apply(model, "*")(seeded(6, WIDTH, dtype=torch.float32))
+
+
+def test_a_scheduled_stack_refuses_such_a_weight():
+    """Its stages run several times, and would leave the attribute as it was."""
+    stages = [nn.Tanh(), nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))]
+    x = seeded(6, WIDTH, dtype=torch.float32)
+
+    with pytest.raises(SideEffectError, match="leave the schedule out"):
+        chain(stages, schedules.Every(1))(x)
+    chain(stages)(x).sum().backward()
 
 
 def test_frozen_and_tied_weights():

@@ -19,6 +19,7 @@ classes hold in containers, a builtin's name that becomes a global later, time, 
 from remat._captures._code_key import code_key
 from remat._captures._cover import cover, describe_unreachable
 from remat._captures._covered import Covered
+from remat._captures._places import Step, look, put
 from remat._captures._reads import Reads, recording
 from remat._captures._walk import Path, Survey, survey
 
@@ -26,10 +27,13 @@ __all__ = [
     "Covered",
     "Path",
     "Reads",
+    "Step",
     "Survey",
     "code_key",
     "cover",
     "describe_unreachable",
+    "look",
+    "put",
     "recording",
     "survey",
 ]

@@ -66,6 +66,16 @@ class Node:
         return type(value)
 
     @property
+    def way(self) -> tuple[Step, ...]:
+        """The steps of the shortest path, from the roots."""
+        steps: list[Step] = []
+        node = self
+        while node.parent is not None:
+            steps.append(node.step)
+            node = node.parent
+        return tuple(reversed(steps))
+
+    @property
     def label(self) -> Label:
         """The words for the shortest path."""
         chain: list[Node] = [self]

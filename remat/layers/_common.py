@@ -13,7 +13,12 @@ from remat import _captures, _compat
 from remat._api import Region, RematModule, is_inert
 from remat._bind import Call, bind_all
 from remat._entry import Entry
-from remat._errors import ImplicitRandomnessError, MutationError, explain
+from remat._errors import (
+    ImplicitRandomnessError,
+    MutationError,
+    SideEffectError,
+    explain,
+)
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
 from remat._trace import is_running, lift
@@ -67,6 +72,7 @@ def link_of(
     Raises:
         ImplicitRandomnessError: it draws from a generator.
         MutationError: it changes its argument in place.
+        SideEffectError: a hook of torch's makes a weight of it at each call.
     """
     entry, roots, found = region.found_for(args, {})
     if entry.region.joint(roots).states:
@@ -76,6 +82,16 @@ def link_of(
                 what="draws from a generator.",
                 why="A schedule runs a stage several times, and out of order.",
                 do="Draw by keys (remat.random), or leave the schedule out.",
+            )
+        )
+    if entry.hooked:
+        raise SideEffectError(
+            explain(
+                where=f"a stage of a scheduled stack, {region!r}",
+                what="has a weight that a hook makes at each call, such as that of "
+                "torch.nn.utils.spectral_norm.",
+                why="A schedule runs a stage several times, and out of order.",
+                do="Use torch.nn.utils.parametrizations, or leave the schedule out.",
             )
         )
     places = captured.places(found)

@@ -1,0 +1,75 @@
+"""Weights that torch's older hooks make anew in front of each call of a module.
+
+`torch.nn.utils.spectral_norm`, `weight_norm` and pruning leave what they make in a plain
+attribute. A trace would leave its stand-in there. It is taken out after the trace, and
+after each call the attribute is made again from the parameters and buffers as the call
+left them: who reads it finds what plain code would have left, gradient included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from remat import _compat
+from remat._captures import Step, Survey, look, put
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Hooked:
+    """A module with such hooks.
+
+    Attributes:
+        way: the steps from the roots of a call to it.
+    """
+
+    way: tuple[Step, ...]
+
+    def refresh(self, roots: tuple[object, ...]) -> None:
+        """Makes the attributes again, in the module that stands there now."""
+        module = functools.reduce(look, self.way, roots)
+        assert isinstance(module, nn.Module)
+        for name, make in _made(module):
+            setattr(module, name, make())
+
+
+def put_back(survey: Survey) -> tuple[Hooked, ...]:
+    """Takes what a trace left in such attributes out of them; the modules that have some."""
+    found: list[Hooked] = []
+    for node in survey.nodes.values():
+        if not isinstance(node.value, nn.Module):
+            continue
+        steps = [("var", name) for name, _ in _made(node.value)]
+        for step in steps:
+            put(node.value, step, node.content[step])
+        if steps:
+            found.append(Hooked(node.way))
+    return tuple(found)
+
+
+def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The attributes that hooks make, and how, with no step of a power iteration."""
+    for hook in _compat.forward_pre_hooks(module):
+        match hook:
+            case SpectralNorm():
+                yield (
+                    hook.name,
+                    functools.partial(
+                        hook.compute_weight, module, do_power_iteration=False
+                    ),
+                )
+            case WeightNorm():
+                yield hook.name, functools.partial(hook.compute_weight, module)
+            case BasePruningMethod():
+                mask: Callable[..., Any] = hook.apply_mask  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                yield _compat.pruned_name(hook), functools.partial(mask, module)
+            case _:
+                pass
