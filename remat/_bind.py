@@ -408,6 +408,7 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
             or torch.is_grad_enabled()
             or not _is_untransformed()
         ):
+            _require_recordable(present)
             below = Call(derived, call.roots, numerics, call.labels)
             found = bind(below, [*saved, *present])
         else:
@@ -423,6 +424,16 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
         return (None, *found)
     rest = iter(found)
     return (None, *[next(rest) if each else None for each in wanted])
+
+
+def _require_recordable(cotangents: Sequence[Tensor]) -> None:
+    """Refuses what autograd would record on a wrapper that it then throws away."""
+    if torch.is_grad_enabled() and any(map(_compat.is_batched_by_autograd, cotangents)):
+        raise NotImplementedError(
+            "a remat region under torch.autograd.grad(is_grads_batched=True, "
+            "create_graph=True): the gradients could not be differentiated again. Use "
+            "torch.func.jacrev, or torch.func.vmap over torch.func.vjp."
+        )
 
 
 def _is_untransformed() -> bool:

@@ -405,6 +405,26 @@ def plain_apply(function: Any) -> Callable[..., Any]:
     return above.apply
 
 
+def is_batched_by_autograd(tensor: Tensor) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over it.
+
+    Obsolete when that maps as torch.func does.
+    """
+    return functorch_c.is_legacy_batchedtensor(tensor)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """`tensor.detach()`, of what `is_grads_batched=True` maps over too.
+
+    torch's older vmap has no rule for `detach`, but one for views. Obsolete when
+    `torch.autograd.grad` maps as torch.func does.
+    """
+    if not is_batched_by_autograd(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.view(tensor.shape)
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """What runs in front of a module's forward. Obsolete when torch has a public name."""
     hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -472,6 +492,8 @@ def isolated() -> Generator[None]:
         _disable_current_modes(),
         _shared_dual_level(),
         _forward_ad._set_fwd_grad_enabled(True),
+        # Its checks for nan read values, which fakes do not have.
+        torch.autograd.set_detect_anomaly(False),
         _quiet_fakes(),
     ):
         yield
@@ -1030,10 +1052,26 @@ def leaves_up_to(tree: Any, spec: Any) -> list[Any]:
 
 
 def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
-    """The leaves of a pytree, each with the keys that lead to it."""
+    """The leaves of a pytree, each with the keys that lead to it.
+
+    A type that was registered without names for its parts gets numbers: torch raises.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    return list(zip(_paths(tree, spec), leaves, strict=True))
+
+
+def _paths(tree: Any, spec: Any) -> list[list[str]]:
+    if spec.is_leaf():
+        return [[]]
+    node = pytree.SUPPORTED_NODES[spec.type]
+    parts: list[Any] = list(node.flatten_fn(tree)[0])
+    keys = [str(index) for index in range(len(parts))]
+    if node.flatten_with_keys_fn is not None:
+        keys = [_key_text(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
     return [
-        ([_key_text(key) for key in path], leaf)
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]
+        [key, *path]
+        for key, part, inner in zip(keys, parts, spec.children(), strict=True)
+        for path in _paths(part, inner)
     ]
 
 

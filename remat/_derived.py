@@ -103,7 +103,7 @@ def _gradients(
     differentiable, given = zip(*pairs, strict=True)
     if not create_graph:
         # DTensor's own backward complains of cotangents that could be differentiated.
-        given = [each.detach() for each in given]
+        given = [_compat.detached(each) for each in given]
     return torch.autograd.grad(
         differentiable, wanted, given, create_graph=create_graph, allow_unused=True
     )

@@ -61,7 +61,9 @@ def call(
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, operands), tensors, strict=True))
         new_args, new_kwargs = _compat.unflatten(filled, spec)
+        is_again = state.before is not None
         with (
+            survey.in_place() if is_again else contextlib.nullcontext(),
             _wrapped.refused(),
             _Substituted(stand_ins, state),
             numerics.applied(),
@@ -364,7 +366,7 @@ class Rerun:
 
         def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
             leaves = [
-                tensor.detach().requires_grad_(wanted)
+                _compat.detached(tensor).requires_grad_(wanted)
                 for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
             ]
             with self.state.around(), torch.enable_grad():
@@ -374,7 +376,7 @@ class Rerun:
             _guard_against_others(leaves)
             if self.state.resting is None:
                 self.state.resting = resting
-            found = [each.detach() for each in outputs]
+            found = [_compat.detached(each) for each in outputs]
             if self.all_flow:
                 return Results(found)
             flows = tuple(each.requires_grad for each in outputs)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from remat import (
     RematWarning,
@@ -233,3 +234,32 @@ def test_a_value_branch_says_where_and_what_to_do(fun: Callable[..., Tensor]) ->
 
     _, line = inspect.getsourcelines(fun)
     assert any(f"test_api.py:{line + i}" in str(error.value) for i in range(3))
+
+
+class Pair:
+    """A type that torch's pytree is told of, without names for its parts."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.parts = (x, y)
+
+
+register_pytree_node(Pair, lambda pair: ([*pair.parts], None), lambda c, _: Pair(*c))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_registered_type_without_keys(engine: str) -> None:
+    """Its parts are called by number where they are named."""
+
+    def fun(pairs: dict[str, Pair]) -> Pair:
+        x, y = pairs["p"].parts
+        return Pair(torch.sin(x) * y, y)
+
+    x, y = seeded(3).requires_grad_(), seeded(3, seed=1).requires_grad_()
+    region = remat(fun, engine=engine)
+
+    found = torch.autograd.grad(region({"p": Pair(x, y)}).parts[0].sum(), [x, y])
+    expected = torch.autograd.grad(fun({"p": Pair(x, y)}).parts[0].sum(), [x, y])
+    assert_bitwise(found, expected)
+    paths = [each.path for each in remat(fun).saved_residuals({"p": Pair(x, y)})]
+    assert {each for each in paths if each} == {"pairs.p.0", "pairs.p.1"}

@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import CapturedTensorError, TraceError, policies, remat
+from remat import (
+    CapturedTensorError,
+    RecomputationError,
+    TraceError,
+    policies,
+    remat,
+)
 from remat._bind import Call, bind
 from remat._numerics import Numerics
 from remat._rerun import rerun_of
@@ -353,3 +359,104 @@ def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
     y = run(leaving)
     with pytest.raises(CapturedTensorError, match="left somewhere"):
         (y + kept[0]).sum().backward()
+
+
+class Scaled(nn.Module):
+    """A weight and a switch, read anew at each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded(4))
+        self.total = torch.zeros(4, dtype=torch.float64)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.total = self.total + 1
+        y = branches(x * self.weight) * self.total * self.runs
+        return y * 3 if self.training else y
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_region_inside_functional_call_keeps_its_gradients(engine: str) -> None:
+    """In its backward the module has its own parameters again."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    plain = nn.Sequential(inner)
+    wrapped: Any = remat(inner, engine=engine)
+    region = nn.Sequential(wrapped)
+    values = {name: each.detach().clone() for name, each in plain.named_parameters()}
+    stacked = {name: torch.stack([each, each * 2]) for name, each in values.items()}
+    x = seeded(2, 4)
+
+    def gradients(model: nn.Module) -> Any:
+        keys = [name for name, _ in model.named_parameters()]
+
+        def loss(values: Any) -> Tensor:
+            given = dict(zip(keys, values, strict=True))
+            return torch.func.functional_call(model, given, (x,)).sin().sum()
+
+        leaves = [each.clone().requires_grad_() for each in values.values()]
+        return (
+            torch.autograd.grad(loss(leaves), leaves),
+            torch.func.grad(loss)([*values.values()]),
+            torch.func.vmap(torch.func.grad(loss))([*stacked.values()]),
+        )
+
+    assert_close(gradients(region), gradients(plain))
+
+
+@pytest.mark.contract
+def test_a_run_of_the_backward_finds_the_module_of_the_forward() -> None:
+    """Parameters, plain tensors and switches changed meanwhile; none changes by it."""
+
+    def step(fun: Callable[[Tensor], Tensor], model: Scaled) -> Any:
+        x = seeded(4, seed=1).requires_grad_()
+        weight = model.weight
+        y = fun(x)
+        model.weight = nn.Parameter(weight.detach() * 2)
+        model.total = model.total * 5
+        model.eval()
+        found = torch.autograd.grad(y.sum(), [x, weight])
+        return y, found, model.weight, model.total, model.runs, model.training
+
+    plain, model = Scaled(), Scaled()
+
+    expected = step(plain, plain)
+    found = step(remat(model, engine="rerun"), model)
+
+    assert_bitwise(found[:4], expected[:4])
+    assert found[4:] == expected[4:] == (1, False)
+
+
+def test_what_cannot_be_put_back_raises() -> None:
+    """A list that lost its tensor, say: the gradient would be another's."""
+    held = [seeded(4).requires_grad_()]
+    y = remat(lambda x: branches(x * held[0]), engine="rerun")(seeded(4, seed=1))
+    held.clear()
+
+    with pytest.raises(RecomputationError, match=r"held.*cannot be put back"):
+        y.sum().backward()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_batched_gradients_of_autograd(engine: str) -> None:
+    """`is_grads_batched=True`, and what rests on it; a graph of them is refused, not lost."""
+    x = seeded(3).requires_grad_()
+    region = remat(traceable, engine=engine)
+    functional: Any = torch.autograd.functional
+
+    def rows(fun: Any, **options: Any) -> Any:
+        return torch.autograd.grad(fun(x), x, torch.eye(3).double(), **options)
+
+    assert_close(
+        rows(region, is_grads_batched=True), rows(traceable, is_grads_batched=True)
+    )
+    for vectorize in (False, True):
+        assert_close(
+            functional.hessian(lambda x: region(x).sum(), x, vectorize=vectorize),
+            functional.hessian(lambda x: traceable(x).sum(), x, vectorize=vectorize),
+        )
+    with pytest.raises(NotImplementedError, match=r"Use torch\.func\.jacrev"):
+        rows(region, is_grads_batched=True, create_graph=True)

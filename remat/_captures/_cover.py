@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from remat._captures._contents import REGISTERED, WATCHED, slots
 from remat._captures._covered import Covered
 from remat._captures._library import is_library_module
-from remat._captures._places import Label, Step, is_simple, look
+from remat._captures._places import NOT_THERE, Label, Step, is_simple, look
 from remat._captures._spots import (
-    NOT_THERE,
     Absent,
     Equal,
     Instance,

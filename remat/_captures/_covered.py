@@ -7,9 +7,8 @@ from typing import Any, final
 from torch import Tensor
 
 from remat._captures._generate import generate_check, generate_fetch
-from remat._captures._places import MISSING, Step, in_words, put, remove
+from remat._captures._places import MISSING, NOT_THERE, Step, in_words, put, remove
 from remat._captures._spots import (
-    NOT_THERE,
     Absent,
     Equal,
     Instance,

@@ -194,6 +194,10 @@ def kind_of(step: Step) -> Kind:
     return _KINDS[step[0]]
 
 
+# What `look` raises where nothing stands.
+NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
+
+
 def look(owner: object, step: Step) -> object:
     """The value that stands one step from `owner`.
 

@@ -13,9 +13,7 @@ from typing import Any, TypeAlias, cast, final
 
 from torch import Tensor
 
-from remat._captures._places import MISSING, Step, look, same
-
-NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
+from remat._captures._places import MISSING, NOT_THERE, Step, look, same
 
 
 class Constants:

@@ -10,12 +10,13 @@ Library code (torch, the standard library, site-packages, this package) is not f
 into its globals; what its functions hold in closures, and its objects, are.
 """
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat._captures._contents import (
     BY_NAME,
@@ -31,16 +32,19 @@ from remat._captures._contents import (
 from remat._captures._library import mentions
 from remat._captures._places import (
     MISSING,
+    NOT_THERE,
     SIMPLE_TYPES,
     Label,
     Step,
     in_words,
     is_simple,
     kind_of,
+    look,
     put,
     remove,
     same,
 )
+from remat._errors import RecomputationError, explain
 
 # Among the names that were read: all that the object holds.
 EVERYTHING = "__dict__"
@@ -247,6 +251,41 @@ class Survey:
             else:
                 put(node.value, step, before)
 
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None]:
+        """Inside, tensors and simple attributes of modules are those of the survey.
+
+        What stands there now, such as a parameter that `functional_call` has put back, or
+        `training`, stands there again at the end.
+
+        Raises:
+            RecomputationError: a place is no more.
+        """
+        with contextlib.ExitStack() as undo:
+            for node, step in self._places():
+                before, now = node.content[step], _standing(node.value, step)
+                if now is before or (is_simple(before) and same(now, before)):
+                    continue
+                try:
+                    put(node.value, step, before)
+                except NOT_THERE as error:
+                    raise _gone(node, step) from error
+                if now is MISSING:
+                    undo.callback(remove, node.value, step)
+                else:
+                    undo.callback(put, node.value, step, now)
+            yield
+
+    def _places(self) -> Iterator[tuple[Node, Step]]:
+        for paths in self.tensors.values():
+            for path in paths:
+                yield path.owner, path.step
+        for node in self.nodes.values():
+            if isinstance(node.value, nn.Module):
+                for step, value in node.content.items():
+                    if step[0] == "var" and is_simple(value):
+                        yield node, step
+
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
         for node in (self.roots, *self.nodes.values()):
             then, now = node.content, node.look(node.value, self._names)
@@ -266,6 +305,24 @@ class Survey:
 def survey(roots: tuple[object, ...]) -> Survey:
     """Looks at everything that `roots` reach; see the module's docstring."""
     return Survey(roots)
+
+
+def _standing(owner: object, step: Step) -> object:
+    try:
+        return look(owner, step)
+    except NOT_THERE:
+        return MISSING
+
+
+def _gone(node: Node, step: Step) -> RecomputationError:
+    return RecomputationError(
+        explain(
+            where=str(node.label.then(node.value, step)),
+            what="cannot be put back to what it was in the forward.",
+            why="The function runs again in the backward, and would see something else.",
+            do="Change it after backward(), or pass the tensor as an argument.",
+        )
+    )
 
 
 def _refill(owner: list[object] | dict[object, object], content: Content) -> None:

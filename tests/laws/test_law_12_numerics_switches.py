@@ -244,3 +244,21 @@ def test_autocast_states_after_a_call_are_as_before() -> None:
     y.float().sum().backward()
 
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+def test_anomaly_mode_looks_at_a_region_from_outside(engine: str) -> None:
+    """A trace has no numbers to look at; nan in the gradient of a region is found."""
+    region = remat(lambda x: (x.sqrt() * 0).sin(), engine=engine)
+    before = torch.is_anomaly_enabled()
+
+    with torch.autograd.set_detect_anomaly(True):
+        x = seeded(3).square().requires_grad_()
+        (found,) = torch.autograd.grad(region(x).sum(), x)
+        assert torch.is_anomaly_enabled()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            region(torch.zeros(3, requires_grad=True)).sum().backward()
+    assert torch.is_anomaly_enabled() == before
+    assert_bitwise(found, torch.zeros_like(found))
