@@ -47,12 +47,12 @@ class Compiled:
         self._function: Callable[..., list[Any]] | None = None
 
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
-        """The outputs for these inputs; no gradient is recorded."""
+        """The outputs for these inputs, whose list it empties; no gradient is recorded."""
         if self._function is None:
             with _compiling, _compat.leave_functorch(), torch.no_grad():
                 like = [tensor.detach() for tensor in inputs]
                 self._function = _compat.inductor(exported(self._graph), like)
-        return list(self._function(*inputs))
+        return list(self._function(inputs))
 
 
 def exported(graph: Graph) -> fx.GraphModule:

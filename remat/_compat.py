@@ -1128,14 +1128,27 @@ def outside_of_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return unseen_by_dynamo(run)
 
 
-def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """A graph compiled for tensors like these.
+#: Inductor would move the gradients of weights to the end, and keep all that they read. A
+#: program is in the order in which it holds least. Sizes were checked where it was chosen.
+_INDUCTOR = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "size_asserts": False,
+}
 
-    Sizes were checked where the graph was chosen. Obsolete when `torch._inductor.compile`,
-    which torch documents, loses its underscore.
+
+def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """A graph compiled for tensors like these; takes one list of them, which it empties.
+
+    Who calls a function holds its arguments until it returns, so that compiled code can let
+    go only of what is in a list. It takes one for a module in Dynamo's wrapper. Obsolete when
+    `torch._inductor.compile`, which torch documents, loses its underscore and has a way to
+    hand inputs over.
     """
     compiler: Any = importlib.import_module("torch._inductor")
-    return compiler.compile(module, list(inputs), options={"size_asserts": False})
+    dynamo: Any = importlib.import_module("torch._dynamo.utils")
+    from_list = dynamo.GmWrapper(module, lambda given: given)
+    return compiler.compile(from_list, list(inputs), options=_INDUCTOR)
 
 
 _MEMORY_FORMATS = (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from remat import RematWarning, checkpoint_name, policies, random, remat
 from remat.testing import assert_equivalent
+from tests.benchmarks.memory import allocated
 from tests.support import seeded
 
 # Forward mode's first use compiles torch's own formulas with it.
@@ -57,6 +58,44 @@ def test_both_programs_are_compiled_under_every_policy(policy: Any) -> None:
     )
     assert runs_of(region, params, x) == [True, True]
     assert region.saved_residuals(params, x) == alike.saved_residuals(params, x)
+
+
+def stack(weights: list[Tensor], x: Tensor) -> Tensor:
+    """Matmuls with a pointwise tail each; what is saved is as large as what is made."""
+    for weight in weights:
+        x = torch.tanh(x @ weight).sin()
+    return x
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "policy",
+    [policies.nothing_saveable, policies.save_matmul_outputs],
+    ids=["nothing", "matmuls"],
+)
+def test_a_compiled_step_peaks_no_higher(policy: Any) -> None:
+    """What was saved is let go inside the compiled backward, weights' gradients come early."""
+    weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(4)]
+    x = seeded(512, 32)
+
+    def peak(backend: str | None, **options: bool) -> int:
+        region = remat(stack, policy=policy, backend=backend)
+
+        def step() -> Any:
+            out = region(weights, x).sum()
+            found = torch.autograd.grad(out, weights, **options)
+            if not options:
+                return found
+            again = torch.autograd.grad(out, weights)
+            assert all(map(torch.equal, again, found))
+            return found
+
+        step()
+        return allocated(step).peak
+
+    assert peak("inductor") <= peak(None)
+    if policy is policies.save_matmul_outputs:
+        assert peak("inductor", retain_graph=True) > peak("inductor")
 
 
 def hessian_vector(f: Callable[..., Tensor]) -> Callable[..., Any]:
