@@ -16,11 +16,13 @@ from remat._errors import (
     RematWarning,
     SavedTensorModifiedError,
     ScheduleError,
+    SecondDerivativeError,
     SideEffectError,
     StaticArgumentError,
     TraceError,
 )
 from remat._names import checkpoint_name
+from remat._orders import first_order
 from remat._plan import Plan, plan
 from remat._residuals import Residual
 from remat.layers import chain, scan
@@ -54,6 +56,7 @@ __all__ = [
     "Residual",
     "SavedTensorModifiedError",
     "ScheduleError",
+    "SecondDerivativeError",
     "SideEffectError",
     "StaticArgumentError",
     "TraceError",
@@ -61,6 +64,7 @@ __all__ = [
     "checklist",
     "checkpoint_name",
     "disabled",
+    "first_order",
     "interop",
     "modules",
     "named_values",

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat import _ahead, _compat, _shortage
+from remat import _ahead, _compat, _orders, _shortage
 from remat._derived import Batch
-from remat._errors import SavedTensorModifiedError, explain
+from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
@@ -52,12 +52,14 @@ class Call(NamedTuple):
         roots: the function and the objects among its arguments.
         numerics: the switches in force on this thread.
         labels: what messages call the operands.
+        is_last: whether its own reverse derivative is refused, and nothing waits for it.
     """
 
     region: AnyRegion
     roots: Roots
     numerics: Numerics
     labels: tuple[str, ...] = ()
+    is_last: bool = False
 
     def of(self, region: AnyRegion) -> Call:
         """The call of a region derived from this one's."""
@@ -75,7 +77,11 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     if _compat.is_quiet():
         forward = call.region.straight(call.roots, call.numerics)
-        if forward is not None and _is_differentiated(call, tensors):
+        if (
+            forward is not None
+            and not call.is_last
+            and _is_differentiated(call, tensors)
+        ):
             return [*apply_straight(call, forward, tensors)], ()
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
@@ -317,9 +323,9 @@ class _Ticket:
         """Runs the forward below the function's level."""
         interpreter = self.interpreter
         if interpreter is None:
-            region, roots, numerics, _ = self.call
-            forward = region.forward(roots, True)
-            self.results = forward([*self.leading, *self.operands], numerics)
+            call = self.call
+            forward = call.region.forward(call.roots, True)
+            self.results = forward([*self.leading, *self.operands], call.numerics)
         else:
             level = interpreter.level()
             below = [_compat.unwrap_at(tensor, level) for tensor in operands]
@@ -362,10 +368,12 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
         level = ticket.interpreter.level()
         outputs = [_compat.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
+    kept = () if call.is_last else (*own, *operands)
     ctx.call = call
+    ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
-    ctx.waiting = joints_of([*own, *operands])
-    ctx.save_for_backward(*own, *operands, *results.states)
+    ctx.waiting = joints_of(kept)
+    ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
     if ticket.interpreter is None and _compat.dual_level_is_active():
         ctx.for_jvp = (call, operands, results.states, len(outputs))
@@ -374,6 +382,11 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
             *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
         )
     return tuple(outputs)
+
+
+def _wants_first_order() -> bool:
+    """A trace is for every call to come, whatever the one that it is made for wants."""
+    return _orders.is_first_order() and not _compat.proxy_is_active()
 
 
 def _made_by(operands: Sequence[Tensor]) -> list[Any]:
@@ -393,8 +406,10 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]
 
 @_compat.unseen_by_dynamo
 def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = _saved(ctx)
     call: Call = ctx.call
+    if call.is_last:
+        raise _second(call)
+    saved = _saved(ctx)
     wanted = ctx.needs_input_grad[1:]
     numerics = Numerics.current()
     layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
@@ -409,7 +424,8 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
             or not _is_untransformed()
         ):
             _require_recordable(present)
-            below = Call(derived, call.roots, numerics, call.labels)
+            is_last = ctx.is_first_order
+            below = Call(derived, call.roots, numerics, call.labels, is_last)
             found = bind(below, [*saved, *present])
         else:
             read = [*saved, *present]
@@ -462,6 +478,19 @@ def _modified(ctx: Any) -> SavedTensorModifiedError:
     )
 
 
+def _second(call: Call) -> SecondDerivativeError:
+    labels = ", ".join(call.labels) or "none"
+    return SecondDerivativeError(
+        explain(
+            where=f"the gradient of a region with the operands {labels}",
+            what="is differentiated in reverse mode.",
+            why="The region was called under first_order(), which keeps nothing that a "
+            "second derivative reads.",
+            do="Call it outside of first_order(), or use forward mode over the gradient.",
+        )
+    )
+
+
 @_compat.unseen_by_dynamo
 def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
@@ -503,6 +532,7 @@ def _forward_straight(
         _shortage.note(error, "forward", ctx.call, _made_by(operands))
         raise
     last = num_outputs + num_saved
+    ctx.is_first_order = _wants_first_order()
     ctx.num_states = num_states
     ctx.save_for_backward(*found[num_outputs:last], *operands, *found[last:])
     ctx.set_materialize_grads(False)

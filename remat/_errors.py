@@ -43,6 +43,10 @@ class SavedTensorModifiedError(RematError, RuntimeError):
     """A tensor that waits for the backward was changed in place before it."""
 
 
+class SecondDerivativeError(RematError, RuntimeError):
+    """A gradient that was taken under `first_order()` is differentiated once more."""
+
+
 class RecomputationError(RematError, RuntimeError):
     """A recomputed value differs from the one that the forward computed."""
 

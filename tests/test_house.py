@@ -28,6 +28,7 @@ LAYERS = (
         "_trackers",
         "_streams",
         "_numerics",
+        "_orders",
         "_wrapped",
     ),
     ("random",),

@@ -1,0 +1,55 @@
+"""How many reverse derivatives of a region are wanted: all, or the first alone.
+
+`torch.func.grad` records every backward in case that somebody differentiates it, and the
+record of a region's backward holds its cotangents until the gradient is done. Who takes no
+second derivative says so, and they are let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+
+
+class _Switch(threading.local):
+    depth = 0
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def first_order() -> Generator[None]:
+    """Regions that are called inside, on this thread, have first derivatives only.
+
+    Under `torch.func.grad`, `vjp` and `jacrev`, and under `backward(create_graph=True)`, a
+    region's backward then holds no cotangent after its use: the peak is lower by one
+    set of cotangents a region. Elsewhere nothing changes.
+
+    Laws: gradients are the same to the bit. Reverse mode over the gradient of such a
+    region raises, it is never zero; forward mode over it goes on to work.
+
+    Raises:
+        SecondDerivativeError: when the gradient of a region that was called inside is
+            itself differentiated in reverse mode.
+
+    Example:
+        >>> import torch
+        >>> from remat import first_order, remat
+        >>> f = remat(lambda x: x.sin().sin().sum())
+        >>> with first_order():
+        ...     slope = torch.func.grad(f)(torch.zeros(3))
+        >>> slope
+        tensor([1., 1., 1.])
+    """
+    _switch.depth += 1
+    try:
+        yield
+    finally:
+        _switch.depth -= 1
+
+
+def is_first_order() -> bool:
+    """Whether this thread wants no second derivative of the regions it calls."""
+    return _switch.depth > 0
