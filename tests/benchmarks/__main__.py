@@ -23,6 +23,7 @@ OTHERS = {
     "sharding": "tests.benchmarks.sharding",
     "reports": "tests.benchmarks.reports",
     "storage": "tests.benchmarks.storage",
+    "transformers": "tests.benchmarks.transformers",
 }
 COMMAND = "python -m tests.benchmarks"
 
@@ -38,7 +39,7 @@ def main(given: list[str] | None = None) -> int:
     others = [name for name in arguments.names if name in OTHERS]
     failed = _suite(picked, arguments) if picked else 0
     for name in others:
-        importlib.import_module(OTHERS[name]).main(arguments.threads)
+        failed += importlib.import_module(OTHERS[name]).main(arguments.threads) or 0
     return int(failed > 0)
 
 

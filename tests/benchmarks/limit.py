@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import remat
+from remat import Residual, remat
 from remat._graph import Ref, TensorMeta, prune
 from remat._program import Program
 from tests.benchmarks.contenders import POLICIES
@@ -35,6 +35,14 @@ def recomputation(work: Work, keeps: str) -> Callable[[], None]:
             run()
 
     return again
+
+
+def forward_alone(work: Work) -> Callable[[], object]:
+    """A unit's forward as one straight-line program without gradients."""
+    x = work.unit_input.detach().clone().requires_grad_()
+    program = remat(work.unit).programs(work.params[0], x)[0]
+    inputs = _inputs(program)
+    return lambda: program(inputs)
 
 
 def _program(work: Work, keeps: str) -> Program:
@@ -73,16 +81,20 @@ def _drawn(meta: TensorMeta) -> Tensor:
 
 def held_bytes(work: Work, keeps: str) -> int:
     """What must be held between a forward and its backward, parameters and batch aside."""
-    region: Any = remat(work.unit, policy=POLICIES[keeps])
-    x = work.unit_input.detach().clone().requires_grad_()
-    residuals = region.saved_residuals(work.params[0], x)
-    of_unit = sum(
-        each.size_bytes for each in residuals if not each.path.startswith("p.")
-    )
+    residuals = read(work, keeps)
+    of_unit = sum(each.size_bytes for each in residuals)
     around = allocated(lambda: work.forward(_nothing_done)).left
     is_batch = work.unit_input is work.x and any(r.path == "x" for r in residuals)
     outside = work.x.nbytes if is_batch else 0
     return work.num_units * of_unit - outside + around
+
+
+def read(work: Work, keeps: str) -> list[Residual]:
+    """What the backward of a unit reads, its parameters aside."""
+    region: Any = remat(work.unit, policy=POLICIES[keeps])
+    x = work.unit_input.detach().clone().requires_grad_()
+    found = region.saved_residuals(work.params[0], x)
+    return [each for each in found if not each.path.startswith("p.")]
 
 
 def _nothing_done(_: Params, x: Tensor) -> Tensor:

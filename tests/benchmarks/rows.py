@@ -3,14 +3,27 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.benchmarks import work
+from tests.benchmarks import integration, limit, work
 from tests.benchmarks.bounds import Bound
-from tests.benchmarks.contenders import PLAIN, POLICIES, Contender
+from tests.benchmarks.contenders import PLAIN, POLICIES, Contender, contenders
 from tests.benchmarks.work import Work
 
 LIMIT = "the limit, {}"
 OF_LIMIT = 1.03
 BoundsOf = Callable[[list[Contender]], list[Bound]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a row's limits are made of.
+
+    Attributes:
+        again: runs what must be computed again for what is kept.
+        held_bytes: what must be held.
+    """
+
+    again: Callable[[Work, str], Callable[[], None]] = limit.recomputation
+    held_bytes: Callable[[Work, str], int] = limit.held_bytes
 
 
 @dataclass(frozen=True)
@@ -22,12 +35,16 @@ class Row:
         make: its work.
         make_quick: the same, small enough for a test.
         bounds: what is stated for these contenders.
+        rivals: who competes, the one without remat first; in a hurry, none that compiles.
+        limits: the least that they can come to.
     """
 
     name: str
     make: Callable[[], Work]
     make_quick: Callable[[], Work]
     bounds: BoundsOf
+    rivals: Callable[[Work, bool], list[Contender]] = lambda _, quick: contenders(quick)
+    limits: Limits = Limits()
 
 
 def at_most(quantity: str, beside: str, **most: float) -> BoundsOf:
@@ -103,6 +120,17 @@ def _gpt(layers: int) -> Row:
     )
 
 
+def scan_is_ahead(_: list[Contender]) -> list[Bound]:
+    """Of torch's checkpoint around segments as long; and far below the plain loop."""
+    own = integration.OWN.format("Sqrt()")
+    peers = (integration.PEER, integration.REENTRANT)
+    return [
+        Bound(own, quantity, peer, 1.0)
+        for quantity in ("time", "peak bytes")
+        for peer in peers
+    ]
+
+
 ROWS = (
     _blocks("tiny", 8, 2, 16, 32, bounds=TINY),
     _blocks("tiny-grad", 8, 2, 16, 32, transform="grad", bounds=TINY),
@@ -120,4 +148,12 @@ ROWS = (
     ),
     _mlps("per-example", "per example"),
     _mlps("hessian-vector", "hvp"),
+    Row(
+        "scan",
+        lambda: work.ode(1000, 128, 32, 128),
+        lambda: work.ode(10, 2, 4, 8),
+        scan_is_ahead,
+        lambda made, _: integration.contenders(made.num_steps),
+        Limits(integration.again, integration.held_bytes),
+    ),
 )

@@ -1,6 +1,5 @@
 """Runs rows: every contender in turn, checked, counted, timed, and held against its bounds."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.benchmarks import jax_peer
-from tests.benchmarks.bounds import MAX_SPREAD, Bound, Verdict, ratio_of, verdicts
-from tests.benchmarks.contenders import PLAIN, Contender, contenders, is_installed
-from tests.benchmarks.limit import held_bytes, recomputation
+from tests.benchmarks.bounds import Verdict, ratio_of, steady
+from tests.benchmarks.contenders import PLAIN, Contender, is_installed
 from tests.benchmarks.memory import allocated
 from tests.benchmarks.rows import LIMIT, Row
-from tests.benchmarks.timing import Pace, Ratio, interleaved, paired, summed
+from tests.benchmarks.timing import Pace, Ratio, clock, interleaved, paired, summed
 from tests.benchmarks.work import Work
 
 #: What a peer raises where it does not support what it is asked for.
@@ -96,8 +94,8 @@ class _Runner:
 def measured(row: Row, quick: bool = False) -> Result:
     """One row; what is unsteady is measured a second time."""
     work = row.make_quick() if quick else row.make()
-    runner, rivals = _Runner(work), contenders(quick)
-    right = work.step(work.unit)
+    runner, rivals = _Runner(work), row.rivals(work, quick)
+    right = work.step(rivals[0].wrap(work.unit))
     for contender in rivals:
         runner.admit(contender, right)
     jax_peer.admit(runner.steps, runner.peaks, runner.missing, work)
@@ -106,47 +104,41 @@ def measured(row: Row, quick: bool = False) -> Result:
         for name, keeps in runner.keeps.items()
         if name in runner.steps and name.startswith("remat")
     }
-    again = {keeps: recomputation(work, keeps) for keeps in sorted(used)}
+    again = {keeps: row.limits.again(work, keeps) for keeps in sorted(used)}
     bounds = row.bounds(rivals)
     pace = Pace.quick() if quick else Pace.of(runner.steps)
-    times, found = _timed(runner, again, pace, bounds)
-    if any(each.spread > MAX_SPREAD for each in found):
-        times, found = _timed(runner, again, pace, bounds)
-    lines = _lines(runner, times, used)
+    times, found = steady(lambda: _timed(runner, again, pace), bounds, runner.peaks)
+    lines = _lines(runner, times, _held(row, work, used))
     return Result(row.name, work.title, work.transform, pace.rounds, lines, found)
 
 
 def _timed(
-    runner: _Runner,
-    again: dict[str, Callable[[], None]],
-    pace: Pace,
-    bounds: list[Bound],
-) -> tuple[dict[str, list[float]], list[Verdict]]:
-    """The times of all contenders and limits, and how the bounds stand."""
+    runner: _Runner, again: dict[str, Callable[[], None]], pace: Pace
+) -> dict[str, list[float]]:
+    """The times of all contenders and limits."""
     extra = {f"again, {keeps}": run for keeps, run in again.items()}
-    # On one thread the processor's seconds are those of a machine that nobody shares.
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     steps = {**runner.steps, **extra}
-    times = interleaved(steps, pace.rounds, pace.burst, pace.lead, clock)
+    times = interleaved(steps, pace.rounds, pace.burst, pace.lead, clock())
     for keeps in again:
         times[LIMIT.format(keeps)] = summed(times[PLAIN], times.pop(f"again, {keeps}"))
-    return times, verdicts(bounds, times, runner.peaks)
+    return times
+
+
+def _held(row: Row, work: Work, used: set[str]) -> dict[str, int | None]:
+    """The bytes of each limit; None where forward and backward are not apart."""
+    is_apart = work.transform == "backward"
+    return {
+        keeps: row.limits.held_bytes(work, keeps) if is_apart else None
+        for keeps in sorted(used)
+    }
 
 
 def _lines(
-    runner: _Runner, times: dict[str, list[float]], used: set[str]
+    runner: _Runner, times: dict[str, list[float]], held_bytes: dict[str, int | None]
 ) -> list[Line]:
     over = paired(times, times[PLAIN])
-    lines = [
-        Line(
-            LIMIT.format(keeps),
-            time=over[LIMIT.format(keeps)],
-            held_bytes=held_bytes(runner.work, keeps)
-            if runner.work.transform == "backward"
-            else None,
-        )
-        for keeps in sorted(used)
-    ]
+    limits = {LIMIT.format(keeps): held for keeps, held in held_bytes.items()}
+    lines = [Line(name, over[name], held_bytes=held) for name, held in limits.items()]
     for name in runner.steps:
         keeps = runner.keeps.get(name)
         limit = LIMIT.format(keeps)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 MIN_ROUNDS, MAX_ROUNDS = 7, 61
 SHORT_S = 0.05
 ROW_S = 12.0
@@ -68,6 +70,11 @@ class Pace:
         lead = int(mean_s < SHORT_S)
         rounds = int(ROW_S / (total_s * (burst + lead)))
         return cls(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), burst, lead)
+
+
+def clock() -> Callable[[], float]:
+    """Seconds; on one thread the processor's, which are those of a machine of one's own."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def interleaved(

@@ -45,6 +45,11 @@ def gated(p: Params, x: Tensor) -> Tensor:
     return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
+def euler(p: Params, x: Tensor) -> Tensor:
+    """One step of an ODE whose slope is an MLP; x and the result are (b, d)."""
+    return x + 0.01 * (torch.tanh(x @ p["up"] + p["bias"]) @ p["down"])
+
+
 def _normal(shapes: dict[str, tuple[int, ...]], scale: float) -> Params:
     return {name: torch.randn(shape) * scale for name, shape in shapes.items()}
 
@@ -92,6 +97,7 @@ class Work:
         unit_input: what a unit gets, for its shape.
         loss: the units and what stands around them.
         transform: how it is differentiated: "backward", "grad", "per example", "hvp".
+        num_steps: how often in a row a contender applies the unit.
     """
 
     title: str
@@ -101,6 +107,7 @@ class Work:
     unit_input: Tensor
     loss: Loss = summed
     transform: str = "backward"
+    num_steps: int = 1
 
     @property
     def num_units(self) -> int:
@@ -232,3 +239,15 @@ def mlps(
         f"batch {batch}"
     )
     return _work(title, gated, params, x, loss=squared, transform=transform)
+
+
+def ode(num_steps: int, batch: int, width: int, hidden: int) -> Work:
+    """Equal steps of an ODE, whose slope is an MLP."""
+    torch.manual_seed(0)
+    shapes = {"up": (width, hidden), "bias": (hidden,), "down": (hidden, width)}
+    params = [_normal(shapes, width**-0.5)]
+    x = torch.randn(batch, width)
+    title = (
+        f"{num_steps} steps of an ODE of width {width}, hidden {hidden}, batch {batch}"
+    )
+    return _work(title, euler, params, x, loss=squared, num_steps=num_steps)
