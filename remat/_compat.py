@@ -1147,7 +1147,7 @@ def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., 
     """
     compiler: Any = importlib.import_module("torch._inductor")
     dynamo: Any = importlib.import_module("torch._dynamo.utils")
-    from_list = dynamo.GmWrapper(module, lambda given: given)
+    from_list = dynamo.GmWrapper(module, list)
     return compiler.compile(from_list, list(inputs), options=_INDUCTOR)
 
 

@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic; their figures are no tests."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.benchmarks import (
     bounds,
     growth,
     integration,
+    jax_peer,
     limit,
     memory,
     random as draws,
@@ -50,6 +52,58 @@ def test_steps_are_interleaved():
 
     assert "".join(ran[-12:]) == "aaabbb" * 2
     assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+
+
+def test_another_process_times_its_own_steps():
+    """What passes here meanwhile does not count."""
+    steps = {"apart": lambda: timing.Elapsed(3.0)}
+
+    assert timing.interleaved(steps, rounds=2, burst=2) == {"apart": [3.0, 3.0]}
+
+
+#: What a process with JAX answers, without JAX.
+STAND_IN = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+given = json.loads((folder / "given.json").read_text())
+names = ["jax", *given["policies"]]
+print(json.dumps({name: 9 - (k == 1) for k, name in enumerate(names)}), flush=True)
+for line in sys.stdin:
+    print(0.5 if line.strip() == "jax" else 0.25, flush=True)
+"""
+
+
+def test_jax_takes_its_steps_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A policy's line stands only where it needs less memory than without."""
+    child = tmp_path / "child.py"
+    child.write_text(STAND_IN)
+    monkeypatch.setattr(jax_peer, "CHILD", child)
+    monkeypatch.setattr(jax_peer, "interpreter", lambda: sys.executable)
+    monkeypatch.setattr(jax_peer, "_check", lambda *_: None)
+    steps, peaks, missing = {}, {}, {}
+
+    with jax_peer.admitted(steps, peaks, missing, work.blocks(1, 1, 2, 8)):
+        found = {name: step() for name, step in steps.items()}
+
+    nothing = jax_peer.NAME.format("nothing")
+    assert found == {"jax": timing.Elapsed(0.5), nothing: timing.Elapsed(0.25)}
+    assert peaks == {"jax": 9, nothing: 8}
+    assert set(missing) == {jax_peer.NAME.format(k) for k in ("matmuls", "everything")}
+
+
+@pytest.mark.parametrize("row", ["tiny", "convolutions"])
+def test_without_jax_the_table_says_so(row: str, monkeypatch: pytest.MonkeyPatch):
+    """Where the row's work is one that JAX has been taught."""
+    monkeypatch.setattr(jax_peer, "interpreter", lambda: None)
+    (found,) = (each for each in rows.ROWS if each.name == row)
+    steps, peaks, missing = {}, {}, {}
+
+    with jax_peer.admitted(steps, peaks, missing, found.make_quick()):
+        assert steps == peaks == {}
+
+    assert missing == ({"jax.checkpoint": "not installed"} if row == "tiny" else {})
 
 
 def test_a_table_shows_medians_and_quartiles():

@@ -98,7 +98,15 @@ def measured(row: Row, quick: bool = False) -> Result:
     right = work.step(rivals[0].wrap(work.unit))
     for contender in rivals:
         runner.admit(contender, right)
-    jax_peer.admit(runner.steps, runner.peaks, runner.missing, work)
+    with jax_peer.admitted(runner.steps, runner.peaks, runner.missing, work):
+        return _compared(row, runner, rivals, quick)
+
+
+def _compared(
+    row: Row, runner: _Runner, rivals: list[Contender], quick: bool
+) -> Result:
+    """Those that run, against each other and their limits."""
+    work = runner.work
     used = {
         keeps
         for name, keeps in runner.keeps.items()

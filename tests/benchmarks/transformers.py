@@ -7,7 +7,6 @@ the spread, or the command fails.
 """
 
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -286,14 +285,10 @@ def _traced_s() -> float:
     return sum(entry.trace_s for entries in kept for entry in entries)
 
 
-def markdown(results: list[Result]) -> str:
-    """A line for each contender, and one for each bound."""
-    lines = [
-        "| model, batch | | ms | over none | over the peer | spread | held MiB | peak MiB | trace s |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-        *(_shown(line, result.batch) for result in results for line in result.lines),
-    ]
-    return "\n".join(lines) + "\n"
+TABLE = (
+    "| model, batch | | ms | over none | over the peer | spread | held MiB | peak MiB | trace s |\n"
+    "|---|---|--:|--:|--:|--:|--:|--:|--:|"
+)
 
 
 def _shown(line: Line, batch: int) -> str:
@@ -326,17 +321,21 @@ def main(
         f"transformers {version}, {size.layers} layers of width {size.width}, "
         f"{rounds} rounds.\n"
     )
-    results: list[Result] = []
+    print(TABLE, flush=True)
+    verdicts: dict[str, list[Verdict]] = {}
     for name in names:
-        results.append(measured(name, size, least_s, rounds))
-        print(f"{name} is measured", file=sys.stderr)
-    print(markdown(results))
-    failed = 0
-    for name, result in zip(names, results, strict=True):
-        for verdict in result.verdicts:
-            failed += verdict.fails
-            print(
-                f"- {name}: {verdict.standing}; {verdict.bound}; "
-                f"measured {verdict.ratio:.3f}, spread {verdict.spread:.1%}"
-            )
-    return failed
+        result = measured(name, size, least_s, rounds)
+        verdicts[name] = result.verdicts
+        for line in result.lines:
+            print(_shown(line, result.batch), flush=True)
+    print(f"\n{_conclusion(verdicts)}")
+    return sum(each.fails for found in verdicts.values() for each in found)
+
+
+def _conclusion(verdicts: dict[str, list[Verdict]]) -> str:
+    """How each bound stands."""
+    return "\n".join(
+        f"- {name}: {each.standing}; {each.bound}; measured {each.ratio:.3f}, spread {each.spread:.1%}"
+        for name, found in verdicts.items()
+        for each in found
+    )

@@ -19,10 +19,15 @@ HEAD_WIDTH = 64
 VOCABULARY = 256
 
 
+def num_heads(width: int) -> int:
+    """Of `HEAD_WIDTH` channels each, but two at least."""
+    return max(2, width // HEAD_WIDTH)
+
+
 def block(p: Params, x: Tensor) -> Tensor:
     """Attention and a GELU MLP, each after a layer norm; x and the result are (b, s, d)."""
     b, s, d = x.shape
-    heads = max(2, d // HEAD_WIDTH)
+    heads = num_heads(d)
     h = F.layer_norm(x, (d,), p["norm1"], p["bias1"])
     q, k, v = (h @ p["qkv"]).view(b, s, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
