@@ -46,6 +46,11 @@ number = 3
 SIZES = ["params.up=8,32", "params.down=32,8", "x=4,8"]
 
 
+def said(errors: str) -> list[str]:
+    """What standard error has beside the progress of what took over two seconds."""
+    return [line for line in errors.splitlines() if not line.endswith(" ...")]
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """The path of a file with a model."""
@@ -65,7 +70,7 @@ def test_report_prints_the_report(
     assert "each, x 2" in out
     assert "a_model.py:" in out
     assert "\x1b" not in out
-    assert err == ""
+    assert said(err) == []
 
 
 def test_report_prints_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +282,7 @@ def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         pass
 
     assert stream.getvalue() == "remat: thinking ...\n"
-    assert capsys.readouterr().err == ""
+    assert said(capsys.readouterr().err) == []
 
 
 def test_the_command_runs_as_a_program(model: str) -> None:
@@ -300,7 +305,7 @@ def test_plan_prints_what_to_save(
     out, err = capsys.readouterr()
     assert '"hidden" aten.tanh' in out
     assert "predicted peak" in out
-    assert err == ""
+    assert said(err) == []
 
 
 def test_a_plan_is_read_again(model: str, tmp_path: Path) -> None:
