@@ -285,7 +285,9 @@ def _run_under_vmap(
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
         metas = tuple(
-            TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+            TensorMeta.of_whole(
+                tensor, requires_grad=_compat.requires_grad_anywhere(tensor)
+            )
             for tensor in physical
         )
         batch = Batch(interpreter.batch_size(), randomness, dims, metas)

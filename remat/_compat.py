@@ -234,14 +234,86 @@ def level_of(tensor: Tensor) -> int:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no data, below all wrappers."""
-    return isinstance(unwrapped(tensor), FakeTensor)
+    """Whether a tensor, or a DTensor's part, has no data, below all wrappers."""
+    return isinstance(local_part(unwrapped(tensor)), FakeTensor)
 
 
 def is_fake_of(tensor: Tensor, mode: object) -> bool:
-    """Whether a tensor was made by this fake mode, below all wrappers."""
-    innermost = unwrapped(tensor)
+    """Whether it was made by this fake mode, likewise."""
+    innermost = local_part(unwrapped(tensor))
     return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
+
+
+def placement(tensor: Tensor) -> Any:
+    """How a DTensor is spread over the ranks (its spec), None for any other tensor.
+
+    None under vmap too, whose wrappers do not tell it: there a DTensor is taken as a whole.
+    Obsolete, with the two below, when DTensor makes its spec public.
+    """
+    kind = _kind_of_parts()
+    if kind is None:
+        return None
+    innermost: Any = unwrapped(tensor)
+    if not isinstance(innermost, kind) or _is_mapped():
+        return None
+    return innermost._spec
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, when it has arrived; another tensor itself."""
+    kind = _kind_of_parts()
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    parts: Any = tensor
+    return _awaited(parts._local_tensor)
+
+
+def in_place_of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> Tensor:
+    """The DTensor of which this rank holds `local`, as a leaf."""
+    kind = _kind_of_parts()
+    assert kind is not None, "there is a spec, and no DTensor"
+    return kind(local, spec, requires_grad=requires_grad)
+
+
+def _kind_of_parts() -> Any:
+    # What has not been imported has no instances, and is slow to import.
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def _is_mapped() -> bool:
+    stack = _functorch_c.get_interpreter_stack() or ()
+    return any(each.key() == functorch_c.TransformType.Vmap for each in stack)
+
+
+def is_under_way(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of a collective that nobody has waited for.
+
+    Obsolete, with the one below, when such a tensor is one of torch's own after its wait.
+    """
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+def _awaited(tensor: Any) -> Tensor:
+    return tensor.trigger_wait() if is_under_way(tensor) else tensor
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for the result of a collective; gradients flow through."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        return _awaited(args[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The result of a collective as a plain tensor, with its gradient."""
+    apply: Callable[[Tensor], Tensor] = _Arrive.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return apply(tensor)
 
 
 def wraps_fakes(tensor: Tensor) -> bool:

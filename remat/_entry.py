@@ -26,11 +26,19 @@ from remat._errors import (
     SideEffectError,
     explain,
 )
-from remat._graph import TensorMeta, label
+from remat._graph import TensorMeta, label, layout_of
 from remat._numerics import Numerics
 from remat._region import Calls, Function, Region, Roots
 from remat._signature import Layout, Signature
-from remat._trace import Flat, Joint, Request, Traced, substituting, trace
+from remat._trace import (
+    Flat,
+    Joint,
+    Request,
+    Traced,
+    is_taken_whole,
+    substituting,
+    trace,
+)
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage, Keep
 
@@ -126,13 +134,7 @@ class Entry:
         if not tensors or (self.guard is not None and self.guard(*tensors)):
             return tensors
         for tensor, meta in zip(tensors, self.captured, strict=True):
-            if (
-                tensor.shape != meta.shape
-                or tensor.dtype is not meta.dtype
-                or tensor.stride() != meta.stride
-                or tensor.device != meta.device
-                or _compat.requires_grad_anywhere(tensor) != meta.requires_grad
-            ):
+            if layout_of(tensor) != meta.layout:
                 return None
         return tensors
 
@@ -334,7 +336,7 @@ def _trace_once(
         flattened.build(roots, None),
         signature.metas,
         find=lambda tensor: id(tensor) in survey.tensors,
-        is_in_parts=any(map(_compat.is_in_parts, signature.tensors)),
+        is_in_parts=any(map(is_taken_whole, signature.tensors)),
     )
     with numerics.applied(), _captures.recording(survey) as reads:
         return trace(request), reads

@@ -37,13 +37,23 @@ class Ref:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """All that a trace may know of a tensor: no data, no storage."""
+    """All that a trace may know of a tensor: no data, no storage.
+
+    Attributes:
+        shape: its shape; a DTensor's is that of the part that this rank holds.
+        stride: its strides, likewise.
+        dtype: its dtype.
+        device: its device.
+        requires_grad: whether it is to be differentiated.
+        placement: how a DTensor is spread over the ranks; None for any other tensor.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
+    placement: Any = None
 
     @classmethod
     def of(
@@ -51,14 +61,49 @@ class TensorMeta:
     ) -> TensorMeta:
         """The metadata of a tensor, of any kind."""
         wanted = tensor.requires_grad if requires_grad is None else requires_grad
-        return cls(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, wanted
+        placement = _compat.placement(tensor)
+        if placement is None:
+            return cls.of_whole(tensor, requires_grad=wanted)
+        # A trace sees what users' code touches, and knows the DTensor but not its part.
+        with _compat.without_torch_function():
+            local = _compat.local_part(_compat.unwrapped(tensor))
+            whole = cls.of_whole(local, requires_grad=wanted)
+        return dataclasses.replace(whole, placement=placement)
+
+    @classmethod
+    def of_whole(cls, tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:
+        """The metadata of a tensor; of a DTensor that of the whole, as if it were plain."""
+        shape = tuple(tensor.shape)
+        return cls(shape, tensor.stride(), tensor.dtype, tensor.device, requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """A leaf like it, whose numbers are not set."""
+        local = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device
+        )
+        return self.stand_in(local.requires_grad_(self.is_leaf))
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether a tensor of this shape and strides is itself to be differentiated."""
+        return self.requires_grad and self.placement is None
+
+    def stand_in(self, local: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or the DTensor of which it is this rank's part.
+
+        Gradients are taken by the DTensor, and so are spread as without a region.
+        """
+        if self.placement is None:
+            return local
+        return _compat.in_place_of(
+            local, self.placement, requires_grad=self.requires_grad
         )
 
     @property
     def layout(self) -> Layout:
         """Its fields; see `layout_of`."""
-        return (self.shape, self.stride, self.dtype, self.device, self.requires_grad)
+        fields = (self.shape, self.stride, self.dtype, self.device, self.requires_grad)
+        return fields if self.placement is None else (*fields, self.placement)
 
     @property
     def size_bytes(self) -> int:
@@ -75,13 +120,27 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]
+# Only a DTensor's has the last item, its placement.
+Layout = (
+    tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]
+    | tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool, Any]
+)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The fields of a tensor's `TensorMeta`, cheap to read and to hash."""
     wanted = _compat.requires_grad_anywhere(tensor)
+    if _compat.placement(tensor) is not None:
+        return TensorMeta.of(tensor, requires_grad=wanted).layout
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, wanted)
+
+
+def whole_layout(layout: Layout) -> Layout:
+    """The layout of a tensor taken as a whole, be it a DTensor."""
+    if len(layout) == 5:
+        return layout
+    *_, dtype, device, wanted, placement = layout
+    return (placement.shape, placement.stride, dtype, device, wanted)
 
 
 Meta = TensorMeta | tuple["TensorMeta | None", ...] | None

@@ -92,4 +92,4 @@ def checkpoint_name(x: _T, name: str) -> _T:
 def mark(tensor: torch.Tensor, name: str) -> None:
     """Records `name` for a tensor of the running trace, below all wrappers."""
     with _compat.leave_functorch():
-        MARK(_compat.unwrapped(tensor), name)
+        MARK(_compat.local_part(_compat.unwrapped(tensor)), name)

@@ -480,31 +480,56 @@ def _late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
     return order + sorted(waiting)
 
 
-def unique_outputs(graph: Graph, skip: int) -> tuple[Graph, tuple[View, ...]]:
+def unique_outputs(
+    graph: Graph,
+    skip: int,
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
     """Each output once, and none that is only a view of an input after the first `skip`.
 
     `autograd.Function` can hand out neither a tensor twice nor one of its inputs.
+
+    Args:
+        graph: what to hand out of.
+        skip: how many inputs none may be a view of.
+        inputs: how each input after these is spread, as a DTensor; empty if none is.
+        outputs: how each output is, likewise.
+
+    Returns:
+        The graph, how each of its former outputs is made, and how the new ones are spread.
     """
-    unique: list[Ref] = []
+    unique: list[tuple[Ref, Any]] = []
     views: list[View] = []
-    for ref in graph.outputs:
-        path = None if ref is None else view_path(graph, unique, ref)
+    given = {skip + k: each for k, each in enumerate(inputs) if each is not None}
+    placements = outputs or [None] * len(graph.outputs)
+    for ref, placement in zip(graph.outputs, placements, strict=True):
         if ref is None:
             views.append(View(None, None, None, True))
-        elif path is not None and path[0] in unique:
-            views.append(View(unique.index(path[0]), None, path[1], False))
-        elif path is not None and path[0].index >= skip:
-            views.append(View(None, path[0].index - skip, path[1], False))
+            continue
+        bases = [each for each, spread in unique if spread == placement]
+        path = view_path(graph, bases, ref)
+        # A DTensor is no view: it is one of the others, or its own.
+        if path is None or (placement is not None and path[1] is not None):
+            path = ref, None
+        base, steps = path
+        if (base, placement) in unique:
+            views.append(View(unique.index((base, placement)), None, steps, False))
+        elif skip <= base.index < graph.num_inputs and (
+            given.get(base.index) == placement
+        ):
+            views.append(View(None, base.index - skip, steps, False))
         else:
-            unique.append(ref)
-            views.append(View(len(unique) - 1, None, None, False))
+            views.append(View(len(unique), None, None, False))
+            unique.append((ref, placement))
     checks = [
         index
         for index, value in enumerate(graph.values)
         if operators.is_check(value.op)
     ]
-    pruned = prune(dataclasses.replace(graph, outputs=tuple(unique)), checks)
-    return pruned, tuple(views)
+    refs = tuple(ref for ref, _ in unique)
+    pruned = prune(dataclasses.replace(graph, outputs=refs), checks)
+    return pruned, tuple(views), tuple(spread for _, spread in unique)
 
 
 def recomputed(found: Cut, joint: Joint) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
-    unique, _ = unique_outputs(backward, len(found.saved))
+    unique, *_ = unique_outputs(backward, len(found.saved))
     outputs = sum(
         meta.size_bytes
         for ref in joint.outputs

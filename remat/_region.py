@@ -26,8 +26,8 @@ from torch import Tensor
 
 from remat import _compat
 from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
-from remat._errors import RecomputationError, explain
-from remat._graph import Layout, Ref, TensorMeta
+from remat._errors import RecomputationError, TraceError, explain
+from remat._graph import Layout, Ref, TensorMeta, whole_layout
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -99,7 +99,15 @@ class Asked(NamedTuple):
     def without_gradients(self) -> Asked:
         """The same for cotangents that no gradient is wanted of."""
         return self._replace(
-            layouts=tuple([each and (*each[:4], False) for each in self.layouts])
+            layouts=tuple(
+                [each and (*each[:4], False, *each[5:]) for each in self.layouts]
+            )
+        )
+
+    def taken_whole(self) -> Asked:
+        """The same with each DTensor among the cotangents as if it were a plain tensor."""
+        return self._replace(
+            layouts=tuple([each and whole_layout(each) for each in self.layouts])
         )
 
     @property
@@ -192,6 +200,8 @@ class Forward:
         numerics: the switches under which it runs; its casts are part of the program.
         storages: how each saved value waits; empty if all are kept as they are.
         calls: numbers the runs that store something.
+        placements: how each output and mutation is spread, as a DTensor; None where none
+            is, nor any operand. The program itself computes with the parts of this rank.
     """
 
     program: Program
@@ -203,6 +213,7 @@ class Forward:
     verification: Verification | None = None
     storages: tuple[AbstractStorage, ...] = ()
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    placements: tuple[Any, ...] | None = None
 
     @property
     def is_straight(self) -> bool:
@@ -215,6 +226,7 @@ class Forward:
             and self.verification is None
             and not self.storages
             and not self.numerics.autocast
+            and self.placements is None
         )
 
     def __call__(self, tensors: Sequence[Tensor], numerics: Numerics) -> Results:
@@ -228,11 +240,19 @@ class Forward:
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         tensors = resumed(tensors)
+        if self.placements is not None:
+            tensors = list(map(_compat.local_part, tensors))
         if self.verification is not None:
             self.verification(tensors)
         found = self.program(tensors)
         for index in self.untracked:
             found[index] = _compat.untracked_alias(found[index])
+        for index, placement in enumerate(self.placements or ()):
+            if any(found[index] is each for each in tensors):
+                # The part of an operand, which stays what it is.
+                found[index] = _compat.untracked_alias(found[index])
+            if placement is not None:
+                found[index] = _compat.in_place_of(found[index], placement)
         if self.storages:
             first = self.shape[0] + self.shape[1]
             call = next(self.calls)
@@ -446,7 +466,31 @@ class Region:
             untracked=untracked,
             storages=self._storages(roots) if save else (),
             calls=self.calls.saved,
+            placements=self._placements(joint),
         )
+
+    def _placements(self, joint: Joint) -> tuple[Any, ...] | None:
+        """How outputs and mutations are spread; None where nothing is a DTensor."""
+        written = [self.operands[operand] for operand, _ in joint.mutations]
+        found = (*joint.placements, *(meta.placement for meta in written))
+        each = (*found, *(meta.placement for meta in self.operands))
+        return None if all(placement is None for placement in each) else found
+
+    def is_spread(self, roots: Roots) -> bool:
+        """Whether some operand or output is a DTensor that is not taken as a whole."""
+        return self._spread(roots) is not None
+
+    def _spread(self, roots: Roots) -> tuple[Any, ...] | None:
+        if self.given is not None:
+            return self.given.forward.placements
+        return self._placements(self._light(roots))
+
+    def _require_parts(self, roots: Roots, asked: Asked) -> None:
+        """Refuses the whole cotangent of a DTensor, of which no part is known."""
+        placements = self._spread(roots) or ()
+        for layout, placement in zip(asked.layouts, placements, strict=False):
+            if layout is not None and placement is not None and len(layout) == 5:
+                raise _mapped_in_parts()
 
     def _storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
         """How each saved value waits; empty if all are kept as they are."""
@@ -532,6 +576,9 @@ class Region:
         return found
 
     def _vjp(self, roots: Roots, asked: Asked) -> Region:
+        if not self.is_spread(roots):
+            asked = asked.taken_whole()
+        self._require_parts(roots, asked)
         still = asked.without_gradients()
         given, states = self._once(
             ("backward", still), lambda: self._backward(roots, still)
@@ -549,6 +596,7 @@ class Region:
         forward = given.forward
         if (
             forward.verification is None
+            and forward.placements is None
             and not self.inputs
             and not self._storages(roots)
             and forward.numerics.are_met_by(asked.numerics)
@@ -565,18 +613,27 @@ class Region:
         wanted = zip(analysis.joint.gradients, asked.wanted, strict=True)
         gradients = tuple(ref if each else None for ref, each in wanted)
         found = cut(analysis, frozenset(saved), gradients)
-        wanted = zip(analysis.joint.gradients, asked.wanted, strict=True)
-        handed_out = tuple(ref for ref, each in wanted if each)
-        graph = backward_graph(analysis.joint, found, saved, handed_out)
-        unique, views = unique_outputs(graph, len(saved))
+        joint = analysis.joint
+        wanted = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
+        handed_out = [(ref, spread) for ref, spread, each in wanted if each]
+        refs = [ref for ref, _ in handed_out]
+        graph = backward_graph(joint, found, saved, refs)
+        states = _metas(joint.states, analysis)
+        inputs = [*self.operands, *states, *filter(None, asked.cotangents)]
+        placements = [meta.placement for meta in inputs]
+        unique, views, spread = unique_outputs(
+            graph, len(saved), placements, [spread for _, spread in handed_out]
+        )
+        is_spread = any(each is not None for each in (*placements, *spread))
         forward = Forward(
             Program(unique, "backward", self.function.backend),
             (len(unique.outputs), 0, 0, 0),
             self.function.numerics,
             len(saved),
             verification=self._verification(roots, analysis, saved),
+            placements=spread if is_spread else None,
         )
-        return Given(forward, views), _metas(analysis.joint.states, analysis)
+        return Given(forward, views), states
 
     def _verification(
         self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
@@ -686,6 +743,8 @@ class Region:
 
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         chosen = self.chosen(roots)
+        if self.is_spread(roots):
+            raise _mapped_in_parts()
         if self.given is None and not save:
             # Reverse mode is taken below this level: the policy sees batched values.
             function = self.function.derive(lambda f: mapped(f, chosen, batch, 0))
@@ -760,6 +819,17 @@ def _wanting(meta: TensorMeta) -> TensorMeta:
 def _metas(refs: Sequence[Ref], analysis: Analysis) -> list[TensorMeta]:
     metas = [analysis.joint.graph.values[ref.index].meta for ref in refs]
     return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+
+def _mapped_in_parts() -> TraceError:
+    return TraceError(
+        explain(
+            where="a region that computes with DTensors",
+            what="is mapped by vmap, or its backward is, after it was traced outside.",
+            why="vmap's wrappers do not tell how a DTensor is spread over the ranks.",
+            do='Use engine="rerun", or call the region inside of what is mapped.',
+        )
+    )
 
 
 def _require_same_forward(first: Analysis, again: Analysis) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import StaticArgumentError, TraceError, explain
-from remat._graph import TensorMeta
+from remat._graph import TensorMeta, layout_of
 
 TENSOR, STATIC, ROOT = "tensor", "static", "root"
 _STRIDED = torch.strided
@@ -187,14 +187,16 @@ class _Leaves:
         time that torch's pytree takes; it walks the others.
         """
         if isinstance(tree, Tensor):
+            if _compat.is_under_way(tree):
+                tree = _compat.arrived(tree)
             self.tensors.append(tree)
             if tree.layout is not _STRIDED:
                 self.has_sparse = True
                 return Tensor
-            wanted = tree.requires_grad or _compat.requires_grad_anywhere(tree)
-            if wanted:
+            layout = layout_of(tree)
+            if layout[4]:
                 self.wants_gradient = True
-            return (tree.shape, tree.stride(), tree.dtype, tree.device, wanted)
+            return layout
         kind = cast("type[Any]", type(tree))
         if kind is tuple or kind is list:
             return (kind, *map(self.read, tree))

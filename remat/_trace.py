@@ -62,10 +62,12 @@ class Joint:
         num_operands: how many inputs are operands.
         chosen: which of the returned tensors the forward hands out.
         outputs: these.
+        placements: for each output how it is spread, as a DTensor; None for a plain one.
         differentiable: for each output, whether a cotangent can come back for it.
         views: for each tensor that the function returned, how to make it again from an
             output or an operand (see `View`).
         gradients: one Ref an operand, None where no gradient flows.
+        spread: how each of these is spread, as a DTensor; None for a plain one.
         mutations: (operand, its new value) of operands that the function changed.
         states: generator states that the forward's draws started from, in order.
     """
@@ -76,9 +78,11 @@ class Joint:
     num_operands: int
     chosen: tuple[int, ...]
     outputs: tuple[Ref, ...]
+    placements: tuple[Any, ...]
     differentiable: tuple[bool, ...]
     views: tuple[View, ...]
     gradients: tuple[Ref | None, ...]
+    spread: tuple[Any, ...]
     mutations: tuple[tuple[int, Ref], ...]
     states: tuple[Ref, ...]
 
@@ -86,7 +90,11 @@ class Joint:
     def output_metas(self) -> tuple[TensorMeta, ...]:
         """The metadata of the outputs."""
         metas = [self.graph.values[ref.index].meta for ref in self.outputs]
-        return tuple(meta for meta in metas if isinstance(meta, TensorMeta))
+        return tuple(
+            dataclasses.replace(meta, placement=placement)
+            for meta, placement in zip(metas, self.placements, strict=True)
+            if isinstance(meta, TensorMeta)
+        )
 
 
 @final
@@ -171,9 +179,13 @@ def lift(tensor: Tensor) -> Tensor:
     To a region inside another one's trace, the outer trace's tensors are from outside too.
     """
     running = _thread.running
-    if running is None or _compat.is_fake_of(tensor, running.mode):
+    if running is None:
         return tensor
-    if _compat.wraps_fakes(tensor):
+    if _compat.is_fake_of(tensor, running.mode):
+        if _compat.is_in_parts(tensor):
+            _meet(running, tensor, "made")
+        return tensor
+    if _compat.wraps_fakes(tensor) and _compat.placement(tensor) is None:
         _meet(running, tensor, "made")
         return tensor
     for mapping in reversed(running.substitutes):
@@ -185,15 +197,20 @@ def lift(tensor: Tensor) -> Tensor:
         return _capture(running, tensor)
 
 
+def is_taken_whole(tensor: Tensor) -> bool:
+    """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
+    return _compat.is_in_parts(tensor) and _compat.placement(tensor) is None
+
+
 def _meet(running: _Running, tensor: Tensor, how: str) -> None:
-    """Notes that a tensor in parts was given to the function, or made by it."""
+    """Notes that a tensor in parts was given and taken whole, or is there in its parts."""
     running.in_parts.add(how)
     if len(running.in_parts) > 1:
         raise _distributed(tensor)
 
 
 def _capture(running: _Running, tensor: Tensor) -> Tensor:
-    if _compat.is_in_parts(tensor):
+    if is_taken_whole(tensor):
         _meet(running, tensor, "given")
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
@@ -225,24 +242,28 @@ def _distributed(tensor: Tensor) -> TraceError:
             where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
             f"{user_line()}",
             what="meets others in a region of which some are given and some made inside.",
-            why="A trace stands a plain tensor of the whole shape in for a given one, "
-            "which does not go together with parts; hooks of `parallelize_module` make "
-            "such ones.",
+            why="Under vmap, and for a subclass other than DTensor, a trace stands a plain "
+            "tensor of the whole shape in for a given one, which does not go together "
+            "with parts.",
             do='Use engine="rerun", which runs the function again in the backward, or '
             "pass local tensors and make all of them inside.",
         )
     )
 
 
-def _require_whole(returned: Sequence[Tensor | None]) -> None:
+def _require_known(returned: Sequence[Tensor | None]) -> None:
     for tensor in returned:
-        if tensor is not None and _compat.wraps_fakes(tensor):
+        if (
+            tensor is not None
+            and _compat.wraps_fakes(tensor)
+            and _compat.placement(tensor) is None
+        ):
             raise TraceError(
                 explain(
                     where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
                     what="is made inside the region and returned.",
-                    why="A program hands out plain tensors.",
-                    do='Return its `to_local()`, or use engine="rerun", which runs the '
+                    why="A program hands out plain tensors and DTensors.",
+                    do='Return plain tensors, or use engine="rerun", which runs the '
                     "function again in the backward.",
                 )
             )
@@ -324,14 +345,13 @@ def _placeholder(meta: TensorMeta, name: str) -> Tensor:
         with _compat.unrecorded():
             fake = _fake(meta)
         _compat.add_placeholder(fake, name)
-    return fake
+        return meta.stand_in(fake)
 
 
 def _fake(meta: TensorMeta) -> Tensor:
-    fake = torch.empty_strided(
-        meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
-    )
-    return fake.requires_grad_(meta.requires_grad)
+    """What the graph knows of a tensor: of a DTensor, this rank's part."""
+    local = dataclasses.replace(meta, requires_grad=meta.is_leaf, placement=None)
+    return local.empty()
 
 
 @final
@@ -346,7 +366,7 @@ class Request:
             whole is None for "like the outputs".
         find: whether a captured tensor may become a further operand.
         gradients: whether to trace a backward at all.
-        is_in_parts: whether a DTensor, or a tensor of its kind, is among what goes in.
+        is_in_parts: whether a tensor in parts that is taken whole is among what goes in.
         backward_numerics: the switches under which the backward half runs; None means
             the forward's, without autocast.
     """
@@ -418,13 +438,18 @@ class _Run:
         self.detached: list[bool] = []
         self.cut: tuple[bool, ...] = ()
         self.chosen: tuple[int, ...] = ()
+        self.same: dict[int, tuple[str, int]] = {}
+        self.placements: list[Any] = []
+        self.spread: list[Any] = []
         self.num_returned = 0
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *operands: Tensor) -> list[Tensor | None]:
         running, request = self.running, self.request
         with _compat.autocast_cache(self.keeps_casts):
-            return self._run(running, request, operands)
+            pairs = zip(request.operands, operands, strict=True)
+            stand_ins = tuple(meta.stand_in(each) for meta, each in pairs)
+            return self._run(running, request, stand_ins)
 
     def _run(
         self, running: _Running, request: Request, operands: tuple[Tensor, ...]
@@ -433,10 +458,11 @@ class _Run:
             results = request.function(operands)
         # Outside of the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
-        _require_whole(returned)
+        _require_known(returned)
         self.num_returned = len(returned)
-        self.chosen = _choose([*operands, *running.leaves], returned)
+        self.chosen, self.same = _choose([*operands, *running.leaves], returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
+        self.placements = list(map(_compat.placement, outputs))
         self.differentiable = [out.requires_grad for out in outputs]
         self.detached = [out is not None and not out.requires_grad for out in returned]
         _note_forward(_compat.active_graph())
@@ -450,7 +476,11 @@ class _Run:
                 gradients += self._gradients(
                     [*operands, *running.leaves], outputs, layout
                 )
-        return [*returned, *gradients]
+        self.spread = [
+            None if each is None else _compat.placement(each) for each in gradients
+        ]
+        found = [*returned, *gradients]
+        return [None if each is None else _compat.local_part(each) for each in found]
 
     def _gradients(
         self,
@@ -497,6 +527,9 @@ def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]
         TensorMeta.of(output, requires_grad=False) if output.requires_grad else None
         for output in outputs
     )
+    if any(meta is not None and meta.placement is not None for meta in like):
+        # How the cotangent of a sum would be spread, torch decides.
+        return [like]
     expanded = tuple(meta and _expanded(meta) for meta in like)
     return [like] if expanded == like else [like, expanded]
 
@@ -520,13 +553,36 @@ def _backward_numerics(
     return numerics.applied()
 
 
-def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int, ...]:
+def _choose(
+    operands: list[Tensor], returned: list[Tensor | None]
+) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
     """Which returned tensors the region hands out; the others are views of these.
 
     A tensor that shares its storage with an operand, or with a returned tensor that owns
-    it, is made again from that one, so that the caller's in-place changes stay visible.
+    it, is made again from that one, so that the caller's in-place changes stay visible. A
+    DTensor is a wrapper, and has no storage: it is an operand or another returned one, or
+    is handed out.
+
+    Returns:
+        The places of what is handed out, and for each place of a DTensor what is there: an
+        "operand", or an "output" by its place.
     """
-    owned = {_compat.storage_key(operand) for operand in operands}
+    places = {id(each): ("operand", k) for k, each in enumerate(operands)}
+    same: dict[int, tuple[str, int]] = {}
+    for index, each in enumerate(returned):
+        if each is not None and _compat.placement(each) is not None:
+            same[index] = places.setdefault(id(each), ("output", index))
+    plain = [each if index not in same else None for index, each in enumerate(returned)]
+    spread = {place for kind, place in same.values() if kind == "output"}
+    return tuple(sorted({*_choose_plain(operands, plain), *spread})), same
+
+
+def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
+    owned = {
+        _compat.storage_key(operand)
+        for operand in operands
+        if _compat.placement(operand) is None
+    }
     tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
     # Owners first, and where one is another's detached alias, the one with a gradient.
     tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
@@ -540,7 +596,7 @@ def _choose(operands: list[Tensor], returned: list[Tensor | None]) -> tuple[int,
         chosen.append(index)
         if not _is_part(tensor):
             owned.add(key)
-    return tuple(sorted(chosen))
+    return chosen
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -589,6 +645,10 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
     graph = check(Graph(values, imported.num_inputs, imported.outputs))
     bases = {new: operand for operand, new in imported.mutations}
     num_operands = len(run.request.operands) + len(running.captured)
+    plain = [
+        None if placement else ref
+        for ref, placement in zip(outputs, run.placements, strict=True)
+    ]
     first = Joint(
         graph=graph,
         cotangents=(),
@@ -596,36 +656,45 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
         num_operands=num_operands,
         chosen=run.chosen,
         outputs=outputs,
+        placements=tuple(run.placements),
         differentiable=tuple(run.differentiable),
         views=tuple(
-            _view(graph, outputs, bases, ref, cuts)
-            for ref, *cuts in zip(returned, run.detached, run.cut, strict=False)
+            _whole_view(run, index, cuts)
+            if index in run.same
+            else _view(graph, plain, bases, ref, cuts)
+            for index, (ref, *cuts) in enumerate(
+                zip(returned, run.detached, run.cut, strict=False)
+            )
         ),
         gradients=(),
+        spread=(),
         mutations=imported.mutations,
         states=imported.states,
     )
-    joints = tuple(_for_each_layout(first, run.layouts, imported.outputs[count:]))
+    joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
     return Traced(
         joints, tuple(running.captured), list(running.leaves), tuple(running.fakes)
     )
 
 
 def _for_each_layout(
-    joint: Joint,
-    layouts: list[tuple[TensorMeta | None, ...]],
-    gradients: tuple[Ref | None, ...],
+    joint: Joint, run: _Run, gradients: tuple[Ref | None, ...]
 ) -> Generator[Joint]:
     width, start = joint.num_operands, joint.num_operands
-    if not layouts:
-        yield dataclasses.replace(joint, gradients=(None,) * width)
-    for place, layout in enumerate(layouts):
-        found = gradients[place * width : (place + 1) * width]
+    if not run.layouts:
+        none = (None,) * width
+        yield dataclasses.replace(joint, gradients=none, spread=none)
+    for place, layout in enumerate(run.layouts):
+        own = slice(place * width, (place + 1) * width)
         count = sum(meta is not None for meta in layout)
         inputs = tuple(range(start, start + count))
         start += count
         yield dataclasses.replace(
-            joint, cotangents=inputs, layout=layout, gradients=found
+            joint,
+            cotangents=inputs,
+            layout=layout,
+            gradients=gradients[own],
+            spread=tuple(run.spread[own]),
         )
 
 
@@ -650,16 +719,25 @@ def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value,
     return tuple(settled)
 
 
+def _whole_view(run: _Run, index: int, cuts: list[bool]) -> View:
+    """The view of a DTensor, which is an operand or an output."""
+    kind, place = run.same[index]
+    if kind == "operand":
+        return View(None, place, None, *cuts)
+    return View(run.chosen.index(place), None, None, *cuts)
+
+
 def _view(
     graph: Graph,
-    outputs: tuple[Ref, ...],
+    outputs: Sequence[Ref | None],
     written: Mapping[Ref, int],
     ref: Ref | None,
     cuts: list[bool],
 ) -> View:
     if ref is None:
         return View(None, None, None, True)
-    path = _import_fx.view_path(graph, (*outputs, *written), ref)
+    plain = [each for each in outputs if each is not None]
+    path = _import_fx.view_path(graph, (*plain, *written), ref)
     assert path is not None, (
         f"{ref} is neither an output, an operand, nor a view of one"
     )

@@ -32,12 +32,7 @@ def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
     """Stand-ins for tensors, and a context in which operators run without data."""
     home = metas[0].device if metas else torch.device("cpu")
     with _compat.isolated(), _compat.fake_mode(home):
-        yield [
-            torch.empty_strided(
-                meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
-            ).requires_grad_(meta.requires_grad)
-            for meta in metas
-        ]
+        yield [meta.empty() for meta in metas]
 
 
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
@@ -186,7 +181,10 @@ class Link:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The cotangents of the outputs, and those that go straight to operands."""
         views = self.region.every_view(self.roots)
-        metas = self.region.joint(self.roots).output_metas
+        metas = [
+            dataclasses.replace(meta, requires_grad=False)
+            for meta in self.region.joint(self.roots).output_metas
+        ]
         count = len(metas)
 
         def returned(tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -194,12 +192,7 @@ class Link:
             return [make_view(view, outputs, given) for view in views]
 
         # A view's derivative reads no numbers.
-        stand_ins = [
-            torch.empty_strided(
-                each.shape, each.stride, dtype=each.dtype, device=each.device
-            )
-            for each in metas
-        ]
+        stand_ins = [each.empty() for each in metas]
         found = pulled(returned, [*stand_ins, *operands], cotangents)
         flows = self.region.joint(self.roots).differentiable
         outputs = [

@@ -1,13 +1,19 @@
 """`parallelize_module` over blocks with regions: DTensor parameters and activations."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Placed
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard as Placed,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,7 +23,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from remat import TraceError, checkpoint_name, modules, policies, remat
+from remat import (
+    SavedTensorModifiedError,
+    TraceError,
+    chain,
+    checkpoint_name,
+    modules,
+    policies,
+    remat,
+    schedules,
+    storage,
+)
 from tests.distributed.models import (
     ACTIVATION_BYTES,
     Block,
@@ -120,14 +136,56 @@ def check_the_recomputation_runs_the_forwards_collectives(mesh: Any) -> None:
             assert ours[name] == plain[name] + 3 * count
 
 
-def check_a_trace_says_what_to_do(mesh: Any) -> None:
-    for by_sequence in (False, True):
-        model = tensor_parallel(mesh, a_model(), by_sequence=by_sequence)
-        plain = step(model)
-        modules.apply(model, Block)
-        with pytest.raises(TraceError, match=r"meets others.*Use engine=\"rerun\""):
+def placements(model: nn.Module) -> dict[str, Any]:
+    """How each gradient is spread; those of replicated parameters may be partial sums."""
+    return {
+        name: getattr(parameter.grad, "placements", None)
+        for name, parameter in model.named_parameters()
+    }
+
+
+SUMS = policies.by_op(torch.ops._c10d_functional.wait_tensor)
+
+
+def check_blocks_are_traced(mesh: Any) -> None:
+    # Beside its input, in parts of `share`: a sum, or two gathered and a scattered one. No
+    # gradient reads the block's own sum.
+    for by_sequence, share, sums in ((False, 1, 1), (True, 2, 2 * 2 + 1)):
+        plain = tensor_parallel(mesh, a_model(1), by_sequence=by_sequence)
+        expected = step(plain)
+        first = modules.apply(a_model(1), Block, policy=SUMS)
+        second = tensor_parallel(mesh, a_model(1), by_sequence=by_sequence)
+        for model, held in (
+            (tensor_parallel(mesh, first, by_sequence=by_sequence), 1 + sums),
+            (modules.apply(second, Block), 1),
+        ):
+            for _ in range(2):
+                assert_equal(step(model), expected)
+                assert placements(model) == placements(plain)
+            found = held_bytes(model(*batches(0)), model)
+            assert found == held * ACTIVATION_BYTES // share
+
+
+def check_a_trace_sends_no_more_than_it_must(mesh: Any) -> None:
+    def counted(by_sequence: bool, **options: Any) -> Counter[str]:
+        model = tensor_parallel(mesh, a_model(1), by_sequence=by_sequence)
+        if options:
+            modules.apply(model, Block, **options)
+            model(*batches(0))
+        with OperatorCounter() as counter:
             step(model)
-        assert_equal(step(modules.remove(model)), plain)
+        kinds = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+        return Counter({k: counter.counts[f"_c10d_functional.{k}"] for k in kinds})
+
+    # No gradient reads the block's own sum: it is not made again.
+    for by_sequence, again in (
+        (False, {"all_reduce": 1}),
+        (True, {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
+    ):
+        plain = counted(by_sequence)
+        more = Counter(again)
+        assert counted(by_sequence, policy=policies.nothing_saveable) == plain + more
+        assert counted(by_sequence, policy=SUMS) == plain
 
 
 def check_tensors_in_parts_made_inside(mesh: Any) -> None:
@@ -159,18 +217,168 @@ def check_tensors_in_parts_made_inside(mesh: Any) -> None:
         assert counter.counts["_c10d_functional.all_gather_into_tensor"] == num_gathers
 
 
-def check_tensors_in_parts_that_a_trace_refuses(mesh: Any) -> None:
-    def made(x: Tensor) -> Tensor:
-        return DTensor.from_local(x.sin(), mesh, [Placed(0)], run_check=False)
+def spread(mesh: Any, size: int = 6) -> tuple[Any, ...]:
+    """A replicated input, two weights, cut by rows and by columns, and a scale."""
+    torch.manual_seed(0)
+    shapes = ((3, size), (size, size), (size, size), (size,))
+    cuts = (Replicate(), Placed(0), Placed(1), Replicate())
+    return tuple(
+        distribute_tensor(torch.randn(shape), mesh, [cut]).requires_grad_()
+        for shape, cut in zip(shapes, cuts, strict=True)
+    )
 
-    def mixed(x: Tensor) -> Tensor:
-        # In a trace it would look like a local tensor, and is none.
-        local: Any = x if isinstance(x, DTensor) else made(x)
-        return local.redistribute(mesh, [Replicate()]).to_local()
 
-    x = torch.randn(4, 4, requires_grad=True)
-    with pytest.raises(TraceError, match=r"is made inside .*Return its `to_local\(\)`"):
-        remat(made)(x)
-    parts = made(x).detach().requires_grad_()
-    with pytest.raises(TraceError, match="meets others in a region"):
-        remat(mixed)(parts)
+def two_layers(x: Any, w: Any, v: Any, scale: Any) -> Any:
+    """DTensors in, a DTensor out, which is one term of a sum on each rank."""
+    hidden = checkpoint_name(torch.tanh(x @ w.t()), "hidden")
+    return (hidden @ v.t()) * scale
+
+
+def described(tensors: Iterable[Any]) -> list[tuple[Any, Tensor]]:
+    """How each is spread, and what this rank holds of it."""
+    return [
+        (each.placements, each.to_local().detach())
+        if isinstance(each, DTensor)
+        else (None, each.detach())
+        for each in tensors
+    ]
+
+
+def assert_alike(
+    ours: Iterable[Any], theirs: Iterable[Any], tolerance: float = 0.0
+) -> None:
+    """Spread alike, and equal to the bit where no tolerance is given."""
+    for one, other in zip(described(ours), described(theirs), strict=True):
+        assert one[0] == other[0]
+        torch.testing.assert_close(one[1], other[1], rtol=tolerance, atol=tolerance)
+
+
+def with_gradients(function: Any, leaves: Any, loss: Any) -> list[Any]:
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    total: Any = sum(loss(each) for each in outputs if each.requires_grad)
+    return [*outputs, *torch.autograd.grad(total, leaves)]
+
+
+def check_tensors_in_parts_go_in_and_out(mesh: Any) -> None:
+    whole = [Replicate()]
+    functions: tuple[Callable[..., Any], ...] = (
+        two_layers,
+        lambda *given: two_layers(*given).redistribute(placements=[Placed(0)]),
+        lambda *given: two_layers(*given).to_local(),
+        lambda x, w, v, s: (h := torch.tanh(x @ w.t()), h * v.sum() * s.sum(), h),
+        lambda x, w, v, s: (
+            DTensor.from_local(x.to_local() * 2, mesh, [Placed(0)], run_check=False)
+            * (w.sum() + v.sum())
+            * s
+        ),
+    )
+    losses: tuple[Callable[[Any], Any], ...] = (
+        lambda y: y.square().sum(),
+        lambda y: y.sum(),
+        lambda y: (
+            y.redistribute(placements=whole).to_local().square().sum()
+            if isinstance(y, DTensor)
+            else y.square().sum()
+        ),
+    )
+    for index, function in enumerate(functions):
+        region = remat(function)
+        # Contributions that meet outside of a call agree to rounding.
+        tolerance = 1e-5 if index == 3 else 0.0
+        # An odd size: the ranks' parts differ.
+        for size, loss in zip((6, 5, 6), losses, strict=True):
+            leaves = spread(mesh, size)
+            plain = with_gradients(function, leaves, loss)
+            for _ in range(2):
+                assert_alike(with_gradients(region, leaves, loss), plain, tolerance)
+
+
+def check_policies_over_tensors_in_parts(mesh: Any) -> None:
+    leaves = spread(mesh)
+    plain = with_gradients(two_layers, leaves, torch.sum)
+    named = policies.save_only_these_names("hidden")
+    options: dict[str, Any]
+    for options in (
+        {"policy": named},
+        {"policy": named, "verify": True},
+        {"policy": policies.everything_saveable},
+        {"saved_inputs": {"x": storage.Shard(mesh)}},
+    ):
+        region = remat(two_layers, **options)
+        assert_alike(with_gradients(region, leaves, torch.sum), plain)
+    held = remat(two_layers, policy=named).saved_residuals(*leaves)
+    assert ("hidden", 4 * 3 * 3) in [(each.name, each.size_bytes) for each in held]
+
+
+def check_a_signature_knows_how_tensors_are_spread(mesh: Any) -> None:
+    x, w, v, scale = spread(mesh)
+    region = remat(lambda x: two_layers(x, w, v, scale))
+    captured = remat(two_layers)
+    captured.cache_clear()
+    for count, cut in enumerate((Replicate(), Placed(0), Placed(1)), 1):
+        given = x.detach().redistribute(placements=[cut]).requires_grad_()
+        for _ in range(2):
+            leaves = (given, w, v, scale)
+            plain = with_gradients(two_layers, leaves, torch.sum)
+            assert_alike(with_gradients(captured, leaves, torch.sum), plain)
+            ours = region(given)
+            found = torch.autograd.grad(ours.sum(), leaves)
+            assert_alike([ours, *found], plain)
+        assert captured.cache_info().misses == count
+
+
+def check_regions_in_regions_and_stacks_of_tensors_in_parts(mesh: Any) -> None:
+    x, *rest = leaves = spread(mesh)
+
+    def stage(x: Any) -> Any:
+        return two_layers(x, *rest).redistribute(placements=[Replicate()])
+
+    inner = remat(stage)
+    y = stage(stage(stage(x)))
+    plain = [y, *torch.autograd.grad(y.sum(), leaves)]
+    for function in (
+        remat(lambda x: inner(inner(inner(x)))),
+        chain([stage, stage, stage], schedule=schedules.Revolve(1)),
+    ):
+        y = function(x)
+        assert_alike([y, *torch.autograd.grad(y.sum(), leaves)], plain)
+
+
+def check_transforms_of_tensors_in_parts(mesh: Any) -> None:
+    leaves, region = spread(mesh), remat(two_layers)
+    x, *rest = leaves
+    every = (0, 1, 2, 3)
+    grad, vmap = torch.func.grad, torch.func.vmap
+
+    def loss(function: Any) -> Any:
+        return lambda *given: function(*given).square().sum()
+
+    def twice(function: Any) -> Any:
+        found = torch.autograd.grad(loss(function)(*leaves), leaves, create_graph=True)
+        total: Any = sum(each.square().sum() for each in found)
+        return torch.autograd.grad(total, leaves)
+
+    transforms: tuple[Callable[[Any], Any], ...] = (
+        lambda f: grad(loss(f), every)(*leaves),
+        lambda f: torch.func.vjp(f, *leaves)[1](torch.ones_like(two_layers(*leaves))),
+        lambda f: grad(lambda *each: grad(loss(f))(*each).square().sum(), every)(
+            *leaves
+        ),
+        twice,
+        lambda f: [vmap(lambda x: f(x, *rest))(x)],
+    )
+    for transform in transforms:
+        ours, plain = transform(region), transform(two_layers)
+        assert_alike(ours, plain, 1e-5)
+    with pytest.raises(TraceError, match="is mapped by vmap, or its backward is"):
+        torch.func.jacrev(lambda x: region(x, *rest).sum(0))(x)
+
+
+def check_what_is_changed_in_place_is_found(mesh: Any) -> None:
+    x, w, v, scale = spread(mesh)
+    y = remat(two_layers)(x, w, v, scale)
+    with torch.no_grad():
+        v.mul_(2)
+    with pytest.raises(SavedTensorModifiedError):
+        y.sum().backward()

@@ -66,11 +66,12 @@ def check_fully_shard_over_distributed_tensors(mesh: Any) -> None:
         return sharded(model, model.blocks, mesh)
 
     plain = step(made(a_model()), mesh)
-    first = made(modules.apply(a_model(), Block, engine="rerun"))
-    second = modules.apply(made(a_model()), Block, engine="rerun")
-    for model in (first, second):
-        for _ in range(2):
-            assert_equal(step(model, mesh), plain)
+    for engine in ("trace", "rerun"):
+        first = made(modules.apply(a_model(), Block, engine=engine))
+        second = modules.apply(made(a_model()), Block, engine=engine)
+        for model in (first, second):
+            for _ in range(2):
+                assert_equal(step(model, mesh), plain)
 
 
 def check_inputs_wait_in_parts_over_the_other_dimension(mesh: Any) -> None:
