@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import (
+    context_parallel_checks,
     data_parallel_checks,
     expert_checks,
     pipeline_checks,
@@ -24,8 +25,9 @@ WORLDS: dict[int, tuple[Any, ...]] = {
         tensor_parallel_checks,
         pipeline_checks,
         expert_checks,
+        context_parallel_checks,
     ),
-    4: (two_dimensional_checks,),
+    4: (two_dimensional_checks, context_parallel_checks),
 }
 
 
