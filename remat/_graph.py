@@ -120,11 +120,8 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
-# Only a DTensor's has the last item, its placement.
-Layout = (
-    tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool]
-    | tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, bool, Any]
-)
+# Shape, strides, dtype, device, whether it is differentiated; of a DTensor its placement.
+Layout = tuple[Any, ...]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

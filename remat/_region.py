@@ -113,7 +113,9 @@ class Asked(NamedTuple):
     @property
     def cotangents(self) -> tuple[TensorMeta | None, ...]:
         """The metadata of the cotangents."""
-        return tuple([each and TensorMeta(*each) for each in self.layouts])
+        return tuple(
+            [None if each is None else TensorMeta(*each) for each in self.layouts]
+        )
 
 
 class Results(NamedTuple):

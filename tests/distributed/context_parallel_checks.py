@@ -87,8 +87,8 @@ def gathering(mesh: Any) -> Callable[[Tensor, Tensor], Tensor]:
         key, value = checkpoint_name(whole, "keys").chunk(2, -1)
         places = torch.arange(size * LENGTH)
         mask = places <= places[rank * LENGTH :][:LENGTH, None]
-        heads = (each.unsqueeze(1) for each in (query, key, value))
-        return F.scaled_dot_product_attention(*heads, attn_mask=mask).squeeze(1)
+        q, k, v = (each.unsqueeze(1) for each in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
 
     return attend
 
@@ -170,7 +170,7 @@ def check_attention_in_a_ring(mesh: Any) -> None:
 
 def assert_close_to_whole(mesh: Any, part: Tensor, x: Tensor, weight: Tensor) -> None:
     """Causal attention over the whole sequence, on one rank, has this part."""
-    heads = (each.unsqueeze(1) for each in (x @ weight.detach()).chunk(3, -1))
-    whole = F.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1)
+    q, k, v = (each.unsqueeze(1) for each in (x @ weight.detach()).chunk(3, -1))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
     own = whole[:, mesh.get_local_rank() * LENGTH :][:, :LENGTH]
     torch.testing.assert_close(part, own)

@@ -113,7 +113,7 @@ class Saved(saved_tensors_hooks):
         return sum(size for key, size in found.items() if key[0] not in self._own)
 
 
-def key_of(tensor: Tensor) -> tuple[int, int, int]:
+def key_of(tensor: Tensor) -> tuple[int, Any, Any]:
     """The same for two tensors that hold the same numbers in memory."""
     place = tensor.untyped_storage()._cdata
     return place, tensor.storage_offset(), tensor.numel()
@@ -142,7 +142,7 @@ def check_bytes_of_micro_batches_in_flight(mesh: Any) -> None:
         ):
             (stage,) = stages(mesh, 1, **options)
             schedule = kind(stage, MICRO_BATCHES, loss_fn=loss)
-            given = {"target": target} if last else {}
+            given: dict[str, Any] = {"target": target} if last else {}
             saved = Saved(stage.submod)
             with saved:
                 schedule.step(*((x,) if rank == 0 else ()), **given)
