@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, final, ov
 import torch
 from torch import Tensor, nn
 
-from remat import _captures, _compat, _rerun
+from remat import _captures, _compat, _in_graph, _rerun
 from remat._advice import advise
 from remat._entry import Entry, Options, make_entry
 from remat._errors import RematWarning, explain
@@ -191,17 +191,24 @@ def is_inert() -> bool:
 class Region(Generic[_P, _R]):
     """A function decorated with `remat`; see there."""
 
-    def __init__(self, fun: Callable[_P, _R], settings: Settings) -> None:
+    def __init__(
+        self, fun: Callable[_P, _R], settings: Settings, where: str = ""
+    ) -> None:
         self.settings = settings
         self._fun = fun
         self.rng_default = "preserve" if is_of_module(fun) else "keys"
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
+        self._where = where or _where(fun)
+        self.kind = self._registered()
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
-            return _call_outside_of_dynamo(self, args, kwargs)
+            # Inference mode, of which Dynamo does not let one ask, has no grad mode either.
+            if _is_disabled() or not torch.is_grad_enabled():
+                return self._fun(*args, **kwargs)
+            return _in_graph.call(self.kind, self._fun, args, kwargs)
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
@@ -232,6 +239,8 @@ class Region(Generic[_P, _R]):
         ):
             return self._fun(*args, **kwargs)
         entry, captured = self._entry(signature, roots, numerics, args, kwargs)
+        if _compat.is_in_compiler():
+            _in_graph.require_recordable(entry, roots)
         self._cache.learn(args, kwargs, signature, numerics)
         tensors = [*signature.tensors, *captured]
         if is_running():
@@ -322,18 +331,16 @@ class Region(Generic[_P, _R]):
         assert captured is not None, entry.covered.explain(roots)
         return entry, captured
 
-    @property
-    def _where(self) -> str:
-        fun = inspect.unwrap(self._fun)
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        code = getattr(fun, "__code__", None)
-        if code is None:
-            kind = cast("type[object]", type(fun))
-            code = getattr(getattr(kind, "forward", None), "__code__", None)
-        if code is None:
-            return f"the region {name}"
-        file = code.co_filename.rpartition("/")[2]
-        return f"the region {name} ({file}:{code.co_firstlineno})"
+    def _registered(self) -> str:
+        """The key under which a graph of torch.compile finds what this region is."""
+        settings = dataclasses.replace(self.settings, rng=self._rng)
+        owner = getattr(self._fun, "__self__", self._fun)
+        parts = owner.modules() if isinstance(owner, nn.Module) else ()
+        number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
+        key = f"{self._where}, kind {number}"
+        around = functools.partial(_around_graph, settings, self._where)
+        _in_graph.register(key, around, _why_apart(settings, self._where))
+        return key
 
     def _advise_of_statics(
         self, cache: _Cache, signature: Signature, names: tuple[str, ...]
@@ -445,6 +452,7 @@ class Region(Generic[_P, _R]):
         """A decorated method of a module draws like the module."""
         if issubclass(owner, nn.Module):
             self.rng_default = "preserve"
+            self.kind = self._registered()
 
     def __reduce__(self) -> Any:
         """Pickles a decorated function by its name, another region by its parts."""
@@ -468,11 +476,52 @@ for _name in ("__call__", "__get__"):
     _compat.unseen_by_dynamo(vars(Region)[_name])
 
 
-@_compat.without_dynamo
-def _call_outside_of_dynamo(
-    region: Region[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return region(*args, **kwargs)
+# A number for all regions with the same options around modules of the same classes.
+_numbers: dict[tuple[object, ...], int] = {}
+
+
+def _around_graph(
+    settings: Settings, where: str, function: Callable[..., Any]
+) -> Region[..., Any]:
+    """A region around a graph of torch.compile's, which keeps its traces for itself."""
+    region = Region(function, settings, where)
+    region.__dict__["_cache"] = _Cache()
+    return region
+
+
+def _why_apart(settings: Settings, where: str) -> str:
+    """Why regions with these options cannot be in a graph of torch.compile, if so."""
+    options = [
+        option
+        for option, is_set in (
+            ('engine="rerun"', settings.engine == "rerun"),
+            ("verify=True", settings.verify),
+        )
+        if is_set
+    ]
+    if not options:
+        return ""
+    return explain(
+        where=where,
+        what=f"has {' and '.join(options)}, and is called under torch.compile.",
+        why="What that does in the backward is no part of a graph.",
+        do="Leave it out, or compile without fullgraph=True: the region then runs "
+        "between two graphs.",
+    )
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """What messages call the region of a function."""
+    fun = inspect.unwrap(function)
+    name = getattr(fun, "__qualname__", type(fun).__name__)
+    code = getattr(fun, "__code__", None)
+    if code is None:
+        kind = cast("type[object]", type(fun))
+        code = getattr(getattr(kind, "forward", None), "__code__", None)
+    if code is None:
+        return f"the region {name}"
+    file = code.co_filename.rpartition("/")[2]
+    return f"the region {name} ({file}:{code.co_firstlineno})"
 
 
 def _by_name(region: Region[..., Any]) -> object:

@@ -127,7 +127,8 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         case "grad":
             return _run_under_grad(call, tensors, interpreter)
         case "jvp":
-            return _run_under_jvp(call, tensors, save, interpreter)
+            with _compat.dual_level_told():
+                return _run_under_jvp(call, tensors, save, interpreter)
         case "vmap":
             return _run_under_vmap(call, tensors, save, interpreter)
         case _:

@@ -38,9 +38,11 @@ from torch._functorch.utils import (
     unwrap_dead_wrappers,
 )
 from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental import proxy_tensor
@@ -62,6 +64,11 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 # The autograd.Function that sees one functorch level. Obsolete when autograd.Function
 # carries its own rule for nested forward mode (pytorch #197867).
 SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore[reportAssignmentType]
+
+# `call_unseen(around, function, *args)` is `around(function)(*args)`, of which Dynamo traces
+# the function alone, and AOTAutograd the rest around Dynamo's graph of it. Obsolete when
+# torch.compile has a public way for a library to stand around a part of a graph.
+call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
 
 enable_single_level = enable_single_level_autograd_function
 disable_modes = _disable_current_modes
@@ -597,6 +604,27 @@ def _shared_dual_level() -> Generator[None]:
         _transforms.JVP_NESTING -= 1
 
 
+@contextlib.contextmanager
+def dual_level_told() -> Generator[None]:
+    """Tells torch's Python of a level of forward mode that is known in C alone.
+
+    Dynamo's graphs open it there for torch.func.jvp. Tangents would go unnoticed, and be
+    lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.
+    """
+    stack: Any = _functorch_c.get_interpreter_stack() or ()
+    jvp = _functorch_c.TransformType.Jvp
+    if _forward_ad._current_level >= 0 or all(each.key() != jvp for each in stack):
+        yield
+        return
+    _forward_ad._current_level = 0
+    _transforms.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        _transforms.JVP_NESTING -= 1
+        _forward_ad._current_level = -1
+
+
 def make_fx(
     function: Callable[..., Any],
     args: Sequence[Tensor],
@@ -699,6 +727,15 @@ def proxy_is_active() -> bool:
     return is_watched() and proxy_tensor.get_proxy_mode() is not None
 
 
+def is_in_compiler() -> bool:
+    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators.
+
+    Obsolete when `torch.compiler` tells that from a trace by Dynamo.
+    """
+    functional: Any = torch._C._TorchDispatchModeKey.FUNCTIONAL
+    return _torch._C._get_dispatch_mode(functional) is not None
+
+
 def active_graph() -> fx.Graph:
     """The graph that `make_fx` is filling on this thread."""
     return _tracer().graph
@@ -778,6 +815,10 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Tensor) -> list[Tensor | None]:
+        with _functionalization_permitted():
+            return replaced(args)
+
+    def replaced(args: tuple[Tensor, ...]) -> list[Tensor | None]:
         _torch._enable_functionalization(reapply_views=True)
         try:
             wrapped = [_torch._to_functional_tensor(each) for each in args]
@@ -794,6 +835,15 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
             _torch._disable_functionalization()
 
     return run
+
+
+def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
+    # AOTAutograd switches this key off around all that it calls.
+    excluded: Any = _torch._C._dispatch_tls_local_exclude_set()
+    return _torch._C._ForceDispatchKeyGuard(
+        _torch._C._dispatch_tls_local_include_set(),
+        excluded.remove(torch._C.DispatchKey.Functionalize),
+    )
 
 
 def _from_functional(tensor: Tensor) -> Tensor:
@@ -997,6 +1047,18 @@ def keep_in_traces(op: Any) -> None:
     has_side_effect(op)
 
 
+def leave_out_of_compilers(op: Any) -> None:
+    """Has AOTAutograd take an operator that returns nothing for nothing at all.
+
+    Obsolete when it drops what only Dynamo's graphs are to hold.
+    """
+    op.py_impl(FunctionalTensorMode)(_nothing)
+
+
+def _nothing(*_: Any) -> None:
+    """What an operator does that is left out."""
+
+
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of a pytree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -1185,6 +1247,77 @@ def without_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     Obsolete as the above is.
     """
     return _torch._disable_dynamo(function)
+
+
+def end_graph(why: str) -> None:
+    """Ends the graph that Dynamo makes, or with `fullgraph=True` raises what says why.
+
+    Obsolete when `torch.compiler` has a public name for it.
+    """
+    _torch._dynamo.graph_break(msg=why)
+
+
+def take_floats_for_constants() -> None:
+    """Has Dynamo take each float that it meets from here on for a constant, and guard it.
+
+    In the frame that it traces, to the end. Otherwise a float that has changed becomes an
+    input, and fails in the second subgraph that reads it. Obsolete when a float that two
+    `torch.utils.checkpoint` regions read may change under torch.compile.
+    """
+    _torch._dynamo.comptime.comptime(_specialize_floats)
+
+
+def _specialize_floats(context: Any) -> None:
+    config: Any = _torch._dynamo.config
+    if config.specialize_float:
+        return
+    config.specialize_float = True
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.output.add_cleanup_hook(
+        lambda: setattr(config, "specialize_float", False)
+    )
+
+
+def number(symbol: Any) -> Any:
+    """What a symbol of torch.compile stands for, which is then guarded.
+
+    What is none comes back. Obsolete, like the next, when graphs may hold for all sizes.
+    """
+    for symbolic, plain in _SYMBOLS:
+        if isinstance(symbol, symbolic):
+            return plain(symbol)
+    return symbol
+
+
+_SYMBOLS: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
+    (torch.SymInt, int),
+    (torch.SymFloat, float),
+    (torch.SymBool, bool),
+)
+
+
+def without_symbols(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of Dynamo's with the numbers for which its symbols stand."""
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    for node in module.graph.nodes:
+        found = node.meta.get("example_value")
+        is_symbol = isinstance(found, tuple(symbolic for symbolic, _ in _SYMBOLS))
+        if node.op == "placeholder" or not is_symbol:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        if is_symbol:
+            env[node] = number(found)
+    return fx.GraphModule(module, graph)
+
+
+def trace_again() -> Exception:
+    """What makes Dynamo trace the frame again from its beginning, raised by a backend.
+
+    Of the two kinds of which it is, the one passes what calls the backend, the other has
+    Dynamo forget where it went. Obsolete when a backend may end the graph at a node.
+    """
+    exc: Any = _torch._dynamo.exc
+    kinds = (exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis)
+    return type("TraceAgain", kinds, {})()
 
 
 def outside_of_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:

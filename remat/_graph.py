@@ -300,29 +300,46 @@ def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
 def select(graph: Graph, order: list[int], outputs: tuple[Ref | None, ...]) -> Graph:
     """The graph of the values in `order`, renumbered."""
     number = {old: new for new, old in enumerate(order)}
-    values = tuple(_renumbered(graph.values[old], number) for old in order)
+    values = tuple(
+        renumbered(graph.values[old], lambda use: Ref(number[use])) for old in order
+    )
     renamed = tuple(None if ref is None else Ref(number[ref.index]) for ref in outputs)
     return Graph(values, graph.num_inputs, renamed)
 
 
-def _renumbered(value: Value, number: dict[int, int]) -> Value:
-    def rename(index: int) -> Ref:
-        return Ref(number[index])
+def renumbered(value: Value, rename: Callable[[int], Ref]) -> Value:
+    """The same step, reading other values."""
+    return dataclasses.replace(
+        value,
+        args=replace_refs(value.args, rename),
+        kwargs=replace_refs(value.kwargs, rename),
+        state=None if value.state is None else rename(value.state.index),
+    )
 
-    state = None if value.state is None else rename(value.state.index)
-    args = replace_refs(value.args, rename)
-    kwargs = replace_refs(value.kwargs, rename)
-    return dataclasses.replace(value, args=args, kwargs=kwargs, state=state)
+
+class Numbering:
+    """Gives values their numbers, one after the other, as they stand in a graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self.numbers: list[int] = []
+
+    def add(self, value: Value) -> None:
+        """Numbers the next value."""
+        key = _key(len(self.numbers), value, self.numbers)
+        self.numbers.append(self._known.setdefault(key, len(self._known)))
+
+    def knows(self, value: Value) -> bool:
+        """Whether one before, were this the next value, would be equal to it."""
+        return _key(len(self.numbers), value, self.numbers) in self._known
 
 
 def value_numbers(graph: Graph) -> tuple[int, ...]:
     """One number a value; equal numbers mean equal values, to the last bit."""
-    known: dict[Any, int] = {}
-    numbers: list[int] = []
-    for index, value in enumerate(graph.values):
-        key = _key(index, value, numbers)
-        numbers.append(known.setdefault(key, len(known)))
-    return tuple(numbers)
+    numbering = Numbering()
+    for value in graph.values:
+        numbering.add(value)
+    return tuple(numbering.numbers)
 
 
 def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ def _mark_nothing(value: torch.Tensor, name: str) -> None:
 _compat.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
 MARK = torch.ops.remat.mark.default
 _compat.keep_in_traces(MARK)
+_compat.leave_out_of_compilers(MARK)
 
 
 class _Thread(threading.local):
@@ -83,7 +84,10 @@ def checkpoint_name(x: _T, name: str) -> _T:
             f"checkpoint_name(x, name) takes a string as name, not {name!r}. "
             "The value comes first: checkpoint_name(x, 'hidden')."
         )
-    if _compat.proxy_is_active() or _thread.marks:
+    if torch.compiler.is_dynamo_compiling():
+        for tensor in _compat.tensor_leaves(x):
+            MARK(tensor, name)
+    elif _compat.proxy_is_active() or _thread.marks:
         for tensor in _compat.tensor_leaves(x):
             mark(tensor, name)
     return x

@@ -31,6 +31,7 @@ from remat._graph import (
     check,
     has_effect,
     prune,
+    renumbered,
     replace_refs,
     roots,
     value_numbers,
@@ -401,7 +402,7 @@ def _with_inputs(graph: Graph, count: int) -> Graph:
         for index in range(len(graph.values))
     }
     values = tuple(
-        _renamed(value, number)
+        renumbered(value, lambda use: Ref(number[use]))
         for index, value in enumerate(graph.values)
         if not count <= index < graph.num_inputs
     )
@@ -409,18 +410,6 @@ def _with_inputs(graph: Graph, count: int) -> Graph:
         None if ref is None else Ref(number[ref.index]) for ref in graph.outputs
     )
     return check(Graph(values, count, outputs))
-
-
-def _renamed(value: Value, number: dict[int, int]) -> Value:
-    def rename(index: int) -> Ref:
-        return Ref(number[index])
-
-    return dataclasses.replace(
-        value,
-        args=replace_refs(value.args, rename),
-        kwargs=replace_refs(value.kwargs, rename),
-        state=None if value.state is None else rename(value.state.index),
-    )
 
 
 def backward_graph(
@@ -457,7 +446,7 @@ def backward_graph(
             is_redraw=is_redraw,
             rank=found.repeats.get(index, -1),
         )
-        lines.append(_renamed(value, number))
+        lines.append(renumbered(value, lambda use: Ref(number[use])))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
     return check(Graph(tuple(lines), len(inputs), outputs))
 

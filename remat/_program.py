@@ -33,6 +33,7 @@ from remat import (
 from remat._bindings import bindings_of
 from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
+from remat._holding import held_back
 
 _SIMPLE = (bool, int, str, type(None))
 
@@ -46,11 +47,15 @@ class Program:
         graph: what it runs.
         title: the name of the function in its printed form.
         backend: "inductor", or None to run operator by operator.
+        num_saved: of a backward, how many of its first inputs are saved values.
+        num_cotangents: of a backward, how many of its last inputs are cotangents.
     """
 
     graph: Graph
     title: str
     backend: str | None = None
+    num_saved: int = 0
+    num_cotangents: int = 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
@@ -75,6 +80,8 @@ class Program:
 
     def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
         if _compat.proxy_is_active():
+            if _compat.is_in_compiler():
+                return _interpret(self._held_back, inputs)
             return _interpret(self.graph, inputs)
         watcher = _watching.watcher()
         if watcher is None:
@@ -86,6 +93,13 @@ class Program:
     def is_compiled(self) -> bool:
         """Whether the backend runs it, where nobody listens for single operators."""
         return self.backend is not None and _backend.can_compile(self.graph)
+
+    @functools.cached_property
+    def _held_back(self) -> Graph:
+        """The graph for a compiler that sees the forward and the backward at once."""
+        if not self.num_cotangents:
+            return self.graph
+        return held_back(self.graph, self.num_saved, self.num_cotangents)
 
     @functools.cached_property
     def _shares_memory(self) -> bool:

@@ -466,7 +466,7 @@ class Region:
             self.function.numerics,
             flows=None if all(joint.differentiable) else joint.differentiable,
             untracked=untracked,
-            storages=self._storages(roots) if save else (),
+            storages=self.storages(roots) if save else (),
             calls=self.calls.saved,
             placements=self._placements(joint),
         )
@@ -494,7 +494,7 @@ class Region:
             if layout is not None and placement is not None and len(layout) == 5:
                 raise _mapped_in_parts()
 
-    def _storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
+    def storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
         """How each saved value waits; empty if all are kept as they are."""
         analysis, decisions = self.analysis(roots), self.decisions(roots)
         found = tuple(
@@ -600,7 +600,7 @@ class Region:
             forward.verification is None
             and forward.placements is None
             and not self.inputs
-            and not self._storages(roots)
+            and not self.storages(roots)
             and forward.numerics.are_met_by(asked.numerics)
             and _are_outputs(given.views)
         ):
@@ -621,14 +621,21 @@ class Region:
         refs = [ref for ref, _ in handed_out]
         graph = backward_graph(joint, found, saved, refs)
         states = _metas(joint.states, analysis)
-        inputs = [*self.operands, *states, *filter(None, asked.cotangents)]
+        cotangents = [meta for meta in asked.cotangents if meta is not None]
+        inputs = [*self.operands, *states, *cotangents]
         placements = [meta.placement for meta in inputs]
         unique, views, spread = unique_outputs(
             graph, len(saved), placements, [spread for _, spread in handed_out]
         )
         is_spread = any(each is not None for each in (*placements, *spread))
         forward = Forward(
-            Program(unique, "backward", self.function.backend),
+            Program(
+                unique,
+                "backward",
+                self.function.backend,
+                num_saved=len(saved),
+                num_cotangents=len(cotangents),
+            ),
             (len(unique.outputs), 0, 0, 0),
             self.function.numerics,
             len(saved),
@@ -642,7 +649,7 @@ class Region:
     ) -> Verification | None:
         if not self.verify:
             return None
-        storages = self._storages(roots)
+        storages = self.storages(roots)
         is_exact = [each.is_exact for each in storages] or [True] * len(saved)
         return verification(analysis, saved, is_exact)
 
@@ -810,8 +817,10 @@ def _map_program(
         return [*outputs, *found[count:]]
 
     graph = record(run, batch.metas)
-    title, backend = f"mapped_{forward.program.title}", forward.program.backend
-    return Program(graph, title, backend), tuple(dims)
+    program = dataclasses.replace(
+        forward.program, graph=graph, title=f"mapped_{forward.program.title}"
+    )
+    return program, tuple(dims)
 
 
 def _wanting(meta: TensorMeta) -> TensorMeta:

@@ -1,5 +1,7 @@
-"""Functions under `torch.compile` that hold regions: a graph ends in front of each region."""
+"""Functions under `torch.compile` that hold regions: one graph holds what it can."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,8 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
-from remat import chain, policies, remat, scan, schedules
-from tests.support import seeded
+from remat import (
+    chain,
+    checkpoint_name,
+    modules,
+    policies,
+    random,
+    remat,
+    scan,
+    schedules,
+    storage,
+)
+from tests.benchmarks.memory import allocated
+from tests.support import assert_close, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -33,7 +46,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = remat(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double())
+        self.inner = remat(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+        )
         self.last = nn.Linear(4, 4).double()
 
     @remat
@@ -49,44 +64,340 @@ def loss(x: Tensor) -> Tensor:
     return (layer(layer(x.exp())) + 1).sum()
 
 
-def compiled(fun: Any) -> Any:
+@remat(policy=policies.save_only_these_names("hidden"))
+def dense(
+    params: dict[str, Any], x: Tensor, *, times: int, names: tuple[str, ...]
+) -> Any:
+    """A region of a pytree, keywords and static arguments, with a name."""
+    hidden = checkpoint_name(torch.tanh(x @ params["w"]), "hidden")
+    return {"out": hidden.sin().sin() * times, "rest": (hidden, names)}
+
+
+def of_pytrees(x: Tensor) -> Tensor:
+    """Each output of one region is an input of the next."""
+    params = {"w": weight}
+    first = dense(params, x, times=2, names=("a",))
+    return dense(params, first["out"], times=3, names=())["out"].sum()
+
+
+@remat
+def inner(x: Tensor) -> Tensor:
+    """What a region calls."""
+    return x.sin().exp().sin()
+
+
+@remat(policy=policies.save_only_these_names("middle"))
+def outer(x: Tensor) -> Tensor:
+    """A region of regions."""
+    return inner(checkpoint_name(inner(x @ weight), "middle"))
+
+
+@remat
+def keyed(x: Tensor, key: Tensor) -> Tensor:
+    """A region that draws by a key."""
+    return random.dropout(random.fold_in(key, 1), x.sin(), 0.5).sin()
+
+
+@remat
+def in_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A region that changes what it made, and returns a view of what it took."""
+    made = x.sin().mul_(2.0)
+    made[0] = 1.0
+    return made.sin(), x.view(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "captures": loss,
+    "pytrees": of_pytrees,
+    "nested": lambda x: outer(outer(x)).sum(),
+    "keys": lambda x: keyed(x, random.key(7)).sum(),
+    "in place": lambda x: sum(each.sum() for each in in_place(x)),  # type: ignore[return-value]
+}
+each_loss = pytest.mark.parametrize("fun", LOSSES.values(), ids=LOSSES)
+
+
+def compiled(fun: Any, *, fullgraph: bool = True) -> Any:
     torch._dynamo.reset()
-    return torch.compile(fun, backend="aot_eager")
+    return torch.compile(fun, backend="aot_eager", fullgraph=fullgraph)
 
 
-def test_regions_run_between_the_graphs() -> None:
-    """Captured tensors get their gradients; the policy is followed."""
+def gradients(fun: Any, x: Tensor) -> Any:
+    return torch.autograd.grad(fun(x), [x, weight], allow_unused=True)
+
+
+@each_loss
+def test_one_graph_holds_regions(fun: Any) -> None:
+    """Numbers and gradients, of what a region captures too."""
     x = seeded(3, 4).requires_grad_()
 
-    found = torch.autograd.grad(compiled(loss)(x), [x, weight])
-
-    plain = torch.autograd.grad(loss(x), [x, weight])
-    torch.testing.assert_close(found, plain)
-    assert layer.saved_residuals(x) != []
+    assert_close(gradients(compiled(fun), x), gradients(fun, x))
 
 
-def test_state_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law 7: the region's own checks run at each call."""
-    x, fun = seeded(3, 4).requires_grad_(), compiled(loss)
-    before = fun(x)
+@pytest.mark.parametrize("name", ["captures", "nested", "keys"])
+def test_one_graph_holds_a_gradient(name: str) -> None:
+    """`torch.compile(torch.func.grad(loss))`."""
+    fun = LOSSES[name]
+    x = seeded(3, 4)
+    gradient = torch.func.grad(fun)
 
-    monkeypatch.setitem(settings, "scale", 3.0)
-    after = fun(x)
+    assert_close(compiled(gradient)(x), gradient(x))
 
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(after, loss(x))
+
+TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
+    "jvp of grad": lambda x: torch.func.jvp(torch.func.grad(loss), (x,), (x.cos(),)),
+    "vmap of grad": torch.func.vmap(torch.func.grad(loss)),
+}
+
+
+@pytest.mark.parametrize("fun", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_one_graph_holds_transforms(fun: Any) -> None:
+    """Each rule of a region, in a graph."""
+    x = seeded(3, 4)
+
+    assert_close(compiled(fun)(x), fun(x))
+
+
+def test_inductor() -> None:
+    """The backend that torch.compile takes by default."""
+    x = seeded(3, 4).requires_grad_()
+    torch._dynamo.reset()
+    fun: Any = torch.compile(of_pytrees, fullgraph=True)
+
+    assert_close(gradients(fun, x), gradients(of_pytrees, x))
 
 
 def test_modules_and_methods() -> None:
-    """A model whose parts are regions."""
-    model, x = Model(), seeded(3, 4)
+    """A model whose parts are regions: parameters, and statistics that change once."""
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+
+    for each in (compiled(model), twin):
+        each(seeded(3, 4)).sum().backward()
+
+    assert_close(_state(model), _state(twin))
+
+
+def _state(model: nn.Module) -> Any:
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return dict(model.state_dict()), gradients
+
+
+def test_a_model_with_regions_put_in() -> None:
+    """`modules.apply`, and parameters that `functional_call` replaces."""
+    one = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(one.double(), 2, enable_nested_tensor=False)
+    modules.apply(model, nn.TransformerEncoderLayer)
+    x, params = seeded(2, 3, 4), {k: v.detach() for k, v in model.named_parameters()}
+
+    def of_params(params: Any) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).sum()
 
     compiled(model)(x).sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
+    found = [each.grad for each in model.parameters()]
 
-    torch.testing.assert_close(found, [each.grad for each in model.parameters()])
+    assert_close(found, list(torch.func.grad(of_params)(params).values()))
+
+
+WIDTH = 16
+STATE = 64 * WIDTH * 8
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    """x, and three values of its size of which a backward needs each."""
+    hidden = checkpoint_name(torch.tanh(x @ w), "hidden")
+    return x + hidden.sin().exp().sin()
+
+
+def stack(ws: list[Tensor], x: Tensor, over: Any) -> Tensor:
+    """Blocks one after the other."""
+    for w in ws:
+        x = over(w, x)
+    return x.sum()
+
+
+def weights() -> list[Tensor]:
+    return [seeded(WIDTH, WIDTH, seed=k).mul_(0.1) for k in range(4)]
+
+
+NAMED = remat(block, policy=policies.save_only_these_names("hidden"))
+STACKS: dict[str, tuple[Any, int]] = {
+    # The input of each of four blocks, less the first, which is the caller's.
+    "nothing": (functools.partial(stack, over=remat(block)), 3),
+    "a name": (functools.partial(stack, over=NAMED), 3 + 4),
+    "nested": (remat(functools.partial(stack, over=remat(block))), 0),
+}
+each_stack = pytest.mark.parametrize(("fun", "held"), STACKS.values(), ids=STACKS)
+
+
+@each_stack
+def test_a_compiled_forward_saves_what_the_policy_permits(fun: Any, held: int) -> None:
+    """Exact bytes, beside the arguments."""
+    ws, x = [each.requires_grad_() for each in weights()], seeded(64, WIDTH)
+
+    out = compiled(fun)(ws, x)
+
+    saved = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in out.grad_fn.saved_tensors
+    }
+    for given in [*ws, x]:
+        saved.pop(given.untyped_storage().data_ptr(), None)
+    assert sum(saved.values()) == held * STATE
+
+
+@pytest.mark.parametrize("name", ["a name", "nested"])
+def test_the_peak_is_no_higher_than_outside(name: str) -> None:
+    """What is merged again would be kept: a step, and a gradient by torch.func."""
+    fun, _ = STACKS[name]
+    ws, x = [each.requires_grad_() for each in weights()], seeded(64, WIDTH)
+    plain = [each.detach() for each in ws]
+
+    def peaks(one: Any, other: Any) -> list[int]:
+        steps: list[Any] = [
+            lambda: torch.autograd.grad(one(ws, x), ws),
+            lambda: other(plain, x),
+        ]
+        for step in steps:
+            step()  # traces
+        return [allocated(step).peak for step in steps]
+
+    gradient = torch.func.grad(fun)
+    outside = peaks(fun, gradient)
+    one, other = (
+        compiled(fun),
+        torch.compile(gradient, backend="aot_eager", fullgraph=True),
+    )
+    inside = peaks(one, other)
+
+    assert all(a <= b for a, b in zip(inside, outside, strict=True)), (inside, outside)
+
+
+class Holder:
+    """An object with state that a function reads."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.counts = [1, 2]
+
+
+holder = Holder()
+
+
+def _with_state() -> tuple[Any, list[Callable[[], None]]]:
+    """A function of regions over every kind of covered state, and what changes it."""
+    cell, net = 2.0, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    region = remat(net)
+
+    @remat
+    def function(x: Tensor) -> Tensor:
+        times = sum(holder.counts)
+        return region(x).sin() * settings["scale"] * cell * holder.factor * times
+
+    def set_cell() -> None:
+        nonlocal cell
+        cell = 3.0
+
+    def set_weight() -> None:
+        net[0].weight = nn.Parameter(seeded(4, 4, seed=9))
+
+    changes = [
+        lambda: settings.update(scale=5.0),
+        set_cell,
+        set_weight,
+        lambda: setattr(holder, "factor", 7.0),
+        lambda: holder.counts.append(3),
+        lambda: setattr(net[1], "training", False),
+    ]
+    return (lambda x: function(x).sum()), changes
+
+
+def test_state_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 7, one change after the other."""
+    monkeypatch.setitem(settings, "scale", 2.0)
+    monkeypatch.setattr(holder, "factor", 2.0, raising=False)
+    monkeypatch.setattr(holder, "counts", [1, 2])
+    fun, changes = _with_state()
+    x = seeded(3, 4).requires_grad_()
+    inside = compiled(fun)
+    found = [inside(x)]
+
+    for change in changes:
+        change()
+        out = inside(x)
+        found.append(out)
+        assert_close([out, *torch.autograd.grad(out, x)], _with_gradient(fun, x))
+
+    assert len({each.item() for each in found}) == len(found)
+
+
+def _with_gradient(fun: Any, x: Tensor) -> list[Tensor]:
+    out = fun(x)
+    return [out, *torch.autograd.grad(out, x)]
+
+
+def test_sizes_that_change() -> None:
+    """A graph holds for the sizes that it met."""
+    inside = compiled(of_pytrees)
+
+    for size in (2, 3, 4):
+        x = seeded(size, 4).requires_grad_()
+        assert_close(gradients(inside, x), gradients(of_pytrees, x))
+
+
+dropping = remat(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double())
+offloaded = remat(lambda x: x.sin().sin(), saved_inputs=storage.Cast(torch.float32))
+run_again = remat(lambda x: x.sin().sin(), engine="rerun")
+compared = remat(
+    lambda x: x.sin().sin(), verify=True, policy=policies.everything_saveable
+)
+APART: dict[str, tuple[Any, str]] = {
+    "draws": (dropping, "Draw by keys"),
+    "storage": (offloaded, "wait in Cast"),
+    "rerun": (run_again, "rerun"),
+    "verify": (compared, "verify"),
+}
+each_apart = pytest.mark.parametrize(("region", "why"), APART.values(), ids=APART)
+
+
+@each_apart
+def test_what_stays_apart_runs_between_graphs(region: Any, why: str) -> None:
+    """As it does outside: the same draws, the same gradients."""
+    x = seeded(3, 4).requires_grad_()
+    found: list[Any] = []
+
+    def fun(x: Tensor) -> Tensor:
+        return region(x.exp()).sum() + 1
+
+    for each in (fun, compiled(fun, fullgraph=False)):
+        torch.manual_seed(3)
+        out = each(x)
+        found.append((out, torch.autograd.grad(out, x), torch.get_rng_state()))
+
+    assert_close(found[1], found[0])
+
+
+@each_apart
+def test_what_stays_apart_is_refused_in_one_graph(region: Any, why: str) -> None:
+    """The error says what to do."""
+    with pytest.raises(Unsupported, match=why):
+        compiled(lambda x: region(x.exp()).sum())(seeded(3, 4).requires_grad_())
+
+
+def test_side_effects_stay_apart() -> None:
+    """Dynamo does not take a region that changes what is outside of it."""
+    log: list[int] = []
+    region = remat(lambda x: x.sin() if log.append(1) else x.cos(), engine="rerun")  # type: ignore[func-returns-value]
+
+    with pytest.raises(Unsupported):
+        compiled(lambda x: region(x).sum())(seeded(3, 4).requires_grad_())
+
+
+def test_names_outside_of_regions_are_nothing() -> None:
+    """They leave no trace in a compiled graph."""
+    fun = compiled(lambda x: checkpoint_name(x.sin(), "a").sum())
+
+    assert_close(fun(seeded(3)), seeded(3).sin().sum())
 
 
 def scanned(x: Tensor) -> Tensor:
@@ -110,24 +421,6 @@ def test_stacks(fun: Any) -> None:
     """They run apart, like regions."""
     x = seeded(5, 4).requires_grad_()
 
-    found = torch.autograd.grad(compiled(fun)(x), [x, weight])
+    found = torch.autograd.grad(compiled(fun, fullgraph=False)(x), [x, weight])
 
     torch.testing.assert_close(found, torch.autograd.grad(fun(x), [x, weight]))
-
-
-def test_transforms_around_regions() -> None:
-    """A transform cannot be split into graphs: torch runs it as it is."""
-    x = seeded(3, 4)
-
-    found = compiled(torch.func.grad(loss))(x)
-
-    torch.testing.assert_close(found, torch.func.grad(loss)(x))
-
-
-def test_one_graph_for_all_is_refused() -> None:
-    """`fullgraph=True` says where the graph ends."""
-    torch._dynamo.reset()
-    fun: Any = torch.compile(loss, backend="aot_eager", fullgraph=True)
-
-    with pytest.raises(Unsupported, match="_call_outside_of_dynamo"):
-        fun(seeded(3, 4))

@@ -1,0 +1,174 @@
+"""A backward program as torch.compile may take it into a graph of its own.
+
+A compiler that sees forward and backward in one graph finds that the recomputation
+computes what is there already, and keeps that instead: common-subexpression elimination
+undoes recomputation. And a scheduler runs a step as early as its inputs permit. So each
+step that reads nothing but what the forward has left reads a copy of one of its inputs
+instead, the smallest, that an operator makes which *waits for a cotangent*; what follows
+from it differs from the forward's values for every compiler. A step that repeats an
+earlier one of the same program, as an outer region's backward does for a region inside,
+waits likewise for the step before it.
+
+The copies are in the graph alone that is handed to a compiler. The same is done by
+`jax.checkpoint(prevent_cse=True)` with XLA's optimization barrier.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _operators as operators
+from remat._graph import (
+    Graph,
+    Numbering,
+    Ref,
+    TensorMeta,
+    Value,
+    check,
+    renumbered,
+    roots,
+)
+
+_compat.library().define("hold(Tensor value, Tensor until) -> Tensor")
+
+
+def _hold(value: Tensor, until: Tensor) -> Tensor:
+    """A copy with the same strides, which dimensions without a stride keep too."""
+    distinct = value
+    for dim, stride in enumerate(value.stride()):
+        if stride == 0:
+            distinct = distinct.narrow(dim, 0, min(1, value.shape[dim]))
+    copy = torch.empty_strided(
+        distinct.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
+    return copy.copy_(distinct).expand(value.shape)
+
+
+_compat.library().impl("hold", _hold, "CompositeExplicitAutograd")
+_compat.register_fake("hold", _hold)
+HOLD = torch.ops.remat.hold.default
+
+
+def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
+    """The program with its recomputation kept from what a compiler would make of it.
+
+    Args:
+        graph: a backward program: saved values, operands, cotangents -> gradients.
+        num_saved: how many of its first inputs are saved values.
+        num_cotangents: how many of its last inputs are cotangents.
+
+    Returns:
+        The same program with copies (`remat.hold`) among its steps.
+    """
+    writing = _Writing(graph, num_saved, num_cotangents)
+    for index in range(graph.num_inputs, len(graph.values)):
+        if not writing.is_view(index):
+            writing.add(index)
+    outputs = tuple(ref and Ref(writing.place(ref.index)) for ref in graph.outputs)
+    return check(Graph(tuple(writing.values), graph.num_inputs, outputs))
+
+
+class _Writing:
+    """The program as it is being written again.
+
+    Views are written where they are read, of a value or of its copy.
+
+    Attributes:
+        values: the new program, so far.
+    """
+
+    def __init__(self, graph: Graph, num_saved: int, num_cotangents: int) -> None:
+        self._old = graph.values
+        self._owners = roots(graph)
+        self._num_inputs = graph.num_inputs
+        self._num_saved = num_saved
+        self.values = list(graph.values[: graph.num_inputs])
+        # Where values of the old program are in the new one; a view, by where its owner is.
+        self._places = {index: index for index in range(graph.num_inputs)}
+        self._views: dict[tuple[int, int], int] = {}
+        # Where the copies are.
+        self._held: dict[int, int] = {}
+        first = graph.num_inputs - num_cotangents
+        # What depends on a cotangent, and the last of it, in the new program.
+        self._late = set(range(first, graph.num_inputs))
+        self._latest = first
+        self._numbers = Numbering()
+        for value in self.values:
+            self._numbers.add(value)
+
+    def is_view(self, index: int) -> bool:
+        """Whether a step of the old program makes no new memory."""
+        return self._owners[index] != index
+
+    def place(self, index: int, copied: int | None = None) -> int:
+        """Where a value is in the new program; a view is written if need be.
+
+        Args:
+            index: the value.
+            copied: whose copy is to be read in its place, if anyone's.
+        """
+        owner = self._owners[index]
+        base = self._held[owner] if owner == copied else self._places[owner]
+        if not self.is_view(index):
+            return base
+        if (index, base) not in self._views:
+            view = self._write(self._renamed(index, copied))
+            self._views[index, base] = view
+        return self._views[index, base]
+
+    def add(self, index: int) -> None:
+        """Writes a step that makes new memory, from a copy where it has to be."""
+        copied = self._copied(index)
+        self._places[index] = self._write(self._renamed(index, copied))
+
+    def _copied(self, index: int) -> int | None:
+        """Whose copy a step has to read, for it to wait; None where it waits as it is."""
+        value = self._old[index]
+        if value.op is operator.getitem or operators.draws(value):
+            return None
+        owners = sorted({self._owners[use] for use in value.uses})
+        is_late = not self._late.isdisjoint([self._places[each] for each in owners])
+        if not is_late:
+            owners = [each for each in owners if each < self._num_inputs]
+        if not owners or (is_late and not value.is_repeat):
+            return None
+        known: list[int | None] = [each for each in owners if each in self._held]
+        for choice in [None, *known] if is_late else known:
+            if not value.is_repeat or not self._numbers.knows(
+                self._renamed(index, choice)
+            ):
+                return choice
+        return self._hold(owners, value)
+
+    def _hold(self, owners: list[int], reader: Value) -> int:
+        """Copies the smallest of some values."""
+        owner = min(owners, key=self._size_bytes)
+        args = (Ref(self._places[owner]), Ref(self._latest))
+        meta = self._old[owner].meta
+        held = Value(HOLD, args, meta=meta, is_backward=reader.is_backward)
+        self._held[owner] = self._write(held)
+        if not self._num_saved <= owner < self._num_inputs:
+            # Nobody else holds it: who reads it later reads the copy, and it can go.
+            self._places[owner] = self._held[owner]
+        return owner
+
+    def _renamed(self, index: int, copied: int | None) -> Value:
+        return renumbered(self._old[index], lambda use: Ref(self.place(use, copied)))
+
+    def _write(self, value: Value) -> int:
+        place = len(self.values)
+        self.values.append(value)
+        self._numbers.add(value)
+        if not self._late.isdisjoint(value.uses):
+            self._late.add(place)
+            if isinstance(value.meta, TensorMeta):
+                self._latest = place
+        return place
+
+    def _size_bytes(self, owner: int) -> int:
+        meta = self._old[owner].meta
+        assert isinstance(meta, TensorMeta), f"%{owner} is read whole"
+        return meta.size_bytes

@@ -1,0 +1,154 @@
+"""A region as a part of a graph of torch.compile.
+
+Dynamo, torch.compile's first half, traces the region's function like any other code: what
+it reads of Python's state it guards, and each tensor that it reaches becomes an argument.
+Around the graph that comes out it leaves a call into which it does not look. The second
+half, AOTAutograd, makes that call when it records forward and backward; the region is
+then one around Dynamo's graph, is traced and cut as ever, and its programs are recorded,
+under plain autograd and inside torch.func transforms alike.
+
+A region that cannot be recorded so stays apart: a graph ends in front of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._entry import Entry
+from remat._errors import RematError, explain
+from remat._graph import label
+from remat._operators import draws
+from remat._region import Roots
+from remat.storage import Keep
+
+_Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Regions that are handled alike.
+
+    Attributes:
+        around: makes one around a function.
+        known: those around Dynamo's graphs.
+    """
+
+    around: _Around
+    known: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = (
+        dataclasses.field(
+            default_factory=weakref.WeakKeyDictionary[
+                fx.GraphModule, Callable[..., Any]
+            ]
+        )
+    )
+
+
+# By a text, which Dynamo guards by its value: equal layers share a graph.
+_kinds: dict[str, _Kind] = {}
+# Why the kinds that stay apart do.
+_apart: dict[str, str] = {}
+
+
+class _NotRecordable(RematError):
+    """A region that cannot be part of a graph, though it runs outside of one."""
+
+
+def register(key: str, around: _Around, why_apart: str) -> None:
+    """Makes a kind of region known.
+
+    Args:
+        key: what tells it from others.
+        around: makes such a region around a function.
+        why_apart: why it cannot be in a graph, if it never can; else empty.
+    """
+    _kinds.setdefault(key, _Kind(around))
+    if why_apart:
+        stay_apart(key, why_apart)
+
+
+def stay_apart(key: str, why: str) -> None:
+    """Has regions of a kind end the graph in front of them, from now on."""
+    _apart[key] = why
+
+
+def call(
+    key: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What Dynamo traces where a region is called."""
+    if key in _apart:
+        _compat.end_graph(f"{_apart[key]}")
+    _compat.take_floats_for_constants()
+    recorded = functools.partial(_recorded, key)
+    return _compat.call_unseen(recorded, function, *args, **kwargs)
+
+
+def _recorded(key: str, module: fx.GraphModule) -> Callable[..., Any]:
+    """The region around a graph of Dynamo's, for AOTAutograd to record."""
+    kind = _kinds[key]
+    region = kind.known.get(module)
+    if region is None:
+        settled = _compat.without_symbols(module)
+        region = kind.known[module] = kind.around(lambda *args: settled(*args))
+
+    def run(*args: Any) -> Any:
+        try:
+            with _compat.dual_level_told():
+                return region(*map(_settled, args))
+        except RematError as error:
+            stay_apart(key, str(error))
+            raise _compat.trace_again() from error
+
+    return run
+
+
+def _settled(argument: Any) -> Any:
+    """The argument with sizes that are numbers: the graph then holds for these alone."""
+    if not isinstance(argument, Tensor):
+        return _compat.number(argument)
+    if any(isinstance(size, torch.SymInt) for size in argument.shape):
+        return argument.expand([int(size) for size in argument.shape])
+    return argument
+
+
+def require_recordable(entry: Entry, roots: Roots) -> None:
+    """Refuses a trace whose region does at run time what a graph cannot hold.
+
+    Raises:
+        RematError: it draws from a generator, or something waits in a storage.
+    """
+    graph = entry.region.joint(roots).graph
+    drawn = [index for index, value in enumerate(graph.values) if draws(value)]
+    if drawn or entry.streams:
+        raise _NotRecordable(
+            explain(
+                where=label(graph, drawn[0]) if drawn else "a tracker's state",
+                what="draws from a generator, in a region under torch.compile.",
+                why="A compiled graph numbers its draws anew: the backward would draw "
+                "others than the forward.",
+                do="Draw by keys (remat.random), or compile without fullgraph=True: "
+                "the region then runs between two graphs.",
+            )
+        )
+    storages = [*entry.region.inputs.values(), *entry.region.storages(roots)]
+    if any(type(each) is not Keep for each in storages):
+        raise _NotRecordable(
+            explain(
+                where="a region under torch.compile",
+                what=f"has something wait in {storages[0]!r}.",
+                why="A compiled graph has no place for what a storage does in between.",
+                do="Compile without fullgraph=True: the region then runs between two "
+                "graphs.",
+            )
+        )
