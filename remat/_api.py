@@ -334,8 +334,10 @@ class Region(Generic[_P, _R]):
     def _registered(self) -> str:
         """The key under which a graph of torch.compile finds what this region is."""
         settings = dataclasses.replace(self.settings, rng=self._rng)
-        owner = getattr(self._fun, "__self__", self._fun)
-        parts = owner.modules() if isinstance(owner, nn.Module) else ()
+        owner: Any = getattr(self._fun, "__self__", self._fun)
+        # A module that is being copied has no parts yet.
+        is_module = isinstance(owner, nn.Module) and "_modules" in vars(owner)
+        parts = owner.modules() if is_module else ()
         number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
         key = f"{self._where}, kind {number}"
         around = functools.partial(_around_graph, settings, self._where)
