@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from remat import _captures, _compat, _in_graph, _rerun
 from remat._advice import advise
-from remat._entry import Entry, Options, make_entry
-from remat._errors import RematWarning, explain
+from remat._dynamic import CANNOT_OPEN
+from remat._entry import Entry, Options, make_entry, make_open_entry
+from remat._errors import RematError, RematWarning, TraceError, explain
+from remat._families import Family
+from remat._graph import named
 from remat._guards import Guard, is_simple
 from remat._numerics import Numerics
 from remat._options import (
@@ -32,15 +35,15 @@ from remat._options import (
     policy_for,
     require_choice,
     require_compilable,
-    require_later,
     require_parameters,
+    require_traced,
     statics_of,
 )
 from remat._program import Program
 from remat._region import Asked, Calls
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
-from remat._trace import is_running, lift, set_aside
+from remat._trace import has_open_sizes, is_running, known_inside, lift, set_aside
 from remat.policies import nothing_saveable
 from remat.random._checking import is_checking
 
@@ -76,6 +79,7 @@ class _Cache:
     def clear(self) -> None:
         """Forgets all of them."""
         self.entries: dict[Hashable, list[Entry]] = {}
+        self.families: dict[Hashable, Family] = {}
         self.calls = Calls()
         self.guards: list[_Known] = []
         self.hits = 0
@@ -233,6 +237,8 @@ class Region(Generic[_P, _R]):
         """A call that is not recognized: its signature is looked up, or traced."""
         signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
+        if has_open_sizes():
+            return self._call_inside(signature, roots, numerics, args, kwargs)
         wants = signature.wants_gradient
         if not wants and not _reaches_gradient(
             self._cache, (signature.key, numerics), roots
@@ -250,6 +256,30 @@ class Region(Generic[_P, _R]):
             return self._fun(*args, **kwargs)
         return entry.call(roots, tensors, numerics)
 
+    def _call_inside(
+        self,
+        signature: Signature,
+        roots: tuple[object, ...],
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A call in a trace with open sizes: what is traced holds as long as that runs."""
+        key = (id(self._cache), named((signature.key, numerics)))
+        entries: list[Entry] = known_inside().setdefault(key, [])
+        found = _holding(entries, roots)
+        if found is None:
+            with _tracing:
+                _compat.load_tracer()
+                names = labels(self._fun, args, kwargs)
+                entry = self._make(make_entry, signature, roots, numerics, names)
+                found = self._keep(entries, entry, signature, roots, names)
+        entry, captured = found
+        tensors = list(map(lift, [*signature.tensors, *captured]))
+        if not any(map(_compat.requires_grad_anywhere, tensors)):
+            return self._fun(*args, **kwargs)
+        return entry.call(roots, tensors, numerics)
+
     @functools.cached_property
     def _cache(self) -> _Cache:
         key = (
@@ -261,6 +291,7 @@ class Region(Generic[_P, _R]):
             self.settings.verify,
             self.settings.backend,
             self.settings.inputs,
+            self.settings.dynamic_shapes,
         )
         return _caches.setdefault(key, _Cache())
 
@@ -289,44 +320,91 @@ class Region(Generic[_P, _R]):
                 return found
             _compat.load_tracer()
             names = labels(self._fun, args, kwargs)
-            return self._trace(cache, key, signature, roots, numerics, names)
+            entries = cache.entries.setdefault(key, [])
+            if self.settings.dynamic_shapes:
+                entry = self._of_family(signature, roots, numerics, names)
+            else:
+                entry = self._make(make_entry, signature, roots, numerics, names)
+            return self._keep(entries, entry, signature, roots, names)
 
-    def _trace(
+    def _of_family(
         self,
-        cache: _Cache,
-        key: Hashable,
         signature: Signature,
         roots: tuple[object, ...],
         numerics: Numerics,
         names: tuple[str, ...],
-    ) -> _Found:
-        tensor_names = [
-            name
-            for name, kind in zip(names, signature.layout.kinds, strict=True)
-            if kind == "tensor"
-        ]
+    ) -> Entry:
+        """The entry of a trace that holds for other sizes too, unless there can be none."""
+        families, key = self._cache.families, (signature.general_key, numerics)
+        family = families.get(key) or families.setdefault(key, Family(signature))
+        found = family.find(signature, roots)
+        if found is not None:
+            return found
+        paths = _of_tensors(signature, names)
+        fixed = family.fixed_for(signature, roots, paths, self._where)
+        error = None
+        if not (family.is_static or all(map(all, fixed))):
+            make = functools.partial(make_open_entry, fixed=fixed)
+            try:
+                known = self._make(make, signature, roots, numerics, names)
+            except CANNOT_OPEN as failed:
+                if isinstance(failed, RematError) and not isinstance(
+                    failed, TraceError
+                ):
+                    raise
+                error = failed
+            else:
+                family.entries.insert(0, known)
+                return known.first
+        entry = self._make(make_entry, signature, roots, numerics, names)
+        if error is not None:
+            family.give_up(error, self._where)
+        return entry
+
+    def _make(
+        self,
+        make: Callable[..., Any],
+        signature: Signature,
+        roots: tuple[object, ...],
+        numerics: Numerics,
+        names: tuple[str, ...],
+    ) -> Any:
+        """Traces the function."""
         options = Options(
             self.settings.policy,
             self._rng,
             self.settings.verify,
             self.settings.backend,
             self.settings.inputs.of,
-            cache.calls,
+            self._cache.calls,
         )
-        entry = make_entry(
-            roots, signature, numerics, options, tensor_names, self._where
-        )
-        cache.misses += 1
-        cache.entries.setdefault(key, []).insert(0, entry)
-        self._advise_of_statics(cache, signature, names)
-        self._advise_of_inputs(entry)
-        advise(
-            entry.region,
-            roots,
-            _captures.code_key(self._fun),
-            self._where,
-            self.settings.verify,
-        )
+        paths = _of_tensors(signature, names)
+        return make(roots, signature, numerics, options, paths, self._where)
+
+    def _keep(
+        self,
+        entries: list[Entry],
+        entry: Entry,
+        signature: Signature,
+        roots: tuple[object, ...],
+        names: tuple[str, ...],
+    ) -> _Found:
+        """Keeps an entry, and warns of what it shows if it is a new trace."""
+        cache = self._cache
+        entries.insert(0, entry)
+        if entry.trace_s is None:
+            cache.hits += 1
+        else:
+            cache.misses += 1
+            self._advise_of_statics(cache, signature, names)
+            self._advise_of_inputs(entry)
+            advise(
+                entry.region,
+                roots,
+                _captures.code_key(self._fun),
+                self._where,
+                self.settings.verify,
+            )
         captured = entry.gather(roots)
         assert captured is not None, entry.covered.explain(roots)
         return entry, captured
@@ -435,12 +513,8 @@ class Region(Generic[_P, _R]):
         """Hits, misses and traces of this function's code, with these options."""
         cache = self._cache
         entries = [entry for found in cache.entries.values() for entry in found]
-        return CacheInfo(
-            cache.hits,
-            cache.misses,
-            len(entries),
-            tuple(entry.trace_s for entry in entries),
-        )
+        traces = tuple(each.trace_s for each in entries if each.trace_s is not None)
+        return CacheInfo(cache.hits, cache.misses, len(traces), traces)
 
     def cache_clear(self) -> None:
         """Forgets the traces of this function's code, with these options."""
@@ -631,6 +705,12 @@ def is_of_module(fun: object) -> bool:
     )
 
 
+def _of_tensors(signature: Signature, names: tuple[str, ...]) -> list[str]:
+    """The names of the leaves that are tensors."""
+    kinds = signature.layout.kinds
+    return [n for n, kind in zip(names, kinds, strict=True) if kind == "tensor"]
+
+
 def _gradients_are_on() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -733,7 +813,9 @@ def remat(
             for what cannot be traced.
         backend: "inductor" compiles the region's programs, so that it runs fused, under
             torch.func too; its numbers agree to rounding. None runs operator by operator.
-        dynamic_shapes: not in this release; each shape is traced once.
+        dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,
+            0 and 1 aside. It takes about ten times as long as a trace of one size; programs
+            are as fast, because each size still gets its own.
         static_argnums: positions of arguments that are compared as a whole.
         static_argnames: names of such arguments, however they are passed.
         verify: whether the backward compares each saved value with its recomputation.
@@ -745,7 +827,6 @@ def remat(
     Raises:
         PolicyError: `policy` is none, or cannot be used with this engine.
         ValueError: an option has a value that it cannot have.
-        NotImplementedError: an option comes with a later release.
 
     Example:
         >>> import torch
@@ -766,7 +847,8 @@ def remat(
     require_choice("engine", engine, ("trace", "rerun"))
     require_choice("backend", backend, (None, "inductor"))
     require_compilable(backend, engine, verify)
-    require_later("dynamic_shapes", dynamic_shapes, False)
+    require_choice("dynamic_shapes", dynamic_shapes, (False, True))
+    require_traced(dynamic_shapes, engine)
     settings = Settings(
         policy_for(policy, engine),
         rng,
@@ -775,6 +857,7 @@ def remat(
         verify,
         backend,
         inputs_for(saved_inputs, engine),
+        dynamic_shapes,
     )
     if fun is None:
         return functools.partial(_decorate, settings=settings)

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import (
     Callable,
     Generator,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -45,9 +46,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import has_side_effect
-from torch.utils import _pytree as pytree, flop_counter
+from torch.utils import _pytree as pytree, _thunk as thunk, flop_counter
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
     _disable_current_modes,
@@ -348,8 +350,8 @@ class _FakeMode(FakeTensorMode):
     tell the fake device.
     """
 
-    def __init__(self, home: torch.device) -> None:
-        super().__init__(allow_non_fake_inputs=False, shape_env=None)
+    def __init__(self, home: torch.device, shape_env: Any) -> None:
+        super().__init__(allow_non_fake_inputs=False, shape_env=shape_env)
         self._home = home
 
     def __torch_dispatch__(
@@ -545,9 +547,144 @@ def bindings(op: Any) -> Iterator[Callable[..., Any]]:
             yield found
 
 
-def fake_mode(home: torch.device) -> FakeTensorMode:
-    """A fresh mode for one trace: sizes are constants, real tensors are refused."""
-    return _FakeMode(home)
+def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
+    """A fresh mode for one trace: real tensors are refused.
+
+    Sizes are constants, but for the symbols of a shape environment.
+    """
+    return _FakeMode(home, shape_env)
+
+
+def shape_env_of(numbers: Iterable[int]) -> Any:
+    """The shape environment of the first symbol among some numbers, None without one."""
+    for number in numbers:
+        if isinstance(number, torch.SymInt):
+            return _node(number).shape_env
+    return None
+
+
+#: The numbers of a trace that depend on open sizes.
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class OpenSizes:
+    """The symbols that stand for sizes and strides in one trace, and what it took for true.
+
+    No two sizes share a symbol because they happen to be equal; 0 and 1 are constants, as
+    everywhere in torch. Obsolete when torch.export's shape environment is public.
+
+    Attributes:
+        env: torch's shape environment.
+        given: for each size and stride that was opened, in order, the Python text of what
+            stands for it: a symbol, a product of symbols, or a constant.
+    """
+
+    def __init__(self) -> None:
+        symbolic: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        printers: Any = importlib.import_module("torch.utils._sympy.printers")
+        self._torch = symbolic
+        self._text: Callable[[Any], str] = printers.PythonPrinter().doprint
+        self._symbols: list[Any] = []
+        self._ranks: list[int] = []
+        self.given: list[str] = []
+        self.env: Any = symbolic.ShapeEnv(
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+            assume_static_by_default=False,
+            duck_shape=False,
+        )
+
+    def open(
+        self, shape: Sequence[int], stride: Sequence[int], fixed: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and strides of one tensor as symbols, those of `fixed` dimensions aside."""
+        dynamic = self._torch.DimDynamic
+        context = self._torch.StatelessSymbolicContext(
+            dynamic_sizes=[
+                dynamic.STATIC if each else dynamic.DYNAMIC for each in fixed
+            ]
+        )
+        sources: Any = importlib.import_module("torch._dynamo.source")
+        like = torch.empty_strided(
+            [hint(size) for size in shape],
+            [hint(step) for step in stride],
+            device="meta",
+        )
+        sizes, strides, _ = self.env.create_symbolic_sizes_strides_storage_offset(
+            like,
+            sources.ConstantSource(f"given_{len(self.given)}"),
+            symbolic_context=context,
+        )
+        self._ranks.append(len(sizes))
+        for number in (*sizes, *strides):
+            self._symbols.append(_expression(number))
+            self.given.append(self._text(_expression(number)))
+        return tuple(sizes), tuple(strides)
+
+    def symbol(self, place: int) -> str | None:
+        """The symbol that stands for a given number alone, None if another one binds it."""
+        found = self._symbols[place]
+        return self.given[place] if getattr(found, "is_Symbol", False) else None
+
+    def fixed_dimensions(self) -> tuple[tuple[int, int], ...]:
+        """(tensor, dimension) whose size was a symbol, and was needed as a number."""
+        found: list[tuple[int, int]] = []
+        start = 0
+        for tensor, rank in enumerate(self._ranks):
+            for dim in range(rank):
+                known = self._symbols[start + dim]
+                is_symbol = self.symbol(start + dim) is not None
+                if is_symbol and not self.env.replace(known).free_symbols:
+                    found.append((tensor, dim))
+            start += 2 * rank
+        return tuple(found)
+
+    def conditions(self) -> list[str]:
+        """What must be true of other sizes, in Python, for the trace to hold for them."""
+        found = [self._text(guard.expr) for guard in self.env.guards]
+        for symbol, other in self.env.replacements.items():
+            found.append(f"{symbol} == {self._text(other)}")
+        for symbol in self._symbols:
+            if getattr(symbol, "is_Symbol", False):
+                bounds = self.env.var_to_range[symbol]
+                found.append(f"{symbol} >= {int(bounds.lower)}")
+                if bounds.upper < sys.maxsize - 1:
+                    found.append(f"{symbol} <= {int(bounds.upper)}")
+        return list(dict.fromkeys(found))
+
+    def text(self, number: Any) -> str:
+        """A whole number of the trace, in Python."""
+        return self._text(number.node.expr)
+
+
+def _node(number: Any) -> Any:
+    return number.node
+
+
+def _expression(number: Any) -> Any:
+    return _node(number).expr if isinstance(number, torch.SymInt) else number
+
+
+def is_exact(number: Any) -> bool:
+    """Whether a number of a trace is made of whole numbers alone.
+
+    Of others torch keeps an expression whose terms it may have reordered.
+    """
+    if not isinstance(number, torch.SymInt):
+        return False
+    return not any(each.is_Float for each in _expression(number).atoms())
+
+
+def hint(number: Any) -> Any:
+    """A size as it was in the call that is traced; anything else as it is."""
+    return int(_node(number).hint) if isinstance(number, torch.SymInt) else number
+
+
+def is_open(tensor: Tensor) -> bool:
+    """Whether a size or stride of a tensor is a symbol of some trace."""
+    return any(
+        isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())
+    )
 
 
 def call_on_fakes(
@@ -632,19 +769,25 @@ def make_fx(
 ) -> fx.GraphModule:
     """The operators below autograd that `function` runs on the fake tensors `args`.
 
-    Those that have a twin are recorded as what the twin runs.
+    Those that have a twin are recorded as what the twin runs. The module is not to be called:
+    no Python is written for it, which an argument of the name `from` would spoil.
     """
+    is_open_ = any(map(is_open, args))
 
     def run(*inputs: Tensor) -> Any:
         with _ShapesAside():
-            return function(*inputs)
+            if not is_open_:
+                return function(*inputs)
+            with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
+                return function(*inputs)
 
-    return proxy_tensor.make_fx(
-        run,
-        decomposition_table=dict(twins),
-        tracing_mode="real",
-        _error_on_data_dependent_ops=True,
-    )(*args)
+    with _use_lazy_graph_module(True):
+        return proxy_tensor.make_fx(
+            run,
+            decomposition_table=dict(twins),
+            tracing_mode="real",
+            _error_on_data_dependent_ops=True,
+        )(*args)
 
 
 class _ShapesAside(TorchDispatchMode):
@@ -663,6 +806,39 @@ class _ShapesAside(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs or {})
         return func(*args, **kwargs or {})
+
+
+class _SizesTracked(TorchDispatchMode):
+    """Has a trace know each whole number that depends on open sizes by itself.
+
+    Torch's tracer records how such a number came about; it fails where one that it has not
+    met is a product of three (torch 2.13) or has become a constant since. Obsolete when a
+    trace of `x.sum()` with three open sizes, and of the parts of a split, works on plain
+    torch.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given: Any = (args, kwargs or {})
+        if proxy_is_active():
+            given = pytree.tree_map_only(torch.SymInt, _tracked, given)
+        return func(*given[0], **given[1])
+
+
+def _tracked(number: Any) -> Any:
+    if _expression(number).is_number:
+        return int(_expression(number))
+    if is_exact(number):
+        tracer = _tracer()
+
+        def size() -> Any:
+            return number
+
+        proxy = tracer.create_proxy("call_function", size, (), {})
+        proxy.node.meta["val"] = number
+        tracer.symnode_tracker[number] = thunk.Thunk(lambda: proxy)
+    return number
 
 
 @functools.cache

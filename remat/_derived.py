@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from remat._graph import TensorMeta
 from remat._trace import Flat
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """How a vmap level maps the tensors of a region.
 
     Attributes:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from remat import _captures, _compat, _hooked, _operators as operators, _streams
 from remat._bind import Call, apply_straight, bind_all
+from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
@@ -111,7 +112,8 @@ class Entry:
         unseen: those of them that a kernel writes without telling.
         streams: the streams of registered trackers that it draws from.
         hooked: modules with weights that torch's hooks make at each call.
-        trace_s: how long the trace took, in seconds.
+        trace_s: how long the trace took, in seconds; None where a trace with open sizes
+            was there already.
     """
 
     covered: _captures.Covered
@@ -124,7 +126,7 @@ class Entry:
     unseen: frozenset[int]
     streams: frozenset[str]
     hooked: tuple[_hooked.Hooked, ...]
-    trace_s: float
+    trace_s: float | None
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of these roots, None if the trace does not hold there."""
@@ -253,50 +255,217 @@ def make_entry(
         TraceError, CapturedTensorError, ImplicitRandomnessError, MutationError,
         SideEffectError: as their texts say; the user's objects are as they were.
     """
-    started = time.perf_counter()
-    survey = _captures.survey(roots)
-    flattened = _Flattened(signature.layout, len(signature.tensors))
-    with _undone_on_error(survey):
-        traced, reads = _trace_once(survey, flattened, roots, signature, numerics)
-        hooked = _hooked.put_back(survey)
-        _require_no_effects(survey, reads, traced, where)
-    used = [id(tensor) for tensor in traced.captured]
-    covered = _captures.cover(survey, reads, used)
-    operands = (*signature.metas, *_captured_metas(traced))
-    names = (*labels, *covered.labels)
-    _require_random_by_keys(traced.joints[0], options.rng)
-    is_buffer = [False] * len(signature.tensors) + list(map(survey.is_buffer, used))
-    _require_only_buffers_change(traced.joints[0], operands, names, is_buffer)
-    assert flattened.output is not None
-    function = Function(
-        lambda roots: flattened.build(roots, covered.fetch),
-        covered.restored,
-        numerics,
-        options.backend,
-    )
-    graph = traced.joints[0].graph
-    region = Region(
+    call = _FirstCall(roots, signature, numerics, options, tuple(labels), where)
+    return call.entry(call.search(None))
+
+
+def make_open_entry(
+    roots: Roots,
+    signature: Signature,
+    numerics: Numerics,
+    options: Options,
+    labels: Sequence[str],
+    where: str,
+    *,
+    fixed: Fixed,
+) -> OpenEntry:
+    """Traces a function with open sizes, but for those of `fixed` dimensions.
+
+    Raises:
+        As `make_entry`, and what torch raises where it cannot go on with a symbol.
+    """
+    call = _FirstCall(roots, signature, numerics, options, tuple(labels), where)
+    found = call.search(fixed)
+    assert found.template is not None, "a trace with open sizes is a template"
+    return OpenEntry(call.entry(found), found.template, options)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class OpenEntry:
+    """A kept trace for many sizes.
+
+    Attributes:
+        first: the entry for the sizes of the call that was traced.
+        template: the trace.
+        options: of the function.
+    """
+
+    first: Entry
+    template: Template
+    options: Options
+
+    def at(self, signature: Signature, roots: Roots) -> Entry | None:
+        """The entry for the sizes of a call, None if the trace does not hold for it."""
+        first = self.first
+        captured = first.gather(roots)
+        filled = None if captured is None else self.template.at(signature.metas)
+        if captured is None or filled is None:
+            return None
+        joints, statics = filled
+        region = _region(
+            first.region.function,
+            (*signature.metas, *first.captured),
+            self.options,
+            joints,
+            _input_storages(self.options, first.labels, signature.tensors, captured),
+        )
+        region.store_named_operands(roots)
+        output = dataclasses.replace(first.output, statics=statics)
+        return dataclasses.replace(first, region=region, output=output, trace_s=None)
+
+    def fixed_for(self, signature: Signature, roots: Roots) -> list[tuple[int, int]]:
+        """(tensor, dimension) whose size the trace has fixed, and a call has otherwise."""
+        if self.first.gather(roots) is None:
+            return []
+        was, given = self.first.region.operands, signature.metas
+        return [
+            (place, dim)
+            for place, dim in self.template.fixed
+            if was[place].shape[dim] != given[place].shape[dim]
+        ]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What a trace and the walk over the function's state have found.
+
+    Attributes:
+        joints: at the sizes of the call.
+        captured: the tensors that the function reaches by itself.
+        covered: what the trace rested on.
+        is_buffer: for each captured tensor whether it is a buffer of a module.
+        output: how the result is put together.
+        function: what can be traced again.
+        hooked: modules with weights that torch's hooks make at each call.
+        template: the trace with its sizes open, if they were.
+        seconds: how long it took.
+    """
+
+    joints: tuple[Joint, ...]
+    captured: tuple[Tensor, ...]
+    covered: _captures.Covered
+    is_buffer: tuple[bool, ...]
+    output: Output
+    function: Function
+    hooked: tuple[_hooked.Hooked, ...]
+    template: Template | None
+    seconds: float
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _FirstCall:
+    """A call that no kept trace holds for; see `make_entry`."""
+
+    roots: Roots
+    signature: Signature
+    numerics: Numerics
+    options: Options
+    labels: tuple[str, ...]
+    where: str
+
+    def search(self, fixed: Fixed | None) -> _Search:
+        """Traces the function, with open sizes unless `fixed` is None."""
+        started = time.perf_counter()
+        signature, roots = self.signature, self.roots
+        survey = _captures.survey(roots)
+        flattened = _Flattened(signature.layout, len(signature.tensors))
+        with _undone_on_error(survey):
+            traced, reads, template = self._trace(survey, flattened, fixed)
+            hooked = _hooked.put_back(survey)
+            _require_no_effects(survey, reads, traced, self.where)
+        used = [id(tensor) for tensor in traced.captured]
+        covered = _captures.cover(survey, reads, used)
+        joints, output = traced.joints, flattened.output
+        assert output is not None
+        if template is not None:
+            filled = template.at(signature.metas)
+            assert filled is not None, "the trace does not hold for its own call"
+            joints = filled[0]
+            output = dataclasses.replace(output, statics=filled[1])
+        function = Function(
+            lambda roots: flattened.build(roots, covered.fetch),
+            covered.restored,
+            self.numerics,
+            self.options.backend,
+            None if fixed is None else Templates(_with_captured(fixed, traced)),
+        )
+        return _Search(
+            joints, traced.captured, covered, tuple(map(survey.is_buffer, used)),
+            output, function, hooked, template, time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _trace(
+        self, survey: _captures.Survey, flattened: _Flattened, fixed: Fixed | None
+    ) -> tuple[Traced, _captures.Reads, Template | None]:
+        request = Request(
+            flattened.build(self.roots, None),
+            self.signature.metas,
+            find=lambda tensor: id(tensor) in survey.tensors,
+            is_in_parts=any(map(is_taken_whole, self.signature.tensors)),
+        )
+        with self.numerics.applied(), _captures.recording(survey) as reads:
+            if fixed is None:
+                return trace(request), reads, None
+            traced, sizes = trace_open(request, fixed)
+        assert flattened.output is not None
+        template = Template(traced.joints, flattened.output.statics, sizes)
+        return traced, reads, template
+
+    def entry(self, found: _Search) -> Entry:
+        """The entry of what was found, if it is no mistake of the function's."""
+        signature, joint = self.signature, found.joints[0]
+        captured = _metas(found.captured)
+        operands = (*signature.metas, *captured)
+        names = (*self.labels, *found.covered.labels)
+        _require_random_by_keys(joint, self.options.rng)
+        is_buffer = [False] * len(signature.tensors) + list(found.is_buffer)
+        _require_only_buffers_change(joint, operands, names, is_buffer)
+        region = _region(
+            found.function,
+            operands,
+            self.options,
+            found.joints,
+            _input_storages(self.options, names, signature.tensors, found.captured),
+        )
+        region.store_named_operands(self.roots)
+        return Entry(
+            covered=found.covered,
+            captured=captured,
+            guard=_guard(found.captured),
+            region=region,
+            output=found.output,
+            labels=names,
+            written=tuple(operand for operand, _ in joint.mutations),
+            unseen=_unseen(joint),
+            streams=frozenset(value.stream for value in joint.graph.values) - {""},
+            hooked=found.hooked,
+            trace_s=found.seconds,
+        )
+
+
+def _with_captured(fixed: Fixed, traced: Traced) -> Fixed:
+    """Captured tensors are the function's own: their sizes do not vary."""
+    return (*fixed, *((True,) * tensor.dim() for tensor in traced.captured))
+
+
+def _region(
+    function: Function,
+    operands: tuple[TensorMeta, ...],
+    options: Options,
+    joints: tuple[Joint, ...],
+    inputs: dict[int, AbstractStorage],
+) -> Region:
+    return Region(
         function,
         operands,
         options.policy,
-        joints=traced.joints,
+        joints=joints,
         verify=options.verify,
-        inputs=_input_storages(options, names, signature.tensors, traced.captured),
+        inputs=inputs,
         calls=options.calls,
-    )
-    region.store_named_operands(roots)
-    return Entry(
-        covered=covered,
-        captured=_captured_metas(traced),
-        guard=_guard(traced.captured),
-        region=region,
-        output=flattened.output,
-        labels=names,
-        written=tuple(operand for operand, _ in traced.joints[0].mutations),
-        unseen=_unseen(traced.joints[0]),
-        streams=frozenset(value.stream for value in graph.values) - {""},
-        hooked=hooked,
-        trace_s=time.perf_counter() - started,
     )
 
 
@@ -325,32 +494,15 @@ def _input_storages(
     return {index: each for index, each in found.items() if type(each) is not Keep}
 
 
-def _trace_once(
-    survey: _captures.Survey,
-    flattened: _Flattened,
-    roots: Roots,
-    signature: Signature,
-    numerics: Numerics,
-) -> tuple[Traced, _captures.Reads]:
-    request = Request(
-        flattened.build(roots, None),
-        signature.metas,
-        find=lambda tensor: id(tensor) in survey.tensors,
-        is_in_parts=any(map(is_taken_whole, signature.tensors)),
-    )
-    with numerics.applied(), _captures.recording(survey) as reads:
-        return trace(request), reads
-
-
 def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
     is_plain = bool(captured) and all(map(_compat.is_plain, captured))
     return _compat.tensor_guard(captured) if is_plain else None
 
 
-def _captured_metas(traced: Traced) -> tuple[TensorMeta, ...]:
+def _metas(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
     return tuple(
         TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
-        for tensor in traced.captured
+        for tensor in tensors
     )
 
 

@@ -14,9 +14,10 @@ Schwartz, 1970), and what replaces tags on operators for nested regions.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, cast, final
 
 import torch
 
@@ -107,8 +108,13 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the elements, were each stored once."""
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+        """Bytes of the elements, were each stored once, at the sizes of the traced call."""
+        return self.dtype.itemsize * math.prod(self.hints)
+
+    @property
+    def hints(self) -> tuple[int, ...]:
+        """The shape; where a size is open, as it was in the traced call."""
+        return tuple(map(_compat.hint, self.shape))
 
     @property
     def is_differentiable(self) -> bool:
@@ -138,6 +144,22 @@ def whole_layout(layout: Layout) -> Layout:
         return layout
     *_, dtype, device, wanted, placement = layout
     return (placement.shape, placement.stride, dtype, device, wanted)
+
+
+def is_open(meta: TensorMeta) -> bool:
+    """Whether a size or stride is a symbol of a trace that runs."""
+    return any(isinstance(each, torch.SymInt) for each in (*meta.shape, *meta.stride))
+
+
+def named(key: Any) -> Hashable:
+    """A key in which symbols, which cannot be hashed, are their texts."""
+    if isinstance(key, torch.SymInt):
+        return ("size", str(key))
+    if isinstance(key, TensorMeta):
+        return named(key.layout)
+    if isinstance(key, tuple):
+        return tuple(map(named, cast("tuple[Any, ...]", key)))
+    return key
 
 
 Meta = TensorMeta | tuple["TensorMeta | None", ...] | None

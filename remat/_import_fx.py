@@ -48,6 +48,22 @@ class Note:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """A number that depends on sizes and is not made of whole numbers alone.
+
+    Kept as it was computed: torch's own expression for it may round otherwise.
+
+    Attributes:
+        op: what computes it.
+        args: from these, other such numbers among them.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
 class Imported:
     """A graph in parts.
 
@@ -107,14 +123,20 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
 
 
-def import_graph(module: fx.GraphModule) -> Imported:
-    """Reads a traced module."""
-    return _Importer(module).run()
+def import_graph(module: fx.GraphModule, *, is_template: bool = False) -> Imported:
+    """Reads a traced module.
+
+    Args:
+        module: what was traced.
+        is_template: whether its sizes are open, and will be filled in later.
+    """
+    return _Importer(module, is_template).run()
 
 
 class _Importer:
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, is_template: bool) -> None:
         self.module = module
+        self.is_template = is_template
         self.values: list[Value] = []
         self.env: dict[fx.Node, Any] = {}
         self.num_inputs = 0
@@ -163,7 +185,13 @@ class _Importer:
     def _call(self, node: fx.Node) -> None:
         target, kwargs = node.target, node.kwargs
         args = cast("tuple[Any, ...]", node.args)
-        if target in operators.TRANSPARENT:
+        number = node.meta.get("val")
+        if isinstance(number, _compat.SYMBOLIC):
+            is_exact = not self.is_template or _compat.is_exact(number)
+            self.env[node] = (
+                number if is_exact else Computed(target, self._resolve(args))
+            )
+        elif target in operators.TRANSPARENT:
             self.env[node] = self.env[args[0]]
         elif target is _names.MARK:
             self._name(self.env[args[0]], args[1])
@@ -196,7 +224,7 @@ class _Importer:
     def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # x[1:] ends at the largest integer, which vmap adds to.
         place = _SLICES[target]
-        if len(args) <= place or not isinstance(args[place], int):
+        if len(args) <= place or not isinstance(args[place], (int, torch.SymInt)):
             return args
         sliced: Ref = args[0]
         meta = self.values[sliced.index].meta

@@ -67,6 +67,7 @@ class Settings:
     verify: bool
     backend: str | None = None
     inputs: InputStorages = InputStorages()
+    dynamic_shapes: bool = False
 
 
 def require_parameters(fun: Any, statics: Statics) -> None:
@@ -131,15 +132,15 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
         )
 
 
-def require_later(name: str, value: object, default: object) -> None:
-    """Refuses an option that comes with a later release."""
-    if value != default:
-        raise NotImplementedError(
+def require_traced(dynamic_shapes: bool, engine: str) -> None:
+    """Refuses open sizes where nothing is traced."""
+    if dynamic_shapes and engine == "rerun":
+        raise ValueError(
             explain(
-                where=f"remat({name}={value!r})",
-                what="is not carried out in this release.",
-                why="It is part of the design and comes with a later one.",
-                do=f"Leave `{name}` out until then.",
+                where='remat(engine="rerun", dynamic_shapes=True)',
+                what="has no trace that could serve other sizes.",
+                why="This engine runs the Python function again, for any sizes.",
+                do='Leave `dynamic_shapes` out, or use engine="trace".',
             )
         )
 

@@ -174,7 +174,7 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     return policies.Value(
         op=maker.op,
         names=names,
-        shape=meta.shape,
+        shape=meta.hints,
         dtype=meta.dtype,
         size_bytes=meta.size_bytes,
         flops=step_flops(graph, maker),
@@ -191,18 +191,18 @@ def _taken(graph: Graph, tree: Any) -> Any:
         return _operands(graph.values[tree.index].meta)
     if isinstance(tree, (tuple, list)):
         return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
-    return tree
+    return _compat.hint(tree)
 
 
 def _operands(meta: Meta) -> Any:
     if isinstance(meta, TensorMeta):
-        return policies.Operand(meta.shape, meta.dtype, meta.device)
+        return policies.Operand(meta.hints, meta.dtype, meta.device)
     return None if meta is None else tuple(map(_operands, meta))
 
 
 def _shapes(meta: Meta) -> object:
     if isinstance(meta, TensorMeta):
-        return torch.Size(meta.shape)
+        return torch.Size(meta.hints)
     return None if meta is None else tuple(_shapes(each) for each in meta)
 
 

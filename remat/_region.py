@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from remat import _compat
 from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
+from remat._dynamic import Templates
 from remat._errors import RecomputationError, TraceError, explain
-from remat._graph import Layout, Ref, TensorMeta, whole_layout
+from remat._graph import Layout, Ref, TensorMeta, is_open, named, whole_layout
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -64,21 +65,37 @@ class Function:
         restored: a context in which the state that the function reads is what it was.
         numerics: the switches under which the forward runs.
         backend: what compiles its programs, and those of its derivatives.
+        templates: where its traces are kept that hold for other sizes; None if sizes are
+            no part of what varies.
+        key: how it was derived, which tells its templates from those of others.
     """
 
     build: Callable[[Roots], Flat]
     restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
     numerics: Numerics
     backend: str | None = None
+    templates: Templates | None = None
+    key: tuple[Hashable, ...] = ()
 
-    def derive(self, transform: Callable[[Flat], Flat]) -> Function:
-        """The same with another function made from this one."""
+    def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
+        """The same with another function made from this one.
+
+        Args:
+            transform: makes the other function.
+            step: tells it from others that are made so from this one.
+        """
         build = self.build
 
         def derived(roots: Roots) -> Flat:
             return transform(build(roots))
 
-        return dataclasses.replace(self, build=derived)
+        return dataclasses.replace(self, build=derived, key=(*self.key, step))
+
+    def joints(self, request: Request) -> tuple[Joint, ...]:
+        """The joint graphs of a request, traced if no template holds."""
+        if self.templates is None or any(map(is_open, request.operands)):
+            return trace(request).joints
+        return self.templates.joints(self.key, request)
 
 
 class Asked(NamedTuple):
@@ -364,10 +381,14 @@ class Region:
         self.program: Program | None = None
         self._latest: tuple[Asked, Region] | None = None
         self._made: dict[Any, Any] = {}
+        # Inside a trace with open sizes its operands' sizes are symbols.
+        self._is_open = any(map(is_open, operands))
         if joints:
             self._made["joints"] = joints
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if self._is_open:
+            key = named(key)
         found = self._made.get(key)
         if found is None:
             # Two threads may both make it; the first stays.
@@ -405,7 +426,7 @@ class Region:
             gradients=gradients,
         )
         with self.function.restored(roots), self.function.numerics.applied():
-            joints = trace(request).joints
+            joints = self.function.joints(request)
         return tuple(with_states(joint, self.states) for joint in joints)
 
     def analysis(self, roots: Roots) -> Analysis:
@@ -570,6 +591,8 @@ class Region:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
+        if self._is_open:
+            return self._once(asked, lambda: self._vjp(roots, asked))
         latest = self._latest
         if latest is not None and latest[0] == asked:
             return latest[1]
@@ -587,7 +610,7 @@ class Region:
         )
         cotangents = [meta for meta in asked.cotangents if meta is not None]
         derived = Region(
-            self.function.derive(self._pullback(roots, asked)),
+            self._pulled_back(roots, asked),
             (*self.operands, *states, *cotangents),
             nothing_saveable,
             given=given,
@@ -657,7 +680,7 @@ class Region:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
-    def _pullback(self, roots: Roots, asked: Asked) -> Callable[[Flat], Flat]:
+    def _pulled_back(self, roots: Roots, asked: Asked) -> Function:
         chosen = self.chosen(roots)
         pull = Pull(
             tuple(
@@ -666,7 +689,7 @@ class Region:
             tuple(index for index, each in enumerate(asked.wanted) if each),
             len(self.operands),
         )
-        return lambda function: pullback(function, pull)
+        return self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
 
     def _backward_analysis(
         self,
@@ -718,7 +741,10 @@ class Region:
             ),
         )
         region = Region(
-            self.function.derive(lambda f: pushforward(f, outputs, has_tangent)),
+            self.function.derive(
+                lambda f: pushforward(f, outputs, has_tangent),
+                *("jvp", outputs, has_tangent),
+            ),
             operands,
             for_derived(self.policy),
             states=self._states_after(num_states),
@@ -747,8 +773,16 @@ class Region:
         return self._once(("whole", batch), lambda: self._mapped_whole(batch))
 
     def _mapped_whole(self, batch: Batch) -> Region:
-        function = self.function.derive(lambda f: mapped(f, None, batch, 0))
+        function = self._mapped(None, batch, 0)
         return Region(function, batch.metas, self.policy, calls=self.calls)
+
+    def _mapped(
+        self, outputs: tuple[int, ...] | None, batch: Batch, skip: int
+    ) -> Function:
+        return self.function.derive(
+            lambda f: mapped(f, outputs, batch, skip),
+            *("vmap", outputs, batch.size, batch.randomness, batch.dims, skip),
+        )
 
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         chosen = self.chosen(roots)
@@ -756,7 +790,7 @@ class Region:
             raise _mapped_in_parts()
         if self.given is None and not save:
             # Reverse mode is taken below this level: the policy sees batched values.
-            function = self.function.derive(lambda f: mapped(f, chosen, batch, 0))
+            function = self._mapped(chosen, batch, 0)
             region = Region(
                 function,
                 batch.metas,
@@ -773,7 +807,7 @@ class Region:
         program, dims = _map_program(forward, batch)
         views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
         region = Region(
-            self.function.derive(lambda f: mapped(f, chosen, batch, skip)),
+            self._mapped(chosen, batch, skip),
             batch.metas[skip:],
             nothing_saveable,
             given=Given(

@@ -93,6 +93,11 @@ class Signature(NamedTuple):
         return Layout(spec, kinds, values)
 
     @property
+    def general_key(self) -> Hashable:
+        """The key with the sizes of tensors left out; their number of dimensions stays."""
+        return _Leaves(_without_sizes).read(self.arguments)
+
+    @property
     def metas(self) -> tuple[TensorMeta, ...]:
         """The metadata of the tensors."""
         return tuple(
@@ -172,9 +177,10 @@ def _kind(leaf: object) -> str:
 class _Leaves:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
-    __slots__ = ("has_sparse", "objects", "tensors", "wants_gradient")
+    __slots__ = ("_describe", "has_sparse", "objects", "tensors", "wants_gradient")
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
+        self._describe = describe
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
         self.has_sparse = False
@@ -196,6 +202,8 @@ class _Leaves:
             layout = layout_of(tree)
             if layout[4]:
                 self.wants_gradient = True
+            if self._describe is not None:
+                return (self._describe(tree), layout[4])
             return layout
         kind = cast("type[Any]", type(tree))
         if kind is tuple or kind is list:
@@ -211,6 +219,10 @@ class _Leaves:
             self.objects.append(tree)
             return cast("type[object]", type(tree))
         return (spec, *map(self.read, leaves))
+
+
+def _without_sizes(tensor: Tensor) -> Hashable:
+    return (tensor.dim(), tensor.dtype, tensor.device)
 
 
 def _wrapped(

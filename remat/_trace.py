@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -131,6 +131,8 @@ class _Running:
         default_factory=list[weakref.ref[Tensor]]
     )
     aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+    shape_env: Any = None
+    inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
     in_parts: set[str] = dataclasses.field(default_factory=set[str])
 
     def is_aside(self, args: Any) -> bool:
@@ -161,6 +163,17 @@ _thread = _Thread()
 def is_running() -> bool:
     """Whether this thread is tracing."""
     return _thread.running is not None
+
+
+def has_open_sizes() -> bool:
+    """Whether this thread is in a trace that has symbols for sizes."""
+    return _thread.running is not None and _thread.running.shape_env is not None
+
+
+def known_inside() -> dict[Hashable, Any]:
+    """What is known of regions inside the trace that this thread is in, as long as it runs."""
+    assert _thread.running is not None, "no trace is running"
+    return _thread.running.inner
 
 
 @contextlib.contextmanager
@@ -369,6 +382,7 @@ class Request:
         is_in_parts: whether a tensor in parts that is taken whole is among what goes in.
         backward_numerics: the switches under which the backward half runs; None means
             the forward's, without autocast.
+        sizes: the symbols among the sizes of what goes in, where some are open.
     """
 
     function: Flat
@@ -378,6 +392,7 @@ class Request:
     is_in_parts: bool = False
     backward_numerics: Numerics | None = None
     gradients: bool = True
+    sizes: _compat.OpenSizes | None = None
 
 
 @final
@@ -406,11 +421,13 @@ def trace(request: Request) -> Traced:
         TraceError: if it cannot be traced: it branches on values, say.
         CapturedTensorError: if it reaches a tensor that `request.find` does not know.
     """
-    mode = _compat.fake_mode(_home(request.operands))
-    running = _Running(mode, request.find, [])
+    outer = _thread.running
+    shape_env = _shape_env(request, outer)
+    mode = _compat.fake_mode(_home(request.operands), shape_env)
+    running = _Running(mode, request.find, [], shape_env=shape_env)
     if request.is_in_parts:
         running.in_parts.add("given")
-    outer, _thread.running = _thread.running, running
+    _thread.running = running
     try:
         devices = [torch.device("cpu"), *(each.device for each in request.operands)]
         with (
@@ -425,6 +442,20 @@ def trace(request: Request) -> Traced:
             return _finish(run, module)
     finally:
         _thread.running = outer
+
+
+def _shape_env(request: Request, outer: _Running | None) -> Any:
+    """A region inside a trace with open sizes is traced among the same symbols."""
+    if request.sizes is not None:
+        return request.sizes.env
+    if outer is not None and outer.shape_env is not None:
+        return outer.shape_env
+    return _compat.shape_env_of(_numbers(request.operands))
+
+
+def _numbers(metas: Sequence[TensorMeta]) -> Iterator[int]:
+    for meta in metas:
+        yield from (*meta.shape, *meta.stride)
 
 
 class _Run:
@@ -535,8 +566,7 @@ def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]
 
 
 def _expanded(meta: TensorMeta) -> TensorMeta:
-    stride = torch.empty((), device="meta").expand(meta.shape).stride()
-    return dataclasses.replace(meta, stride=stride)
+    return dataclasses.replace(meta, stride=(0,) * len(meta.shape))
 
 
 def _home(operands: Sequence[TensorMeta]) -> torch.device:
@@ -603,7 +633,7 @@ def _is_part(tensor: Tensor) -> bool:
     # A region inside hands out the parts of a split as tensors of their own, from which
     # the other parts cannot be made.
     size = tensor.numel() * tensor.element_size()
-    return _compat.is_view(tensor) or size < tensor.untyped_storage().nbytes()
+    return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())
 
 
 def _note_forward(graph: fx.Graph) -> None:
@@ -636,7 +666,8 @@ def _record(run: _Run) -> fx.GraphModule:
 
 
 def _finish(run: _Run, module: fx.GraphModule) -> Traced:
-    imported = _import_fx.import_graph(module)
+    is_template = run.request.sizes is not None
+    imported = _import_fx.import_graph(module, is_template=is_template)
     running, count = run.running, run.num_returned
     returned = imported.outputs[:count]
     outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
@@ -766,7 +797,7 @@ def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
 def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     """The graph of a function without a backward: a program, mapped."""
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
-    mode = _compat.fake_mode(_home(metas))
+    mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
     with _compat.isolated(), mode, torch.no_grad():
         fakes = [_fake(meta) for meta in metas]
         module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)

@@ -21,6 +21,7 @@ OTHERS = {
     "overhead": "tests.benchmarks.overhead",
     "random": "tests.benchmarks.random",
     "sharding": "tests.benchmarks.sharding",
+    "sizes": "tests.benchmarks.sizes",
     "reports": "tests.benchmarks.reports",
     "storage": "tests.benchmarks.storage",
     "transformers": "tests.benchmarks.transformers",

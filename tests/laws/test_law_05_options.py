@@ -44,21 +44,6 @@ def attend(x: Tensor) -> Tensor:
     return torch.sin(checkpoint_name(torch.sin(torch.sin(x)), "attn") * 2)
 
 
-UNIMPLEMENTED = {
-    "dynamic_shapes": ({"dynamic_shapes": True}, "dynamic_shapes"),
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(
-    ("options", "named"), UNIMPLEMENTED.values(), ids=UNIMPLEMENTED
-)
-def test_an_unimplemented_option_names_itself(options: Any, named: str) -> None:
-    """It raises instead of doing nothing."""
-    with pytest.raises(NotImplementedError, match=named):
-        remat(attend, **options)(leaf())
-
-
 OFFLOADING = {
     "names": lambda: policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

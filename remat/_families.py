@@ -1,0 +1,100 @@
+"""Calls that differ in nothing but sizes: what of them is traced once, and what is not.
+
+At first every dimension is open. Where a later call finds that the trace has fixed the very
+dimension that varies, because the function or an operator needed it as a number, the next
+trace opens only the dimensions that were seen to vary, and leaves the fixed one fixed: that
+one is traced for each size, as without `dynamic_shapes`, and costs no more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import final
+
+from remat._dynamic import Fixed
+from remat._entry import Entry, OpenEntry
+from remat._errors import RematWarning, explain
+from remat._graph import TensorMeta
+from remat._region import Roots
+from remat._signature import Signature
+
+_Dimension = tuple[int, int]
+
+
+@final
+class Family:
+    """The calls of one function that have one signature, the sizes of tensors aside."""
+
+    def __init__(self, signature: Signature) -> None:
+        """Begins with the first of them."""
+        self._first: Sequence[TensorMeta] = signature.metas
+        self._varied: set[_Dimension] = set()
+        self._fixed: set[_Dimension] = set()
+        self.entries: list[OpenEntry] = []
+        self.is_static = False
+
+    def find(self, signature: Signature, roots: Roots) -> Entry | None:
+        """The entry for the sizes of a call, if some trace holds for them."""
+        for place, (was, now) in enumerate(
+            zip(self._first, signature.metas, strict=True)
+        ):
+            sizes = enumerate(zip(was.shape, now.shape, strict=True))
+            self._varied |= {(place, dim) for dim, (old, new) in sizes if old != new}
+        for known in self.entries:
+            found = known.at(signature, roots)
+            if found is not None:
+                return found
+        return None
+
+    def fixed_for(
+        self, signature: Signature, roots: Roots, names: Sequence[str], where: str
+    ) -> Fixed:
+        """Which dimensions the next trace fixes, for a call that no trace holds for."""
+        found = {
+            dimension
+            for known in self.entries
+            for dimension in known.fixed_for(signature, roots)
+        }
+        for place, dim in sorted(found - self._fixed):
+            _warn_of_dimension(f"dimension {dim} of `{names[place]}`", where)
+        self._fixed |= found
+        is_open = self._varied - self._fixed
+        return tuple(
+            tuple(
+                bool(self._fixed) and (place, dim) not in is_open
+                for dim in range(len(meta.shape))
+            )
+            for place, meta in enumerate(signature.metas)
+        )
+
+    def give_up(self, error: Exception, where: str) -> None:
+        """Traces each size from now on: with symbols the function cannot be traced."""
+        self.is_static = True
+        first = str(error).partition("\n")[0]
+        warnings.warn(
+            explain(
+                where=where,
+                what="is traced for each size, in spite of dynamic_shapes=True.",
+                why=f"With symbols for sizes its trace fails: {first}",
+                do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
+                "out of the function.",
+            ),
+            RematWarning,
+            stacklevel=6,
+        )
+
+
+def _warn_of_dimension(dimension: str, where: str) -> None:
+    warnings.warn(
+        explain(
+            where=where,
+            what=f"is traced for each size of {dimension}, in spite of "
+            "dynamic_shapes=True.",
+            why="The function, or an operator in it, needs that size as a number: a loop "
+            "over range(size), int(size), or a key of a dict.",
+            do="Compute with x.shape, or leave `dynamic_shapes` out.",
+        ),
+        RematWarning,
+        stacklevel=7,
+    )

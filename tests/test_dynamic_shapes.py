@@ -1,0 +1,481 @@
+"""`dynamic_shapes=True`: one trace serves all sizes of the dimensions that vary.
+
+The oracle is the plain function at each size, to the last bit, and beside it the region
+without the option, whose programs must be the same text. How often the function's Python
+runs is counted by an iterator, which no trace looks into.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import (
+    RematWarning,
+    TraceError,
+    checkpoint_name,
+    policies,
+    random,
+    remat,
+    scan,
+    storage,
+)
+from remat.random import key
+from remat.testing import assert_equivalent
+from tests.support import assert_bitwise, run, seeded
+
+pytestmark = [
+    # Small functions save too little for some policies to matter.
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+    # What torch says of itself when forward mode or vmap is first used.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+WIDTH, HEADS = 8, 2
+WEIGHT = seeded(WIDTH, WIDTH, seed=3)
+RUNS = itertools.count()
+
+
+def runs() -> int:
+    """How often a function that counts has run since this was asked before."""
+    return next(RUNS)
+
+
+def sequence(batch: int, length: int, seed: int = 0) -> Tensor:
+    """A batch of sequences: (batch, length, WIDTH)."""
+    return seeded(batch, length, WIDTH, seed=seed)
+
+
+def params() -> dict[str, Tensor]:
+    """The parameters of `block`."""
+    shapes = {
+        "ln": (WIDTH,),
+        "qkv": (WIDTH, 3 * WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 2 * WIDTH),
+        "down": (2 * WIDTH, WIDTH),
+    }
+    return {
+        name: seeded(*shape, seed=seed)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def block(x: Tensor, p: dict[str, Tensor], drop: Tensor) -> Tensor:
+    """A transformer block whose sizes are all read from its argument."""
+    b, s, d = x.shape
+    y = F.layer_norm(x, (d,), p["ln"])
+    q, k, v = (
+        each.reshape(b, s, HEADS, -1).transpose(1, 2)
+        for each in (y @ p["qkv"]).chunk(3, -1)
+    )
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    a = checkpoint_name(a.transpose(1, 2).reshape(b, s, -1), "attn")
+    x = x + random.dropout(random.fold_in(drop, 0), a @ p["out"], rate=0.1)
+    return x + F.gelu(x @ p["up"]) @ p["down"]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions, from arange of the length."""
+    _, s, d = x.shape
+    angles = torch.arange(s)[:, None] * torch.arange(1.0, d // 2 + 1)
+    left, right = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).sin()
+
+
+def masked(x: Tensor) -> Tensor:
+    """Attention by hand, with a mask made from the length."""
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    scores = torch.einsum("bsd,btd->bst", x.sin(), x)
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ x
+
+
+def convolved(x: Tensor) -> Tensor:
+    """A convolution over the length."""
+    kernel = WEIGHT[:, :, None].expand(WIDTH, WIDTH, 3)
+    return F.conv1d(x.mT, kernel, padding=1).tanh()
+
+
+def halved(x: Tensor) -> Tensor:
+    """Parts whose sizes are computed, and parts of equal size."""
+    half = x.shape[1] // 2
+    first, rest = x.sin().split([half, x.shape[1] - half], 1)
+    return torch.cat([rest.cos(), first], 1) + torch.cat(x.chunk(2, 1)[::-1], 1)
+
+
+def averaged(x: Tensor) -> Tensor:
+    """Numbers that are no whole ones: their roundings are the function's."""
+    return x.sin().mean(1) * x.shape[1] ** 0.5 / (x.shape[0] * 0.1 * 3.0)
+
+
+def in_place(x: Tensor) -> Tensor:
+    """Writes to what was made inside."""
+    return x.sin().mul_(2.0).add_(x)
+
+
+def looked_up(x: Tensor) -> Tensor:
+    """Positions from a captured table, which keeps its size."""
+    return x + F.embedding(torch.arange(x.shape[1]), TABLE).sin()
+
+
+TABLE = seeded(64, WIDTH, seed=4)
+FUNCTIONS = (rotated, masked, convolved, averaged, in_place, looked_up)
+# The first has as many sequences as positions, by chance.
+SIZES = ((4, 4), (2, 5), (3, 8), (8, 3), (5, 64), (4, 7), (2, 2))
+
+
+def traced(
+    fun: Callable[..., Any], *, dynamic_shapes: bool = True, **options: Any
+) -> Any:
+    """The region of a function, of which no test before has left a trace."""
+    region = remat(fun, dynamic_shapes=dynamic_shapes, **options)
+    region.cache_clear()
+    return region
+
+
+def quiet(region: Any, *args: Any) -> None:
+    """Runs it forward and backward; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(region, args)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_every_size_has_the_plain_bits_of_one_trace(fun: Callable[..., Tensor]) -> None:
+    """Sizes that were equal in the first call, and are not in others, too."""
+    region = traced(fun)
+
+    for size in SIZES:
+        x = sequence(*size)
+        assert_bitwise(run(region, (x,)), run(fun, (x,)))
+
+    assert region.cache_info().misses == 1
+    assert region.cache_info().hits == len(SIZES) - 1
+    assert region.cache_info().currsize == len(region.cache_info().trace_s) == 1
+
+
+# `rotated` is not among them: an index that takes everything is a view more in its trace.
+@pytest.mark.parametrize("fun", [masked, convolved, averaged, in_place, halved])
+def test_programs_are_those_of_a_trace_of_one_size(fun: Callable[..., Tensor]) -> None:
+    """A size costs nothing at run time: it has the program that it would have had."""
+    region, static = traced(fun), remat(fun)
+
+    for size in SIZES[:4]:
+        found = region.programs(sequence(*size))
+        assert list(map(str, found)) == list(map(str, static.programs(sequence(*size))))
+
+
+@pytest.mark.contract
+def test_a_sweep_of_lengths_traces_once() -> None:
+    """Twenty lengths: one trace with the option, one a length without."""
+    region, static = traced(block), traced(block, dynamic_shapes=False)
+    p, drop = params(), key(0)
+
+    for length in range(2, 22):
+        quiet(region, sequence(2, length), p, drop)
+    for length in (3, 4, 3, 4, 5):
+        quiet(static, sequence(2, length), p, drop)
+
+    assert (region.cache_info().misses, region.cache_info().hits) == (1, 19)
+    assert (static.cache_info().misses, static.cache_info().hits) == (3, 2)
+
+
+def test_a_block_at_every_length_to_64() -> None:
+    """Odd batches among them; length 1 is a trace of its own: torch broadcasts by it."""
+    region = traced(block)
+    p, drop = params(), key(0)
+
+    for length in range(1, 65):
+        args = (sequence(2 + length % 3, length), p, drop)
+        assert_bitwise(run(region, args), run(block, args))
+
+    assert region.cache_info().misses == 2
+
+
+POLICIES = {
+    "names": policies.save_only_these_names("attn"),
+    "budget": policies.budget(0.5),
+    "stored": policies.save_only_these_names("attn").stored(storage.Sparse()),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_policy_sees_the_sizes_of_each_call(policy: Any) -> None:
+    """What is saved is what it is without the option, byte by byte."""
+    region = traced(block, policy=policy)
+    static = remat(block, policy=policy)
+
+    for length in (4, 16):
+        args = (sequence(2, length), params(), key(0))
+        assert_bitwise(run(region, args), run(block, args))
+        assert region.saved_residuals(*args) == static.saved_residuals(*args)
+
+    assert region.cache_info().misses == 1
+
+
+TRANSFORMS = ("backward", "grad", "vmap(grad)", "grad(grad)", "jvp", "grad(vmap)")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", [rotated, masked])
+def test_every_transform_at_every_length(fun: Callable[..., Tensor]) -> None:
+    """Each size is a region like any other."""
+    region = traced(fun)
+
+    for length in (3, 5):
+        found = assert_equivalent(fun, region, transforms=TRANSFORMS)(
+            sequence(3, length)
+        )
+        assert found.compared == TRANSFORMS
+
+
+def counted(x: Tensor, w: Tensor) -> Tensor:
+    """Counts how often it runs in Python."""
+    next(RUNS)
+    return torch.tanh(x.sin() @ w).sin()
+
+
+DERIVED = {
+    "transposed": lambda f: (
+        lambda x, w: torch.autograd.grad(
+            f(x, w), x, seeded(x.shape[2], x.shape[1], x.shape[0]).permute(2, 1, 0)
+        )
+    ),
+    "grad(grad)": lambda f: torch.func.grad(
+        lambda x, w: torch.func.grad(lambda y: f(y, w).sum())(x).square().sum()
+    ),
+    "jvp": lambda f: lambda x, w: torch.func.jvp(lambda y: f(y, w), (x,), (x,)),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_what_is_derived_is_traced_for_all_sizes_too(derive: Any) -> None:
+    """A backward for other cotangents, a second derivative, a pushforward."""
+    derived = derive(traced(counted))
+    given = [(sequence(b, s), WEIGHT.clone()) for b, s in ((2, 3), (3, 5), (4, 9))]
+
+    def ran(x: Tensor, w: Tensor) -> int:
+        before = runs()
+        derived(x.requires_grad_(), w.requires_grad_())
+        return runs() - before - 1
+
+    first, *others = [ran(*each) for each in given]
+
+    assert first > 0
+    assert others == [0, 0]
+
+
+@pytest.mark.contract
+def test_a_branch_on_a_size_is_traced_on_both_sides() -> None:
+    """Once on each; nothing is said, as both serve many sizes."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x.sin().sin() if x.shape[1] > 8 else x.cos().cos()
+
+    region = traced(fun)
+
+    for length in (3, 12, 5, 20, 8, 9):
+        quiet(region, sequence(2, length))
+        args = (sequence(3, length),)
+        assert_bitwise(run(region, args), run(fun, args))
+
+    assert region.cache_info().misses == 2
+
+
+def looped(x: Tensor) -> Tensor:
+    """Needs the length as a number, and the batch size not."""
+    for position in range(x.shape[1]):
+        x = x.sin() + position
+    return x
+
+
+@pytest.mark.contract
+def test_a_size_that_is_needed_as_a_number_is_traced_anew_and_said_once() -> None:
+    """The first call cannot know that it will vary; the batch size stays open."""
+    region = traced(looped)
+    quiet(region, sequence(2, 3))
+    quiet(region, sequence(4, 3))
+    with pytest.warns(RematWarning, match=r"looped .*each size of dimension 1 of `x`"):
+        run(region, (sequence(2, 4),))
+    for length in (5, 6):
+        quiet(region, sequence(2, length))
+        args = (sequence(3, length),)
+        assert_bitwise(run(region, args), run(looped, args))
+
+    assert region.cache_info().misses == 4
+
+
+@pytest.mark.contract
+def test_what_cannot_be_traced_with_open_sizes_is_traced_for_each() -> None:
+    """A size as the key of a dict: the warning repeats what torch says."""
+
+    def fun(x: Tensor) -> Tensor:
+        return {x.shape[1]: x.sin()}[x.shape[1]].cos()
+
+    region = traced(fun)
+
+    with pytest.warns(RematWarning, match="for each size, in spite .* unhashable"):
+        run(region, (sequence(2, 3),))
+    quiet(region, sequence(2, 4))
+    args = (sequence(2, 5),)
+    assert_bitwise(run(region, args), run(fun, args))
+    assert region.cache_info().misses == 3
+
+
+def test_a_branch_on_a_value_is_refused_as_ever() -> None:
+    """The message is that of a trace of one size."""
+    region = traced(lambda x: x.sin() if x.sum() > 0 else x)
+
+    with pytest.raises(TraceError, match="value"):
+        region(sequence(2, 3).requires_grad_())
+
+
+@pytest.mark.contract
+def test_sizes_among_what_is_returned() -> None:
+    """Each call has its own."""
+    region = traced(lambda x: (x.sin(), x.shape[1] * 2, x.shape))
+
+    for length in (3, 5):
+        _, doubled, shape = region(sequence(2, length).requires_grad_())
+        assert (type(doubled), doubled) == (int, 2 * length)
+        assert shape == (2, length, WIDTH)
+
+
+LAYOUTS = {
+    "transposed": lambda b, s: seeded(s, b, WIDTH).transpose(0, 1),
+    "sliced": lambda b, s: seeded(b, s, WIDTH + 3)[..., 1:-2],
+    "expanded": lambda b, s: seeded(1, s, WIDTH).expand(b, s, WIDTH),
+}
+
+
+def test_each_layout_is_traced_once() -> None:
+    """Strides are part of what a trace holds for."""
+    region = traced(masked)
+
+    for make in LAYOUTS.values():
+        for size in ((2, 3), (3, 5), (5, 9)):
+            args = (make(*size),)
+            assert_bitwise(run(region, args), run(masked, args))
+
+    assert region.cache_info().misses == len(LAYOUTS)
+
+
+class Mixer(nn.Module):
+    """Parameters and buffers that are captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of shape (batch, length, WIDTH)."""
+        return self.norm(self.conv(x.mT)).mT.tanh()
+
+
+@pytest.mark.contract
+def test_modules_keep_their_parameters_and_write_their_buffers_once() -> None:
+    """Their sizes are constants of the trace; their values are read at each call."""
+    torch.manual_seed(0)
+    plain = Mixer().double()
+    other = Mixer().double()
+    other.load_state_dict(plain.state_dict())
+    region = traced(other)
+
+    for size in SIZES[:4]:
+        args = (sequence(*size),)
+        assert_bitwise(run(region, args), run(plain, args))
+        for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+            assert_bitwise(a.grad, b.grad)
+        for a, b in zip(plain.buffers(), other.buffers(), strict=True):
+            assert_bitwise(a, b)
+
+    assert region.cache_info().misses == 1
+
+
+NESTED = {"static in dynamic": (False, True), "dynamic in static": (True, False)}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("inside", "around"), NESTED.values(), ids=NESTED)
+def test_regions_inside_each_other(inside: bool, around: bool) -> None:
+    """The inner bounds hold at each size, and the programs are those of static regions."""
+    inner = remat(lambda x: (x @ WEIGHT).sin().sin(), dynamic_shapes=inside)
+    static = remat(lambda x: (x @ WEIGHT).sin().sin())
+
+    def over(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: f(f(x) * 2).cos()
+
+    region, plain = remat(over(inner), dynamic_shapes=around), remat(over(static))
+
+    for size in SIZES[:4]:
+        args = (sequence(*size),)
+        assert_bitwise(run(region, args), run(plain, args))
+        if around:
+            programs = zip(region.programs(*args), plain.programs(*args), strict=True)
+            assert all(a.operators == b.operators for a, b in programs)
+
+    assert (region if around else inner).cache_info().misses == 1
+
+
+def test_a_scan_over_a_dynamic_body() -> None:
+    """Layers of one length after another."""
+    weights = torch.stack([WEIGHT, WEIGHT.T, WEIGHT * 0.5])
+    body = remat(lambda carry, w: ((carry @ w).tanh(), None), dynamic_shapes=True)
+
+    def fun(x: Tensor, ws: Tensor) -> Tensor:
+        return scan(body, x, ws)[0]
+
+    def plain(x: Tensor, ws: Tensor) -> Tensor:
+        for w in ws:
+            x = (x @ w).tanh()
+        return x
+
+    for size in SIZES[:3]:
+        args = (sequence(*size), weights)
+        torch.testing.assert_close(run(fun, args), run(plain, args))
+
+
+def test_verification_compares_at_each_size() -> None:
+    """verify=True under open sizes."""
+    region = traced(masked, policy=policies.save_matmul_outputs, verify=True)
+
+    for size in SIZES[:2]:
+        args = (sequence(*size),)
+        assert_bitwise(run(region, args), run(masked, args))
+
+
+def test_open_sizes_of_a_function_that_is_run_again() -> None:
+    """The other engine has no trace that could serve them."""
+    with pytest.raises(ValueError, match="no trace that could serve other sizes"):
+        traced(masked, engine="rerun")
+
+
+def test_the_option_is_true_or_false() -> None:
+    """Not a list of dimensions, as elsewhere."""
+    with pytest.raises(ValueError, match="dynamic_shapes="):
+        remat(masked, dynamic_shapes={"x": 1})  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("bounds", [(2, 7), (7,), ()])
+def test_a_draw_between_bounds(bounds: tuple[int, ...]) -> None:
+    """`Tensor.random_(2, 7)`: torch.fx cannot write its argument `from` as Python."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x.sin() * torch.empty_like(x).random_(*bounds)
+
+    args = (seeded(6),)
+    torch.manual_seed(0)
+    expected = run(fun, args)
+    torch.manual_seed(0)
+    assert_bitwise(run(remat(fun, rng="preserve"), args), expected)
