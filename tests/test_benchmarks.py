@@ -130,17 +130,16 @@ def test_keyed_draws_are_measured_beside_torchs_own(
 
 
 def test_reports_are_measured_beside_steps(capsys: pytest.CaptureFixture[str]):
-    """Three lines: a step, a report, and the first one, which traces."""
+    """A line for each size: a step, a report, and the first one, which traces."""
     shape = GPTShape(layers=2, width=16, heads=2, time=4, batch=1)
 
-    reports.main(1, shape)
+    reports.main(1, (shape,))
 
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "one step",
-        "a report",
-        "the first, with its traces",
-    ]
+    title, heads, row = capsys.readouterr().out.splitlines()
+    assert title.endswith("1 thread(s)")
+    assert heads.split()[:5] == ["width", "time", "batch", "step", "report"]
+    assert row.split()[:3] == ["16", "4", "1"]
+    assert row.count(" steps") == 2
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ class Pulled(_Scheduled):
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped backward."""
         mark_dim = batch.dims[0]
-        rest = dataclasses.replace(batch, dims=batch.dims[1:], metas=batch.metas[1:])
+        rest = batch._replace(dims=batch.dims[1:], metas=batch.metas[1:])
         again = self.again.batched(roots, rest, save=False).region
         assert isinstance(again, Rerun)
 
@@ -272,7 +272,7 @@ class Pulled(_Scheduled):
                     None if held is None else [*each[:count]], each[count:], numerics
                 ),
                 None,
-                dataclasses.replace(rest, dims=dims),
+                rest._replace(dims=dims),
                 0,
             )
             found = over([*waiting, *tensors])

@@ -282,7 +282,7 @@ def _traced_s() -> float:
     kept = [
         found for cache in _api._caches.values() for found in cache.entries.values()
     ]
-    return sum(entry.trace_s for entries in kept for entry in entries)
+    return sum(entry.trace_s or 0.0 for entries in kept for entry in entries)
 
 
 TABLE = (

@@ -272,12 +272,12 @@ def test_a_class_of_modules_is_made(model: str) -> None:
 
 def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """After a while, here none, one line says what runs; a quick run says nothing."""
-    said = threading.Event()
+    has_said = threading.Event()
     stream = io.StringIO()
-    stream.flush = said.set
+    stream.flush = has_said.set
 
     with contextlib.redirect_stderr(stream), patience("thinking", after_s=0.0):
-        assert said.wait(10)
+        assert has_said.wait(10)
     with patience("thinking"):
         pass
 
