@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from remat import (
+    RematWarning,
     SavedTensorModifiedError,
     TraceError,
     chain,
@@ -326,6 +327,16 @@ def check_a_signature_knows_how_tensors_are_spread(mesh: Any) -> None:
             found = torch.autograd.grad(ours.sum(), leaves)
             assert_alike([ours, *found], plain)
         assert captured.cache_info().misses == count
+
+
+def check_open_sizes_are_not_for_tensors_in_parts(mesh: Any) -> None:
+    region = remat(two_layers, dynamic_shapes=True)
+    with pytest.warns(RematWarning, match="a DTensor has two sizes"):
+        region(*spread(mesh))
+    for size in (6, 4):
+        leaves = spread(mesh, size)
+        plain = with_gradients(two_layers, leaves, torch.sum)
+        assert_alike(with_gradients(region, leaves, torch.sum), plain)
 
 
 def check_regions_in_regions_and_stacks_of_tensors_in_parts(mesh: Any) -> None:
