@@ -12,20 +12,20 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, final, overload
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
 
 from remat import _captures, _compat, _in_graph, _rerun
 from remat._advice import advise
+from remat._cache import Cache, CacheInfo, Found, holding
 from remat._dynamic import CANNOT_OPEN
 from remat._entry import Entry, Options, make_entry, make_open_entry
 from remat._errors import RematError, RematWarning, TraceError, explain
 from remat._families import Family
 from remat._graph import named
-from remat._guards import Guard, is_simple
 from remat._numerics import Numerics
 from remat._options import (
     PolicyLike,
@@ -40,7 +40,7 @@ from remat._options import (
     statics_of,
 )
 from remat._program import Program
-from remat._region import Asked, Calls
+from remat._region import Asked
 from remat._residuals import Residual, residuals_of_region
 from remat._signature import Signature, Statics, labels, sign
 from remat._trace import has_open_sizes, is_running, known_inside, lift, set_aside
@@ -51,106 +51,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheInfo:
-    """What the traces of one function's code have cost.
-
-    Attributes:
-        hits: calls that found a trace.
-        misses: calls that had to trace.
-        currsize: traces kept.
-        trace_s: seconds spent tracing, for each trace kept. The first trace of a
-            process also loads torch's tracer, about a second, which is not counted.
-    """
-
-    hits: int
-    misses: int
-    currsize: int
-    trace_s: tuple[float, ...]
-
-
-class _Cache:
-    """The traces of one code with one set of options."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets all of them."""
-        self.entries: dict[Hashable, list[Entry]] = {}
-        self.families: dict[Hashable, Family] = {}
-        self.calls = Calls()
-        self.guards: list[_Known] = []
-        self.hits = 0
-        self.misses = 0
-        self.statics_seen: dict[int, set[Hashable]] = {}
-
-    def find(self, key: Hashable, roots: tuple[object, ...]) -> _Found | None:
-        """The first trace that holds for these roots, and its captured tensors."""
-        entries = self.entries.get(key)
-        return None if entries is None else _holding(entries, roots)
-
-    def recognized(self, known: _Known) -> None:
-        """Counts a hit; the next layer is likely to be called like this one."""
-        self.hits += 1
-        if known is not self.guards[0]:
-            self.guards = [known, *_without(known, self.guards)]
-
-    def learn(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        signature: Signature,
-        numerics: Numerics,
-    ) -> None:
-        """Recognizes calls like this one from now on, if it is one of the first kinds."""
-        entries = self.entries.get((signature.key, numerics))
-        if (
-            entries is not None
-            and len(self.guards) < _MOST_GUARDS
-            and all(known.entries is not entries for known in self.guards)
-            and signature.wants_gradient
-            and _compat.is_quiet()
-            and is_simple((args, kwargs))
-        ):
-            self.guards.append(_Known(Guard(args, kwargs), numerics, entries))
-
-
-class _Known(NamedTuple):
-    """Calls that are recognized: some tensor wants a gradient, no object is looked into.
-
-    Attributes:
-        guard: recognizes them.
-        numerics: the switches that were in force.
-        entries: their traces.
-    """
-
-    guard: Guard
-    numerics: Numerics
-    entries: list[Entry]
-
-
-_Found = tuple[Entry, tuple[Tensor, ...]]
-_MOST_GUARDS = 8  # a heuristic: each one that fails costs half a microsecond
-_caches: dict[Hashable, _Cache] = {}
+_caches: dict[Hashable, Cache] = {}
 # One trace at a time: a trace patches the classes that it watches.
 _tracing = threading.RLock()
-
-
-def _holding(entries: list[Entry], roots: tuple[object, ...]) -> _Found | None:
-    """The first trace that holds, which is then the first of all."""
-    for entry in entries:
-        captured = entry.gather(roots)
-        if captured is not None:
-            if entry is not entries[0]:
-                entries[:] = [entry, *_without(entry, entries)]
-            return entry, captured
-    return None
-
-
-def _without(one: object, things: Sequence[Any]) -> list[Any]:
-    return [each for each in things if each is not one]
 
 
 class _Switch(threading.local):
@@ -223,7 +126,7 @@ class Region(Generic[_P, _R]):
             for known in cache.guards:
                 tensors = known.guard.tensors(args, kwargs)
                 if tensors is not None and known.numerics == numerics:
-                    found = _holding(known.entries, roots)
+                    found = holding(known.entries, roots)
                     if found is None:
                         break
                     cache.recognized(known)
@@ -267,7 +170,7 @@ class Region(Generic[_P, _R]):
         """A call in a trace with open sizes: what is traced holds as long as that runs."""
         key = (id(self._cache), named((signature.key, numerics)))
         entries: list[Entry] = known_inside().setdefault(key, [])
-        found = _holding(entries, roots)
+        found = holding(entries, roots)
         if found is None:
             with _tracing:
                 _compat.load_tracer()
@@ -281,7 +184,7 @@ class Region(Generic[_P, _R]):
         return entry.call(roots, tensors, numerics)
 
     @functools.cached_property
-    def _cache(self) -> _Cache:
+    def _cache(self) -> Cache:
         key = (
             _captures.code_key(self._fun),
             self.settings.policy,
@@ -293,7 +196,7 @@ class Region(Generic[_P, _R]):
             self.settings.inputs,
             self.settings.dynamic_shapes,
         )
-        return _caches.setdefault(key, _Cache())
+        return _caches.setdefault(key, Cache())
 
     @property
     def _rng(self) -> str:
@@ -306,7 +209,7 @@ class Region(Generic[_P, _R]):
         numerics: Numerics,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> _Found:
+    ) -> Found:
         cache = self._cache
         key = (signature.key, numerics)
         found = cache.find(key, roots)
@@ -388,7 +291,7 @@ class Region(Generic[_P, _R]):
         signature: Signature,
         roots: tuple[object, ...],
         names: tuple[str, ...],
-    ) -> _Found:
+    ) -> Found:
         """Keeps an entry, and warns of what it shows if it is a new trace."""
         cache = self._cache
         entries.insert(0, entry)
@@ -423,7 +326,7 @@ class Region(Generic[_P, _R]):
         return key
 
     def _advise_of_statics(
-        self, cache: _Cache, signature: Signature, names: tuple[str, ...]
+        self, cache: Cache, signature: Signature, names: tuple[str, ...]
     ) -> None:
         """Warns at the tenth trace that one static value has caused."""
         places = [
@@ -561,7 +464,7 @@ def _around_graph(
 ) -> Region[..., Any]:
     """A region around a graph of torch.compile's, which keeps its traces for itself."""
     region = Region(function, settings, where)
-    region.__dict__["_cache"] = _Cache()
+    region.__dict__["_cache"] = Cache()
     return region
 
 
@@ -715,7 +618,7 @@ def _gradients_are_on() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _reaches_gradient(cache: _Cache, key: Hashable, roots: tuple[object, ...]) -> bool:
+def _reaches_gradient(cache: Cache, key: Hashable, roots: tuple[object, ...]) -> bool:
     """Whether a captured tensor is to be differentiated."""
     found = cache.find(key, roots)
     if found is not None:

@@ -55,6 +55,7 @@ LAYERS = (
     ("_bind",),
     ("_rerun", "_entry"),
     ("_advice", "_families", "_residuals", "_options", "_in_graph"),
+    ("_cache",),
     ("_api",),
     ("_plan_text",),
     ("_plan",),
