@@ -80,9 +80,13 @@ class TensorMeta:
     def empty(self) -> torch.Tensor:
         """A leaf like it, whose numbers are not set."""
         local = torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=self.is_leaf,
         )
-        return self.stand_in(local.requires_grad_(self.is_leaf))
+        return self.stand_in(local)
 
     @property
     def is_leaf(self) -> bool:
