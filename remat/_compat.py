@@ -1175,6 +1175,70 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_execute(node: Any) -> bool:
+    """Whether the backward that is under way on this thread runs a node of autograd's.
+
+    Obsolete when torch makes the function public by which its own checkpoint asks.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def backward(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """`torch.autograd.backward`, which torch has not annotated."""
+    function: Any = torch.autograd.backward
+    function(outputs, cotangents, inputs=inputs)
+
+
+def is_plain_autograd() -> bool:
+    """Whether this thread has no transform, no forward mode and no trace."""
+    return (
+        _functorch_c.peek_interpreter_stack() is None
+        and _forward_ad._current_level < 0
+        and not proxy_is_active()
+    )
+
+
+def is_idle(module: Any) -> bool:
+    """Whether a module of `fully_shard` is in no forward or backward.
+
+    Obsolete when torch tells the state of such a module.
+    """
+    return module._get_fsdp_state()._training_state.name == "IDLE"
+
+
+def sharded_parameters(module: Any) -> list[Tensor]:
+    """What stands at the places of the parameters that `fully_shard` splits.
+
+    It leaves out those of modules in it that are sharded apart, and `ignored_params`.
+    Obsolete when torch lists them.
+    """
+    groups: Any = module._get_fsdp_state()._fsdp_param_groups
+    places = [each._module_info for group in groups for each in group.fsdp_params]
+    return [getattr(place.module, place.param_name) for place in places]
+
+
+@contextlib.contextmanager
+def called_again(module: Any) -> Generator[None]:
+    """Inside, a call of a module of `fully_shard` in a backward is a forward of its own.
+
+    After its first backward, and until autograd ends, torch takes each call for the
+    recomputation of a forward whose hooks are there already. And a forward would gather
+    ahead of the modules that follow it, which a backward has done with. Obsolete when torch
+    can be told what a call is.
+    """
+    state: Any = module._get_fsdp_state()
+    if state._training_state.name == "PRE_BACKWARD":
+        state._training_state = state._training_state.__class__.IDLE
+    ahead = state._states_to_forward_prefetch
+    state._states_to_forward_prefetch = []
+    try:
+        yield
+    finally:
+        state._states_to_forward_prefetch = ahead
+
+
 def at_end_of_task(function: Callable[[], None]) -> None:
     """Calls a function when the run of autograd that is under way ends without an error.
 

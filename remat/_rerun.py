@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat, _rng, _streams, _trackers, _wrapped
+from remat import _captures, _compat, _rng, _sharded, _streams, _trackers, _wrapped
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
@@ -46,12 +46,21 @@ def call(
     leaves, spec = _compat.flatten((args, dict(kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     given = [leaves[place] for place in places]
-    captured = _captured(survey, given)
+    engine = _sharded.Engine.reached(survey)
+    managed = engine.managed if engine else []
+    captured = _captured(survey, [*given, *managed])
+    if engine:
+        captured.append(engine.anchor)
     operands = [*given, *captured]
     if not any(map(_compat.requires_grad_anywhere, operands)):
         return fun(*args, **kwargs)
     result = _Result()
-    state = _State(_buffers(survey, given), operands, draws=rng == "preserve")
+    state = _State(
+        _buffers(survey, given),
+        [*operands, *managed],
+        draws=rng == "preserve",
+        engine=engine,
+    )
     numerics = Numerics.current()
 
     def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -63,8 +72,8 @@ def call(
         new_args, new_kwargs = _compat.unflatten(filled, spec)
         is_again = state.before is not None
         with (
-            survey.in_place() if is_again else contextlib.nullcontext(),
-            _wrapped.refused(),
+            survey.in_place(but=managed) if is_again else contextlib.nullcontext(),
+            engine.running() if engine else _wrapped.refused(),
             _Substituted(stand_ins, state),
             numerics.applied(),
         ):
@@ -208,6 +217,7 @@ class _State:
         buffers: what the function may change.
         devices: whose generators it may draw from.
         draws: whether it may at all.
+        engine: of the modules that `fully_shard` drives and that it may call.
         start: the states of these, and of trackers, while the first run runs.
         before: the states of these, and of trackers, when the first run began.
         explicit: generators that were handed to an operator, with their states then.
@@ -221,8 +231,10 @@ class _State:
         operands: Sequence[Tensor],
         *,
         draws: bool = True,
+        engine: _sharded.Engine | None = None,
     ) -> None:
         self.buffers = buffers
+        self.engine = engine
         self.draws = draws
         self.start: _Randomness | None = None
         kinds = {tensor.device for tensor in operands}
@@ -372,7 +384,7 @@ class Rerun:
             with self.state.around(), torch.enable_grad():
                 # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
                 outputs = [each for each in self.run(leaves) if each is not None]
-            resting = _resting(outputs, leaves)
+            resting = _resting(outputs, leaves, self.state.engine)
             _guard_against_others(leaves)
             if self.state.resting is None:
                 self.state.resting = resting
@@ -397,6 +409,9 @@ class Rerun:
         # Under create_graph torch uses other formulas, which are not the same to the bit.
         first = pullback(self.function, pull, create_graph=False)
         again = pullback(self.function, pull)
+        engine = self.state.engine
+        if engine and engine.called:
+            first, again = _accumulating(self.function, pull, engine), _sharded.twice
         views = tuple(
             View(given.index(index), None, None, False)
             if index in given
@@ -440,11 +455,46 @@ def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
     return run
 
 
+def _accumulating(function: Flat, pull: Pull, engine: _sharded.Engine) -> Flat:
+    """(operands, ..., cotangents) -> the gradients, by a backward inside of autograd's own.
+
+    It leaves the gradients of gathered parameters where the engine's hooks find them.
+    """
+
+    def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        given = tensors[len(tensors) - len(pull.outputs) :]
+        accumulates = engine.accumulates(given)
+        operands = tensors[: pull.num_operands]
+        wanted = [operands[index] for index in pull.wanted]
+        outputs = [each for each in function(operands) if each is not None]
+        pairs = [
+            (outputs[index], _compat.detached(cotangent))
+            for index, cotangent in zip(pull.outputs, given, strict=True)
+            if outputs[index].requires_grad
+        ]
+        differentiable = [output for output, _ in pairs]
+        inputs = [each for each in wanted if each.requires_grad]
+        if accumulates:
+            variables = (variable for variable, _ in _variables(differentiable))
+            inputs += filter(engine.stands_for, variables)
+        if pairs and inputs:
+            _compat.backward(differentiable, [each for _, each in pairs], inputs)
+        return [leaf.grad for leaf in wanted]
+
+    return gradients
+
+
 _ALL = -1
 
 
-def _resting(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[int, ...]:
+def _resting(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    engine: _sharded.Engine | None = None,
+) -> tuple[int, ...]:
     """For each leaf the outputs that rest on it, a bit for each; all where none can.
+
+    The last leaf stands for the parameters that an engine has gathered.
 
     Raises:
         CapturedTensorError: some output rests on a tensor that is no leaf of the run.
@@ -452,6 +502,8 @@ def _resting(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[int, 
     found: dict[int, int] = {}
     known = set(map(id, leaves))
     for variable, bits in _variables(outputs):
+        if engine and engine.stands_for(variable):
+            variable = leaves[-1]
         if id(variable) not in known:
             raise _other(variable)
         found[id(variable)] = found.get(id(variable), 0) | bits

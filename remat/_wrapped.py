@@ -1,10 +1,13 @@
-"""Modules that an engine of `torch.distributed` drives: none may be called inside a region.
+"""Modules that an engine of `torch.distributed` drives: what a region around them does.
 
 Such an engine works in hooks around a module's forward. It gathers parameters there, and
 asks autograd to be told when a gradient is there. A trace would run these hooks once and
-never again, and `engine="rerun"` runs the function on stand-ins of the parameters, whose
+never again, and a region computes its backward on stand-ins of the parameters, whose
 gradients the engine never sees. So a gradient would be left out of the sum over the ranks,
-without a word. A region *inside* such a module is fine: the hooks then run around it.
+without a word: such a call raises. A region *inside* such a module is fine: the hooks then
+run around it.
+
+`engine="rerun"` takes modules of `fully_shard`: see `_sharded`.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from remat._errors import TraceError, explain
 
@@ -35,24 +41,57 @@ def refused() -> Generator[None]:
     Raises:
         TraceError: in front of the engine's own hooks, which so find all as it was.
     """
-    distributed: Any = sys.modules.get("torch.distributed")
-    if not (
-        distributed and distributed.is_available() and distributed.is_initialized()
-    ):
+    if not is_distributed():
         yield
         return
+
+    def refuse(module: nn.Module) -> None:
+        raise refusal(module)
+
+    with around_driven(refuse):
+        yield
+
+
+def is_distributed() -> bool:
+    """Whether this process is in a world of `torch.distributed`."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(
+        distributed and distributed.is_available() and distributed.is_initialized()
+    )
+
+
+@contextlib.contextmanager
+def around_driven(
+    enter: Callable[[nn.Module], None],
+    leave: Callable[[nn.Module], None] | None = None,
+) -> Generator[None]:
+    """Calls these in front of this thread's calls of driven modules, and after them.
+
+    `enter` goes before the engine's own hooks, and `leave` before those that let go of the
+    gathered parameters.
+    """
     kinds = _kinds()
     thread = threading.get_ident()
 
-    def refuse(module: nn.Module, _: Any) -> None:
-        if isinstance(module, kinds) and threading.get_ident() == thread:
-            raise _refusal(module)
+    def is_meant(module: nn.Module) -> bool:
+        return isinstance(module, kinds) and threading.get_ident() == thread
 
-    handle = register_module_forward_pre_hook(refuse)
+    def before(module: nn.Module, _: Any) -> None:
+        if is_meant(module):
+            enter(module)
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        if leave and is_meant(module):
+            leave(module)
+
+    handles = [register_module_forward_pre_hook(before)]
+    if leave:
+        handles.append(register_module_forward_hook(after))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _kinds() -> tuple[type, ...]:
@@ -65,13 +104,15 @@ def _kinds() -> tuple[type, ...]:
     )
 
 
-def _refusal(module: nn.Module) -> TraceError:
+def refusal(module: nn.Module) -> TraceError:
+    """What a call of this module raises."""
     return TraceError(
         explain(
             where=f"a {type(module).__name__}",
             what="is called inside a region.",
             why="Hooks around its forward gather parameters or reduce gradients. In a "
             "region they would not see the gradients, which would be lost.",
-            do="Put the regions inside: remat.modules.apply to it, or to its blocks.",
+            do="Put the regions inside: remat.modules.apply to it, or to its blocks. "
+            'Around a module of fully_shard engine="rerun" works, under no transform.',
         )
     )

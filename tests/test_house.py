@@ -39,7 +39,7 @@ LAYERS = (
     ("_in_place",),
     ("_import_fx", "_watching"),
     ("_captures", "_collectives", "_signature"),
-    ("_guards", "_hooked"),
+    ("_guards", "_hooked", "_sharded"),
     ("_trace",),
     ("_dynamic",),
     ("_partition", "_derived"),

@@ -234,9 +234,9 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 )
 
 
-# What `fully_shard` hangs on a module's hooks leads to the parameters of all others. None
-# of it runs in a region (`_wrapped`), and parameters that a region does not use would make
-# autograd wait for it before it hands out their gradients.
+# What `fully_shard` hangs on a module's hooks leads to the parameters of all others. It is
+# the engine's, not the function's (`_sharded`), and parameters that a region does not use
+# would make autograd wait for it before it hands out their gradients.
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 

@@ -13,7 +13,7 @@ into its globals; what its functions hold in closures, and its objects, are.
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
 
 from torch import Tensor, nn
@@ -252,17 +252,20 @@ class Survey:
                 put(node.value, step, before)
 
     @contextlib.contextmanager
-    def in_place(self) -> Generator[None]:
+    def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
         """Inside, tensors and simple attributes of modules are those of the survey.
 
         What stands there now, such as a parameter that `functional_call` has put back, or
         `training`, stands there again at the end.
 
+        Args:
+            but: tensors whose places are left as they are.
+
         Raises:
             RecomputationError: a place is no more.
         """
         with contextlib.ExitStack() as undo:
-            for node, step in self._places():
+            for node, step in self._places(frozenset(map(id, but))):
                 before, now = node.content[step], _standing(node.value, step)
                 if now is before or (is_simple(before) and same(now, before)):
                     continue
@@ -276,10 +279,11 @@ class Survey:
                     undo.callback(put, node.value, step, now)
             yield
 
-    def _places(self) -> Iterator[tuple[Node, Step]]:
-        for paths in self.tensors.values():
-            for path in paths:
-                yield path.owner, path.step
+    def _places(self, but: Set[int]) -> Iterator[tuple[Node, Step]]:
+        for identity, paths in self.tensors.items():
+            if identity not in but:
+                for path in paths:
+                    yield path.owner, path.step
         for node in self.nodes.values():
             if isinstance(node.value, nn.Module):
                 for step, value in node.content.items():

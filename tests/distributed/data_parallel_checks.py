@@ -213,17 +213,16 @@ def check_a_region_around_what_an_engine_drives(mesh: Any) -> None:
     (x,) = batches(rank)
     plain = fsdp_step(sharded(mesh), rank)
     whole = ddp_gradients(a_model(), rank)
+    model = modules.apply(sharded(mesh), "")
+    for _ in range(2):
+        refuses(model, x, "FSDPBlock")
+    assert_equal(fsdp_step(modules.remove(model), rank), plain)
+    # Parameters that are gathered already are plain ones, which a trace could take.
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    refuses(modules.apply(model, ""), x, "FSDPBlock")
     for engine in ("trace", "rerun"):
-        model = modules.apply(sharded(mesh), "", engine=engine)
-        for _ in range(2):
-            refuses(model, x, "FSDPBlock")
-        assert_equal(fsdp_step(modules.remove(model), rank), plain)
-        # Parameters that are gathered already are plain ones, which a trace could take.
-        model.unshard()
-        for block in model.blocks:
-            block.unshard()
-        refuses(modules.apply(model, "", engine=engine), x, "FSDPBlock")
-
         model = a_model()
         wrapped = DistributedDataParallel(model)
         refuses(remat(wrapped, engine=engine), x, "DistributedDataParallel")

@@ -14,6 +14,7 @@ from tests.distributed import (
     data_parallel_checks,
     expert_checks,
     pipeline_checks,
+    sharded_around_checks,
     tensor_parallel_checks,
     two_dimensional_checks,
 )
@@ -22,6 +23,7 @@ from tests.storage.worlds import checks_in, run
 WORLDS: dict[int, tuple[Any, ...]] = {
     2: (
         data_parallel_checks,
+        sharded_around_checks,
         tensor_parallel_checks,
         pipeline_checks,
         expert_checks,
