@@ -181,7 +181,12 @@ def _outputs_of_vjp(
 
 
 def mapped(
-    function: Flat, outputs: tuple[int, ...] | None, batch: Batch, skip: int
+    function: Flat,
+    outputs: tuple[int, ...] | None,
+    batch: Batch,
+    skip: int,
+    *,
+    are_apart: bool = False,
 ) -> Flat:
     """The physical operands -> these outputs, each mapped over its first dimension.
 
@@ -190,6 +195,9 @@ def mapped(
         outputs: which of its results to hand out, None for all.
         batch: how to map.
         skip: how many leading tensors of `batch` are not among the operands.
+        are_apart: whether each result has memory of its own, as those of a program that is
+            there already: torch maps some operators by others, of which a result may be
+            an operand.
     """
 
     def of(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -199,10 +207,11 @@ def mapped(
         dims = batch.dims[skip:]
         over = _compat.restore_vmap(of, dims, batch.size, batch.randomness)
         found, found_dims = over(*tensors)
-        return [
+        firsts = [
             mapped_first(tensor, dim, batch.size)
             for tensor, dim in zip(found, found_dims, strict=True)
         ]
+        return [each.clone() for each in firsts] if are_apart else firsts
 
     return run
 

@@ -777,11 +777,17 @@ class Region:
         return Region(function, batch.metas, self.policy, calls=self.calls)
 
     def _mapped(
-        self, outputs: tuple[int, ...] | None, batch: Batch, skip: int
+        self,
+        outputs: tuple[int, ...] | None,
+        batch: Batch,
+        skip: int,
+        *,
+        are_apart: bool = False,
     ) -> Function:
+        size, randomness, dims = batch.size, batch.randomness, batch.dims
         return self.function.derive(
-            lambda f: mapped(f, outputs, batch, skip),
-            *("vmap", outputs, batch.size, batch.randomness, batch.dims, skip),
+            lambda f: mapped(f, outputs, batch, skip, are_apart=are_apart),
+            *("vmap", outputs, size, randomness, dims, skip, are_apart),
         )
 
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -807,7 +813,7 @@ class Region:
         program, dims = _map_program(forward, batch)
         views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
         region = Region(
-            self._mapped(chosen, batch, skip),
+            self._mapped(chosen, batch, skip, are_apart=True),
             batch.metas[skip:],
             nothing_saveable,
             given=Given(

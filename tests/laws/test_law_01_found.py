@@ -249,6 +249,22 @@ def test_forward_mode_over_attention_with_a_mask_to_learn() -> None:
 
 
 @pytest.mark.contract
+def test_the_second_backward_of_a_layer_for_each_example() -> None:
+    """Mapped, the gradient of the bias is the cotangent itself, and still an output."""
+    x, weight, bias = seeded(3, 4), seeded(2, 4), seeded(2)
+
+    def second(layer: Callable[..., Any]) -> tuple[Tensor, ...]:
+        def loss(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+            return layer(x, w, b).sin().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))
+        given = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        return torch.autograd.grad(sum(g.cos().sum() for g in each(*given, x)), given)
+
+    assert_close(second(remat(F.linear)), second(F.linear))
+
+
+@pytest.mark.contract
 def test_a_strided_copy_of_each_example() -> None:
     """Its derivative writes to a strided view, for which torch's vmap has no rule."""
     x = seeded(3, 4)
