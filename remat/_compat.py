@@ -1549,6 +1549,39 @@ def without_symbols(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
+# Where the level is among the arguments, of what names one in a graph of Dynamo's.
+_LEVELS = {
+    "_add_batch_dim": 2,
+    "_remove_batch_dim": 1,
+    "_wrap_for_grad": 1,
+    "_unwrap_for_grad": 1,
+}
+
+
+def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of Dynamo's as it would be, had Dynamo met it among the active transforms.
+
+    torch.func's transforms inside of it have the numbers of the place where it was met.
+    Obsolete when Dynamo's graphs count levels from where they run.
+    """
+    places = {
+        node: _LEVELS[name]
+        for node in module.graph.nodes
+        if (name := getattr(node.target, "__name__", "")) in _LEVELS
+    }
+    first = min((node.args[place] for node, place in places.items()), default=None)
+    depth = len(_functorch_c.get_interpreter_stack() or ())
+    if first is None or first == depth + 1:
+        return module
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    for node in module.graph.nodes:
+        copied = env[node] = graph.node_copy(node, env.__getitem__)
+        if node in places:
+            place = places[node]
+            copied.update_arg(place, node.args[place] - first + depth + 1)
+    return fx.GraphModule(module, graph)
+
+
 def trace_again() -> Exception:
     """What makes Dynamo trace the frame again from its beginning, raised by a backend.
 

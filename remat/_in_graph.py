@@ -100,7 +100,9 @@ def _recorded(key: str, module: fx.GraphModule) -> Callable[..., Any]:
     region = kind.known.get(module)
     if region is None:
         settled = _compat.without_symbols(module)
-        region = kind.known[module] = kind.around(lambda *args: settled(*args))
+        region = kind.known[module] = kind.around(
+            lambda *args: _compat.at_current_level(settled)(*args)
+        )
 
     def run(*args: Any) -> Any:
         try:

@@ -31,6 +31,16 @@ _compat.keep_in_traces(MARK)
 _compat.leave_out_of_compilers(MARK)
 
 
+def mark(tensor: torch.Tensor, name: str) -> None:
+    """Records `name` for a tensor of the running trace, below all wrappers."""
+    with _compat.leave_functorch():
+        MARK(_compat.local_part(_compat.unwrapped(tensor)), name)
+
+
+# In Dynamo's graphs of `vmap`, which have marks of batches in them.
+_compat.library().impl("mark", mark, "FuncTorchBatched")
+
+
 class _Thread(threading.local):
     marks = False
 
@@ -91,9 +101,3 @@ def checkpoint_name(x: _T, name: str) -> _T:
         for tensor in _compat.tensor_leaves(x):
             mark(tensor, name)
     return x
-
-
-def mark(tensor: torch.Tensor, name: str) -> None:
-    """Records `name` for a tensor of the running trace, below all wrappers."""
-    with _compat.leave_functorch():
-        MARK(_compat.local_part(_compat.unwrapped(tensor)), name)

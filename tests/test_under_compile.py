@@ -106,11 +106,22 @@ def in_place(x: Tensor) -> tuple[Tensor, Tensor]:
     return made.sin(), x.view(-1)
 
 
+@remat(policy=policies.save_only_these_names("hidden"))
+def mapping(x: Tensor) -> Tensor:
+    """A region that maps what has a name, and differentiates."""
+
+    def each(x: Tensor) -> Tensor:
+        return checkpoint_name(torch.tanh(x @ weight), "hidden").sin().exp()
+
+    return torch.func.vmap(each)(x) * torch.func.grad(lambda x: each(x).sum())(x)
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "captures": loss,
     "pytrees": of_pytrees,
     "nested": lambda x: outer(outer(x)).sum(),
     "keys": lambda x: keyed(x, random.key(7)).sum(),
+    "a map inside": lambda x: mapping(x).sum(),
     "in place": lambda x: sum(each.sum() for each in in_place(x)),  # type: ignore[return-value]
 }
 each_loss = pytest.mark.parametrize("fun", LOSSES.values(), ids=LOSSES)
@@ -133,7 +144,7 @@ def test_one_graph_holds_regions(fun: Any) -> None:
     assert_close(gradients(compiled(fun), x), gradients(fun, x))
 
 
-@pytest.mark.parametrize("name", ["captures", "nested", "keys"])
+@pytest.mark.parametrize("name", ["captures", "nested", "keys", "a map inside"])
 def test_one_graph_holds_a_gradient(name: str) -> None:
     """`torch.compile(torch.func.grad(loss))`."""
     fun = LOSSES[name]
@@ -146,6 +157,11 @@ def test_one_graph_holds_a_gradient(name: str) -> None:
 TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
     "jvp of grad": lambda x: torch.func.jvp(torch.func.grad(loss), (x,), (x.cos(),)),
     "vmap of grad": torch.func.vmap(torch.func.grad(loss)),
+    "vmap of grad, names": torch.func.vmap(torch.func.grad(of_pytrees)),
+    "grad of vmap, names": torch.func.grad(
+        lambda x: torch.func.vmap(of_pytrees)(x).sin().sum()
+    ),
+    "a map inside": lambda x: torch.func.vmap(mapping)(torch.stack([x, x.cos()])),
 }
 
 
