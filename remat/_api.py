@@ -475,6 +475,8 @@ def _why_apart(settings: Settings, where: str) -> str:
         for option, is_set in (
             ('engine="rerun"', settings.engine == "rerun"),
             ("verify=True", settings.verify),
+            # Arguments of a graph have no names.
+            ("saved_inputs={...}", bool(settings.inputs.each)),
         )
         if is_set
     ]

@@ -182,7 +182,15 @@ def opened(request: Request, fixed: Fixed, sizes: _compat.OpenSizes) -> Request:
 
 
 #: What torch raises where an operator, or the function, cannot go on with a symbol.
-CANNOT_OPEN = (RuntimeError, TypeError, ValueError, AssertionError)
+CANNOT_OPEN = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+)
 
 
 @final

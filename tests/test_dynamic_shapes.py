@@ -331,6 +331,39 @@ def test_what_cannot_be_traced_with_open_sizes_is_traced_for_each() -> None:
     assert region.cache_info().misses == 3
 
 
+TABLE_OF_SCALES = {"3": 2.0, "4": 3.0}
+
+
+def by_text(x: Tensor) -> Tensor:
+    """A size as part of a text: a key that no table has."""
+    return x.sin() * TABLE_OF_SCALES[f"{x.shape[1]}"]
+
+
+@pytest.mark.contract
+def test_a_key_made_of_a_size_is_looked_up_for_each() -> None:
+    """With a symbol there is no such key."""
+    region = traced(by_text)
+    args = (sequence(2, 3),)
+    with pytest.warns(RematWarning, match="for each size, in spite"):
+        assert_bitwise(run(region, args), run(by_text, args))
+
+    args = (sequence(2, 4),)
+    assert_bitwise(run(region, args), run(by_text, args))
+
+
+@pytest.mark.contract
+def test_a_derivative_that_fails_with_symbols_is_traced_for_each() -> None:
+    """The variance of one column: its backward divides a size by zero."""
+    region = traced(lambda x: x.sin()[..., : x.shape[1] // 2].var(-1))
+
+    args = (sequence(2, 2),)
+    with (
+        pytest.warns(RematWarning, match="fails: float division by zero"),
+        pytest.warns(UserWarning, match="degrees of freedom"),
+    ):
+        assert_bitwise(run(region, args), run(region.__wrapped__, args))
+
+
 def test_a_branch_on_a_value_is_refused_as_ever() -> None:
     """The message is that of a trace of one size."""
     region = traced(lambda x: x.sin() if x.sum() > 0 else x)

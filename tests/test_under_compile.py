@@ -363,6 +363,9 @@ def test_sizes_that_change() -> None:
 
 dropping = remat(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double())
 offloaded = remat(lambda x: x.sin().sin(), saved_inputs=storage.Cast(torch.float32))
+by_name = remat(
+    lambda x: x.sin().sin(), saved_inputs={"x": storage.Cast(torch.float32)}
+)
 run_again = remat(lambda x: x.sin().sin(), engine="rerun")
 compared = remat(
     lambda x: x.sin().sin(), verify=True, policy=policies.everything_saveable
@@ -370,6 +373,7 @@ compared = remat(
 APART: dict[str, tuple[Any, str]] = {
     "draws": (dropping, "Draw by keys"),
     "storage": (offloaded, "wait in Cast"),
+    "storage by name": (by_name, "saved_inputs"),
     "rerun": (run_again, "rerun"),
     "verify": (compared, "verify"),
 }
