@@ -257,9 +257,10 @@ def test_the_second_backward_of_a_layer_for_each_example() -> None:
         def loss(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
             return layer(x, w, b).sin().sum()
 
-        each = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))
+        each: Any = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))
         given = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-        return torch.autograd.grad(sum(g.cos().sum() for g in each(*given, x)), given)
+        found = torch.stack([g.cos().sum() for g in each(*given, x)])
+        return torch.autograd.grad(found.sum(), given)
 
     assert_close(second(remat(F.linear)), second(F.linear))
 
