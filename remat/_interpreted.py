@@ -23,6 +23,9 @@ from remat._graph import Graph, TensorMeta, Value, replace_refs
 # The most that a program may take in. Its kernels take microseconds up to here.
 _MOST_BYTES = 2**20
 
+# What the call of the interpreter costs, about this many operators save: a heuristic.
+_FEWEST_STEPS = 32
+
 # The functions that `_composites` puts into a graph.
 _OVERLOADS: dict[Any, Any] = {
     torch.matmul: torch.ops.aten.matmul.default,
@@ -47,6 +50,12 @@ _MORE = (
 _SURE = frozenset(f"aten.{name}" for name in _MORE.split(" "))
 
 _Function = Callable[[list[Tensor]], list[Any]]
+
+
+def is_worthwhile(graph: Graph) -> bool:
+    """Whether a graph is long enough to gain from the interpreter."""
+    steps = graph.values[graph.num_inputs :]
+    return sum(step.op is not operator.getitem for step in steps) >= _FEWEST_STEPS
 
 
 def function_of(graph: Graph) -> _Function | None:

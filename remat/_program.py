@@ -130,7 +130,9 @@ class Program:
         if self.is_compiled:
             return _backend.Compiled(self.graph)
         folded = fold(self.graph)
-        return _interpreted.function_of(folded) or self._compiled(folded)
+        if _interpreted.is_worthwhile(folded):
+            return _interpreted.function_of(folded) or self._compiled(folded)
+        return self._compiled(folded)
 
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from remat import _compat, random, remat
 from remat._composites import fold
 from remat._graph import Graph, Ref, TensorMeta, Value
-from remat._interpreted import function_of
+from remat._interpreted import function_of, is_worthwhile
 from tests.support import Heard, LiveBytes, is_differentiable
 from tests.zoo import FUNCTIONS
 
@@ -96,6 +96,33 @@ def test_a_transformer_block_is_run_there():
         assert function_of(fold(program.graph)) is not None
 
 
+def waves(x):
+    """A function of 40 operators."""
+    for _ in range(40):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize(("fun", "gains"), [(waves, True), (torch.sin, False)])
+def test_a_long_program_gains(fun, gains):
+    """The call of the interpreter itself costs what some thirty operators save."""
+    (forward, _) = programs(fun, rand(3))
+
+    assert is_worthwhile(forward.graph) is gains
+
+
+def test_a_region_runs_there():
+    """Both programs by the interpreter give the bits of the plain function."""
+    results = []
+    for fun in (waves, remat(waves)):
+        x = rand(3).requires_grad_()
+        y = fun(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+
+    for found, expected in zip(*results, strict=True):
+        assert _compat.same_bits(found, expected)
+
+
 LITERALS = {
     "a memory format": (ATEN.clone.default, (), {"memory_format": torch.channels_last}),
     "a dtype": (ATEN._to_copy.default, (), {"dtype": torch.float64}),
@@ -175,10 +202,12 @@ def test_an_error_is_the_operators_own():
 
 def test_the_switch_of_the_interpreter_is_put_back():
     """Programs run as written; the user's own scripted functions are optimized as ever."""
-    x = rand(3).requires_grad_()
+    (_, backward) = programs(block, rand(2, 8, 16), rand(16, 48), rand(16))
+    run = function_of(fold(backward.graph))
+    assert run is not None
     before = torch._C._get_graph_executor_optimize()
 
-    remat(torch.sin)(x).sum().backward()
+    run(numbers(backward))
 
     assert torch._C._get_graph_executor_optimize() is before
 
