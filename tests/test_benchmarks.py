@@ -30,10 +30,7 @@ from tests.benchmarks.bounds import Bound, judged, verdicts
 from tests.benchmarks.contenders import PLAIN, contenders
 
 # Forward mode's first use compiles torch's own formulas with it.
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 
 def test_ratios_are_paired_by_round():
