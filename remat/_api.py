@@ -42,8 +42,8 @@ from remat._options import (
 from remat._program import Program
 from remat._region import Asked
 from remat._residuals import Residual, residuals_of_region
+from remat._running import has_open_sizes, is_running, known_inside, lift, set_aside
 from remat._signature import Signature, Statics, labels, sign
-from remat._trace import has_open_sizes, is_running, known_inside, lift, set_aside
 from remat.policies import nothing_saveable
 from remat.random._checking import is_checking
 

@@ -30,16 +30,9 @@ from remat._errors import (
 from remat._graph import TensorMeta, label, layout_of
 from remat._numerics import Numerics
 from remat._region import Calls, Function, Region, Roots
+from remat._running import is_taken_whole, substituting
 from remat._signature import Layout, Signature
-from remat._trace import (
-    Flat,
-    Joint,
-    Request,
-    Traced,
-    is_taken_whole,
-    substituting,
-    trace,
-)
+from remat._trace import Flat, Joint, Request, Traced, trace
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage, Keep
 

@@ -29,7 +29,8 @@ from remat._graph import TensorMeta
 from remat._lines import user_line
 from remat._numerics import Numerics
 from remat._region import Asked, Batched, Calls, Results, Roots
-from remat._trace import Flat, View, is_running
+from remat._running import is_running
+from remat._trace import Flat, View
 from remat.policies._operators import function_name
 from remat.storage import AbstractStorage
 

@@ -7,46 +7,37 @@ what they mean outside. Fakes have the exact strides of inputs and cotangents: k
 choose by strides, and a wrong guess is silently wrong. In-place operators are then
 renamed, or where that will not do replaced by a second pass (`torch.func.functionalize`,
 views kept).
-
-A torch-function mode sees every call of the user's code: it swaps captured tensors for
-inputs of the trace, and notes which line and which torch function makes each value.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
-from remat import (
-    _collectives,
-    _compat,
-    _import_fx,
-    _in_place,
-    _streams,
-    _trackers,
-    _wrapped,
-)
-from remat._errors import (
-    CapturedTensorError,
-    RematError,
-    TraceError,
-    explain,
-)
+from remat import _collectives, _compat, _import_fx, _in_place, _streams, _wrapped
+from remat._errors import RematError, TraceError, explain
 from remat._graph import Graph, Ref, TensorMeta, Value, check
-from remat._lines import mutates, untraceable, user_line
+from remat._import_fx import Note
+from remat._lines import mutates, untraceable
 from remat._numerics import Numerics
-from remat.policies._operators import function_name
+from remat._running import (
+    Running,
+    UserCalls,
+    current,
+    entered,
+    fake_of,
+    from_array,
+    lift,
+    placeholder,
+)
 
 Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-Note = _import_fx.Note
 
 
 @final
@@ -118,152 +109,6 @@ class View:
     is_cut: bool = False
 
 
-@dataclasses.dataclass
-class _Running:
-    """What a running trace knows: the mode asks it, the end of the trace reads it."""
-
-    mode: Any
-    find: Callable[[Tensor], bool]
-    substitutes: list[Mapping[int, Tensor]]
-    captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
-    leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
-    fakes: list[weakref.ref[Tensor]] = dataclasses.field(
-        default_factory=list[weakref.ref[Tensor]]
-    )
-    aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
-    shape_env: Any = None
-    inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
-    in_parts: set[str] = dataclasses.field(default_factory=set[str])
-
-    def is_aside(self, args: Any) -> bool:
-        """Whether a call works on nothing but states that a tracker handles."""
-        tensors = _compat.tensor_leaves(args)
-        return bool(tensors) and all(
-            not _compat.is_fake(each)
-            and (id(each) in self.aside or _streams.is_state(each))
-            for each in tensors
-        )
-
-    def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs such a call as it is: it is no part of the function's graph."""
-        with _compat.isolated():
-            out = func(*args, **kwargs)
-        # Held, so that no other tensor can have the id of one of them.
-        self.aside |= {id(each): each for each in _compat.tensor_leaves(out)}
-        return out
-
-
-class _Thread(threading.local):
-    running: _Running | None = None
-
-
-_thread = _Thread()
-
-
-def is_running() -> bool:
-    """Whether this thread is tracing."""
-    return _thread.running is not None
-
-
-def has_open_sizes() -> bool:
-    """Whether this thread is in a trace that has symbols for sizes."""
-    return _thread.running is not None and _thread.running.shape_env is not None
-
-
-def known_inside() -> dict[Hashable, Any]:
-    """What is known of regions inside the trace that this thread is in, as long as it runs."""
-    assert _thread.running is not None, "no trace is running"
-    return _thread.running.inner
-
-
-@contextlib.contextmanager
-def set_aside() -> Generator[None]:
-    """Inside, this thread is as if it were not tracing: what it calls is not the user's."""
-    outer, _thread.running = _thread.running, None
-    try:
-        yield
-    finally:
-        _thread.running = outer
-
-
-def lift(tensor: Tensor) -> Tensor:
-    """The trace's stand-in for a tensor from outside, which becomes an input of the graph.
-
-    To a region inside another one's trace, the outer trace's tensors are from outside too.
-    """
-    running = _thread.running
-    if running is None:
-        return tensor
-    if _compat.is_fake_of(tensor, running.mode):
-        if _compat.is_in_parts(tensor):
-            _meet(running, tensor, "made")
-        return tensor
-    if _compat.wraps_fakes(tensor) and _compat.placement(tensor) is None:
-        _meet(running, tensor, "made")
-        return tensor
-    for mapping in reversed(running.substitutes):
-        if id(tensor) in mapping:
-            return mapping[id(tensor)]
-    # A region inside lifts its tensors by itself: the trace's own mode is then on, and would
-    # take what is read of the tensor here for a call of the user's.
-    with _compat.without_torch_function():
-        return _capture(running, tensor)
-
-
-def is_taken_whole(tensor: Tensor) -> bool:
-    """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
-    return _compat.is_in_parts(tensor) and _compat.placement(tensor) is None
-
-
-def _meet(running: _Running, tensor: Tensor, how: str) -> None:
-    """Notes that a tensor in parts was given and taken whole, or is there in its parts."""
-    running.in_parts.add(how)
-    if len(running.in_parts) > 1:
-        raise _distributed(tensor)
-
-
-def _capture(running: _Running, tensor: Tensor) -> Tensor:
-    if is_taken_whole(tensor):
-        _meet(running, tensor, "given")
-    for known, leaf in zip(running.captured, running.leaves, strict=True):
-        if known is tensor:
-            return leaf
-    if not running.find(tensor):
-        if _streams.looks_like_state(tensor):
-            raise _streams.unregistered(f"at {user_line()}")
-        raise CapturedTensorError(
-            explain(
-                where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-                what="is reached by a way that cannot be followed at the next call.",
-                why="It would be frozen into the trace: its gradient would be lost, and "
-                "a later value of it never seen.",
-                do="Pass it as an argument, or keep it in a closure, a global, a list, "
-                "a dict or an attribute that the function names.",
-            )
-        )
-    name = f"captured_{len(running.captured)}"
-    meta = TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
-    leaf = _placeholder(meta, name)
-    running.captured.append(tensor)
-    running.leaves.append(leaf)
-    return leaf
-
-
-def _distributed(tensor: Tensor) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
-            f"{user_line()}",
-            what="meets others in a region of which some are given and some made inside.",
-            why="Under vmap, and for a subclass other than DTensor, a trace stands a plain "
-            "tensor of the whole shape in for a given one, which does not go together "
-            "with parts.",
-            do='Use engine="rerun", which runs the function again in the backward, or '
-            "pass local tensors and make all of them inside.",
-        )
-    )
-
-
 def _require_known(returned: Sequence[Tensor | None]) -> None:
     for tensor in returned:
         if (
@@ -280,91 +125,6 @@ def _require_known(returned: Sequence[Tensor | None]) -> None:
                     "function again in the backward.",
                 )
             )
-
-
-# Public, but torch has not annotated it.
-_FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
-def _from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
-    return CapturedTensorError(
-        explain(
-            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
-            what=f"makes a tensor{_described(made)} from a numpy array.",
-            why="The contents of an array cannot be checked at the next call: the tensor "
-            "would be frozen into the trace.",
-            do="Make the tensor outside, and pass it as an argument or capture it.",
-        )
-    )
-
-
-def _described(made: Any) -> str:
-    return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
-
-
-@contextlib.contextmanager
-def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
-    """Inside, the captured tensors with these ids stand for the given operands."""
-    running = _thread.running
-    if running is None:
-        yield
-        return
-    running.substitutes.append(mapping)
-    try:
-        yield
-    finally:
-        running.substitutes.pop()
-
-
-class _UserCalls(TorchFunctionMode):
-    """Sees the torch calls of the traced function, and those alone."""
-
-    def __init__(self, running: _Running) -> None:
-        self._running = running
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        running = self._running
-        if _thread.running is not running or not _compat.proxy_is_active():
-            # A region inside is traced on its own; torch itself works unrecorded.
-            return func(*args, **(kwargs or {}))
-        if _trackers.registered and running.is_aside(args):
-            return running.run_aside(func, args, kwargs or {})
-        args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
-        if _compat.reads_arrays(args):
-            raise _from_array(func, None)
-        graph = _compat.active_graph()
-        before = len(graph.nodes)
-        out = func(*args, **kwargs)
-        if len(graph.nodes) > before:
-            note = Note(user_line(), function_name(func), is_backward=False)
-            _import_fx.annotate(graph, before, note)
-        running.fakes.extend(
-            weakref.ref(each)
-            for each in _compat.tensor_leaves(out)
-            if _compat.is_fake(each)
-        )
-        return out
-
-
-def _placeholder(meta: TensorMeta, name: str) -> Tensor:
-    """A further input of the running trace, made where the trace does not see it."""
-    with _compat.leave_functorch():
-        with _compat.unrecorded():
-            fake = _fake(meta)
-        _compat.add_placeholder(fake, name)
-        return meta.stand_in(fake)
-
-
-def _fake(meta: TensorMeta) -> Tensor:
-    """What the graph knows of a tensor: of a DTensor, this rank's part."""
-    local = dataclasses.replace(meta, requires_grad=meta.is_leaf, placement=None)
-    return local.empty()
 
 
 @final
@@ -421,30 +181,26 @@ def trace(request: Request) -> Traced:
         TraceError: if it cannot be traced: it branches on values, say.
         CapturedTensorError: if it reaches a tensor that `request.find` does not know.
     """
-    outer = _thread.running
-    shape_env = _shape_env(request, outer)
+    shape_env = _shape_env(request, current())
     mode = _compat.fake_mode(_home(request.operands), shape_env)
-    running = _Running(mode, request.find, [], shape_env=shape_env)
+    running = Running(mode, request.find, shape_env=shape_env)
     if request.is_in_parts:
         running.in_parts.add("given")
-    _thread.running = running
-    try:
-        devices = [torch.device("cpu"), *(each.device for each in request.operands)]
-        with (
-            _streams.standing_in(devices),
-            _compat.isolated(),
-            torch.enable_grad(),
-            _wrapped.refused(),
-            running.mode,
-        ):
-            run = _Run(request, running)
-            module = _record(run)
-            return _finish(run, module)
-    finally:
-        _thread.running = outer
+    devices = [torch.device("cpu"), *(each.device for each in request.operands)]
+    with (
+        entered(running),
+        _streams.standing_in(devices),
+        _compat.isolated(),
+        torch.enable_grad(),
+        _wrapped.refused(),
+        running.mode,
+    ):
+        run = _Run(request, running)
+        module = _record(run)
+        return _finish(run, module)
 
 
-def _shape_env(request: Request, outer: _Running | None) -> Any:
+def _shape_env(request: Request, outer: Running | None) -> Any:
     """A region inside a trace with open sizes is traced among the same symbols."""
     if request.sizes is not None:
         return request.sizes.env
@@ -461,7 +217,7 @@ def _numbers(metas: Sequence[TensorMeta]) -> Iterator[int]:
 class _Run:
     """One execution of the function and its backward under `make_fx`."""
 
-    def __init__(self, request: Request, running: _Running) -> None:
+    def __init__(self, request: Request, running: Running) -> None:
         self.request = request
         self.running = running
         self.differentiable: list[bool] = []
@@ -483,9 +239,9 @@ class _Run:
             return self._run(running, request, stand_ins)
 
     def _run(
-        self, running: _Running, request: Request, operands: tuple[Tensor, ...]
+        self, running: Running, request: Request, operands: tuple[Tensor, ...]
     ) -> list[Tensor | None]:
-        with _UserCalls(running), _compat.lifted_function_apply(lift):
+        with UserCalls(running), _compat.lifted_function_apply(lift):
             results = request.function(operands)
         # Outside of the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
@@ -525,7 +281,7 @@ class _Run:
             if meta is None:
                 continue
             # A given cotangent is an input even where no gradient comes of it.
-            cotangent = _placeholder(meta, _cotangent_name())
+            cotangent = placeholder(meta, _cotangent_name())
             if output.requires_grad:
                 outputs.append(output)
                 cotangents.append(cotangent)
@@ -636,18 +392,22 @@ def _is_part(tensor: Tensor) -> bool:
     return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())
 
 
+# Public, but torch has not annotated it.
+_FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and _compat.is_lift(node):
             # torch.from_numpy and its like are no torch functions: no mode sees them.
-            raise _from_array(_FROM_NUMPY, node.meta.get("val"))
+            raise from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
 
 def _record(run: _Run) -> fx.GraphModule:
     running = run.running
-    operands = [_fake(meta) for meta in run.request.operands]
+    operands = [fake_of(meta) for meta in run.request.operands]
     running.fakes.extend(weakref.ref(fake) for fake in operands)
     try:
         module = _compat.make_fx(run, operands, _collectives.functional_twins())
@@ -799,7 +559,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
     with _compat.isolated(), mode, torch.no_grad():
-        fakes = [_fake(meta) for meta in metas]
+        fakes = [fake_of(meta) for meta in metas]
         module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
         if _in_place.has_mutations(module.graph):
             module = _import_fx.functionalize(module, fakes)

@@ -20,7 +20,7 @@ from remat import (
     _in_place,
     _names,
     _region,
-    _trace,
+    _running,
 )
 from remat._captures import _covered
 from tests.properties import BUDGET, PROGRAMS, cases, check
@@ -50,14 +50,14 @@ def residual_treated_as_constant():
 
 def lost_detach():
     """A user's detach is overlooked in the trace."""
-    honest = _trace._UserCalls.__torch_function__
+    honest = _running.UserCalls.__torch_function__
 
     def overlook(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.detach and _compat.proxy_is_active():
             return args[0]
         return honest(self, func, types, args, kwargs)
 
-    return mock.patch.object(_trace._UserCalls, "__torch_function__", overlook)
+    return mock.patch.object(_running.UserCalls, "__torch_function__", overlook)
 
 
 def contiguous_cotangents():
@@ -107,12 +107,12 @@ def opaque_name():
 
 def dropped_capture():
     """A captured tensor enters the trace without its gradient."""
-    honest = _trace._capture
+    honest = _running._capture
 
     def capture(running, tensor):
         return honest(running, tensor).detach()
 
-    return mock.patch.object(_trace, "_capture", capture)
+    return mock.patch.object(_running, "_capture", capture)
 
 
 def buffers_twice():

@@ -40,6 +40,7 @@ LAYERS = (
     ("_import_fx", "_watching"),
     ("_captures", "_collectives", "_signature"),
     ("_guards", "_hooked", "_sharded"),
+    ("_running",),
     ("_trace",),
     ("_dynamic",),
     ("_partition", "_derived"),

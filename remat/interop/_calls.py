@@ -14,8 +14,8 @@ from typing import Any
 from remat._api import BoundRegion, Region, RematModule
 from remat._errors import SideEffectError, explain
 from remat._options import InputStorages, Settings, inputs_for
+from remat._running import is_running
 from remat._signature import Statics
-from remat._trace import is_running
 from remat._trackers import is_tracker, register_tracker
 from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep

@@ -21,7 +21,7 @@ from remat._errors import (
 )
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
-from remat._trace import is_running, lift
+from remat._running import is_running, lift
 from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack

@@ -22,7 +22,7 @@ from remat._errors import CarryError, RematWarning, explain
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
 from remat._options import PolicyLike
-from remat._trace import is_running, lift
+from remat._running import is_running, lift
 from remat.layers._common import (
     Captured,
     link_of,

@@ -1,0 +1,277 @@
+"""The trace that this thread is in: what the user's code meets while it runs.
+
+A torch-function mode sees every call of the user's code: it swaps captured tensors for
+inputs of the trace, and notes which line and which torch function makes each value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Generator, Hashable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from remat import _compat, _import_fx, _streams, _trackers
+from remat._errors import CapturedTensorError, TraceError, explain
+from remat._graph import TensorMeta
+from remat._lines import user_line
+from remat.policies._operators import function_name
+
+
+@dataclasses.dataclass
+class Running:
+    """What a running trace knows: the mode asks it, the end of the trace reads it.
+
+    Attributes:
+        mode: under which tensors are fakes.
+        find: whether a captured tensor may become a further operand.
+        substitutes: the operands that stand for captured tensors, by the ids of these; the
+            innermost last.
+        captured: the captured tensors that were met, in order.
+        leaves: what stands for each of these.
+        fakes: weak references to what the user's code has held.
+        aside: by their ids, the tensors that belong to a tracker and not to the graph.
+        shape_env: where the symbols for open sizes live; None if no size is open.
+        inner: what is known of regions inside, by any key.
+        in_parts: which tensors in parts were met, "given" or "made"; never both.
+    """
+
+    mode: Any
+    find: Callable[[Tensor], bool]
+    substitutes: list[Mapping[int, Tensor]] = dataclasses.field(
+        default_factory=list[Mapping[int, Tensor]]
+    )
+    captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    fakes: list[weakref.ref[Tensor]] = dataclasses.field(
+        default_factory=list[weakref.ref[Tensor]]
+    )
+    aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+    shape_env: Any = None
+    inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
+    in_parts: set[str] = dataclasses.field(default_factory=set[str])
+
+    def is_aside(self, args: Any) -> bool:
+        """Whether a call works on nothing but states that a tracker handles."""
+        tensors = _compat.tensor_leaves(args)
+        return bool(tensors) and all(
+            not _compat.is_fake(each)
+            and (id(each) in self.aside or _streams.is_state(each))
+            for each in tensors
+        )
+
+    def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs such a call as it is: it is no part of the function's graph."""
+        with _compat.isolated():
+            out = func(*args, **kwargs)
+        # Held, so that no other tensor can have the id of one of them.
+        self.aside |= {id(each): each for each in _compat.tensor_leaves(out)}
+        return out
+
+
+class _Thread(threading.local):
+    running: Running | None = None
+
+
+_thread = _Thread()
+
+
+def is_running() -> bool:
+    """Whether this thread is tracing."""
+    return _thread.running is not None
+
+
+def has_open_sizes() -> bool:
+    """Whether this thread is in a trace that has symbols for sizes."""
+    return _thread.running is not None and _thread.running.shape_env is not None
+
+
+def known_inside() -> dict[Hashable, Any]:
+    """What is known of regions inside the trace that this thread is in, as long as it runs."""
+    assert _thread.running is not None, "no trace is running"
+    return _thread.running.inner
+
+
+def current() -> Running | None:
+    """The trace that this thread is in, if it is in one."""
+    return _thread.running
+
+
+@contextlib.contextmanager
+def entered(running: Running | None) -> Generator[None]:
+    """Inside, this thread is in that trace."""
+    outer, _thread.running = _thread.running, running
+    try:
+        yield
+    finally:
+        _thread.running = outer
+
+
+def set_aside() -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread is as if it were not tracing: what it calls is not the user's."""
+    return entered(None)
+
+
+@contextlib.contextmanager
+def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
+    """Inside, the captured tensors with these ids stand for the given operands."""
+    running = _thread.running
+    if running is None:
+        yield
+        return
+    running.substitutes.append(mapping)
+    try:
+        yield
+    finally:
+        running.substitutes.pop()
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """The trace's stand-in for a tensor from outside, which becomes an input of the graph.
+
+    To a region inside another one's trace, the outer trace's tensors are from outside too.
+    """
+    running = _thread.running
+    if running is None:
+        return tensor
+    if _compat.is_fake_of(tensor, running.mode):
+        if _compat.is_in_parts(tensor):
+            _meet(running, tensor, "made")
+        return tensor
+    if _compat.wraps_fakes(tensor) and _compat.placement(tensor) is None:
+        _meet(running, tensor, "made")
+        return tensor
+    for mapping in reversed(running.substitutes):
+        if id(tensor) in mapping:
+            return mapping[id(tensor)]
+    # A region inside lifts its tensors by itself: the trace's own mode is then on, and would
+    # take what is read of the tensor here for a call of the user's.
+    with _compat.without_torch_function():
+        return _capture(running, tensor)
+
+
+def is_taken_whole(tensor: Tensor) -> bool:
+    """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
+    return _compat.is_in_parts(tensor) and _compat.placement(tensor) is None
+
+
+def _meet(running: Running, tensor: Tensor, how: str) -> None:
+    """Notes that a tensor in parts was given and taken whole, or is there in its parts."""
+    running.in_parts.add(how)
+    if len(running.in_parts) > 1:
+        raise _distributed(tensor)
+
+
+def _capture(running: Running, tensor: Tensor) -> Tensor:
+    if is_taken_whole(tensor):
+        _meet(running, tensor, "given")
+    for known, leaf in zip(running.captured, running.leaves, strict=True):
+        if known is tensor:
+            return leaf
+    if not running.find(tensor):
+        if _streams.looks_like_state(tensor):
+            raise _streams.unregistered(f"at {user_line()}")
+        raise CapturedTensorError(
+            explain(
+                where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+                what="is reached by a way that cannot be followed at the next call.",
+                why="It would be frozen into the trace: its gradient would be lost, and "
+                "a later value of it never seen.",
+                do="Pass it as an argument, or keep it in a closure, a global, a list, "
+                "a dict or an attribute that the function names.",
+            )
+        )
+    name = f"captured_{len(running.captured)}"
+    meta = TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+    leaf = placeholder(meta, name)
+    running.captured.append(tensor)
+    running.leaves.append(leaf)
+    return leaf
+
+
+def _distributed(tensor: Tensor) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
+            f"{user_line()}",
+            what="meets others in a region of which some are given and some made inside.",
+            why="Under vmap, and for a subclass other than DTensor, a trace stands a plain "
+            "tensor of the whole shape in for a given one, which does not go together "
+            "with parts.",
+            do='Use engine="rerun", which runs the function again in the backward, or '
+            "pass local tensors and make all of them inside.",
+        )
+    )
+
+
+def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
+    """What is raised where a function makes a tensor, `made`, from a numpy array."""
+    return CapturedTensorError(
+        explain(
+            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+            what=f"makes a tensor{_described(made)} from a numpy array.",
+            why="The contents of an array cannot be checked at the next call: the tensor "
+            "would be frozen into the trace.",
+            do="Make the tensor outside, and pass it as an argument or capture it.",
+        )
+    )
+
+
+def _described(made: Any) -> str:
+    return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
+
+
+class UserCalls(TorchFunctionMode):
+    """Sees the torch calls of the traced function, and those alone."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        running = self._running
+        if _thread.running is not running or not _compat.proxy_is_active():
+            # A region inside is traced on its own; torch itself works unrecorded.
+            return func(*args, **(kwargs or {}))
+        if _trackers.registered and running.is_aside(args):
+            return running.run_aside(func, args, kwargs or {})
+        args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
+        if _compat.reads_arrays(args):
+            raise from_array(func, None)
+        graph = _compat.active_graph()
+        before = len(graph.nodes)
+        out = func(*args, **kwargs)
+        if len(graph.nodes) > before:
+            note = _import_fx.Note(user_line(), function_name(func), is_backward=False)
+            _import_fx.annotate(graph, before, note)
+        running.fakes.extend(
+            weakref.ref(each)
+            for each in _compat.tensor_leaves(out)
+            if _compat.is_fake(each)
+        )
+        return out
+
+
+def placeholder(meta: TensorMeta, name: str) -> Tensor:
+    """A further input of the running trace, made where the trace does not see it."""
+    with _compat.leave_functorch():
+        with _compat.unrecorded():
+            fake = fake_of(meta)
+        _compat.add_placeholder(fake, name)
+        return meta.stand_in(fake)
+
+
+def fake_of(meta: TensorMeta) -> Tensor:
+    """What the graph knows of a tensor: of a DTensor, this rank's part."""
+    local = dataclasses.replace(meta, requires_grad=meta.is_leaf, placement=None)
+    return local.empty()
