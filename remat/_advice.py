@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Hashable, Iterator
 
 from remat._errors import RematWarning, explain
+from remat._function import Roots
 from remat._graph import TensorMeta
 from remat._partition import Analysis, cut, permitted_members
-from remat._region import Region, Roots
+from remat._region import Region
 from remat.policies import (
     AbstractPolicy,
     Save,

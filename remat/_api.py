@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from remat import _captures, _compat, _in_graph, _rerun
 from remat._advice import advise
+from remat._any_region import Asked
 from remat._cache import Cache, CacheInfo, Found, holding
 from remat._dynamic import CANNOT_OPEN
 from remat._entry import Entry, Options, make_entry, make_open_entry
@@ -40,7 +41,6 @@ from remat._options import (
     statics_of,
 )
 from remat._program import Program
-from remat._region import Asked
 from remat._residuals import Residual, residuals_of_region
 from remat._running import has_open_sizes, is_running, known_inside, lift, set_aside
 from remat._signature import Signature, Statics, labels, sign

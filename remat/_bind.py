@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _ahead, _compat, _orders, _shortage
+from remat._any_region import AnyRegion, Asked
 from remat._derived import Batch
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
+from remat._forward import Forward, Results
+from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
-from remat._region import AnyRegion, Asked, Forward, Results, Roots
 from remat._trace import View
 from remat._waiting import (
     Twins,

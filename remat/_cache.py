@@ -11,9 +11,9 @@ from torch import Tensor
 from remat import _compat
 from remat._entry import Entry
 from remat._families import Family
+from remat._forward import Calls
 from remat._guards import Guard, is_simple
 from remat._numerics import Numerics
-from remat._region import Calls
 from remat._signature import Signature
 
 

@@ -27,9 +27,11 @@ from remat._errors import (
     SideEffectError,
     explain,
 )
+from remat._forward import Calls
+from remat._function import Function, Roots
 from remat._graph import TensorMeta, label, layout_of
 from remat._numerics import Numerics
-from remat._region import Calls, Function, Region, Roots
+from remat._region import Region
 from remat._running import is_taken_whole, substituting
 from remat._signature import Layout, Signature
 from remat._trace import Flat, Joint, Request, Traced, trace

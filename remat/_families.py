@@ -15,8 +15,8 @@ from typing import final
 from remat._dynamic import Fixed
 from remat._entry import Entry, OpenEntry
 from remat._errors import RematWarning, explain
+from remat._function import Roots
 from remat._graph import TensorMeta
-from remat._region import Roots
 from remat._signature import Signature
 
 _Dimension = tuple[int, int]

@@ -24,9 +24,9 @@ from torch import Tensor, fx
 from remat import _compat
 from remat._entry import Entry
 from remat._errors import RematError, explain
+from remat._function import Roots
 from remat._graph import label
 from remat._operators import draws
-from remat._region import Roots
 from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -15,20 +15,17 @@ Everything is traced when it is first needed and kept; `_bind` decides what is n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, final
 
-from torch import Tensor
-
-from remat import _compat
-from remat._derived import Batch, Pull, mapped, mapped_first, pullback, pushforward
-from remat._dynamic import Templates
+from remat._any_region import Asked, Batched
+from remat._derived import Batch, Pull, mapped, pullback, pushforward
 from remat._errors import RecomputationError, TraceError, explain
-from remat._graph import Layout, Ref, TensorMeta, is_open, named, whole_layout
+from remat._forward import Calls, Forward, map_program
+from remat._function import Function, Roots
+from remat._graph import Ref, TensorMeta, is_open, named
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -44,241 +41,13 @@ from remat._partition import (
 )
 from remat._planning import decisions as decisions_of
 from remat._program import Program
-from remat._trace import Flat, Joint, Request, View, record, trace, with_states
+from remat._trace import Joint, Request, View, with_states
 from remat._verification import Verification, verification
-from remat._waiting import resumed, wait
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
-from remat.storage import AbstractStorage, Keep, Place
+from remat.storage import AbstractStorage, Keep
 
 _FORWARDS = ("forward", "forward that saves")
-Roots = tuple[object, ...]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A flat function that can be executed again, for another trace.
-
-    Attributes:
-        build: from a call's roots to the function, tensors in and tensors out.
-        restored: a context in which the state that the function reads is what it was.
-        numerics: the switches under which the forward runs.
-        backend: what compiles its programs, and those of its derivatives.
-        templates: where its traces are kept that hold for other sizes; None if sizes are
-            no part of what varies.
-        key: how it was derived, which tells its templates from those of others.
-    """
-
-    build: Callable[[Roots], Flat]
-    restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
-    numerics: Numerics
-    backend: str | None = None
-    templates: Templates | None = None
-    key: tuple[Hashable, ...] = ()
-
-    def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
-        """The same with another function made from this one.
-
-        Args:
-            transform: makes the other function.
-            step: tells it from others that are made so from this one.
-        """
-        build = self.build
-
-        def derived(roots: Roots) -> Flat:
-            return transform(build(roots))
-
-        return dataclasses.replace(self, build=derived, key=(*self.key, step))
-
-    def joints(self, request: Request) -> tuple[Joint, ...]:
-        """The joint graphs of a request, traced if no template holds."""
-        if self.templates is None or any(map(is_open, request.operands)):
-            return trace(request).joints
-        return self.templates.joints(self.key, request)
-
-
-class Asked(NamedTuple):
-    """Which backward of a region is meant; a tuple, because each backward hashes one.
-
-    Attributes:
-        layouts: of the cotangents, None for one that is missing.
-        wanted: which operands' gradients are wanted.
-        num_states: how many generator states the forward recorded.
-        numerics: the switches in force when the backward runs.
-    """
-
-    layouts: tuple[Layout | None, ...]
-    wanted: tuple[bool, ...]
-    num_states: int
-    numerics: Numerics
-
-    def without_gradients(self) -> Asked:
-        """The same for cotangents that no gradient is wanted of."""
-        return self._replace(
-            layouts=tuple(
-                [each and (*each[:4], False, *each[5:]) for each in self.layouts]
-            )
-        )
-
-    def taken_whole(self) -> Asked:
-        """The same with each DTensor among the cotangents as if it were a plain tensor."""
-        return self._replace(
-            layouts=tuple([each and whole_layout(each) for each in self.layouts])
-        )
-
-    @property
-    def cotangents(self) -> tuple[TensorMeta | None, ...]:
-        """The metadata of the cotangents."""
-        return tuple(
-            [None if each is None else TensorMeta(*each) for each in self.layouts]
-        )
-
-
-class Results(NamedTuple):
-    """What one run of a region's forward hands out, at the level where it ran.
-
-    Attributes:
-        outputs: the region's outputs.
-        mutations: the new values of the operands that the function changed.
-        saved: what the backward reads besides the operands; no gradient flows there.
-        states: generator states that the draws started from.
-        flows: for each output whether a cotangent can come back; None means all.
-        reached: for each operand whether some output rests on it; None means all.
-    """
-
-    outputs: Sequence[Tensor]
-    mutations: Sequence[Tensor] = ()
-    saved: Sequence[Tensor] = ()
-    states: Sequence[Tensor] = ()
-    flows: tuple[bool, ...] | None = None
-    reached: tuple[bool, ...] | None = None
-
-    @property
-    def flat(self) -> list[Tensor]:
-        """All tensors in a row."""
-        return [*self.outputs, *self.mutations, *self.saved, *self.states]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """How many there are of each."""
-        kinds = (self.outputs, self.mutations, self.saved, self.states)
-        outputs, mutations, saved, states = map(len, kinds)
-        return outputs, mutations, saved, states
-
-    @classmethod
-    def of(
-        cls,
-        shape: tuple[int, ...],
-        tensors: Sequence[Tensor],
-        flows: tuple[bool, ...] | None,
-    ) -> Results:
-        """The inverse of `flat` and `shape`."""
-        first = shape[0]
-        if first == len(tensors):
-            return cls(tensors, (), (), (), flows)
-        second = first + shape[1]
-        third = second + shape[2]
-        return cls(
-            tensors[:first],
-            tensors[first:second],
-            tensors[second:third],
-            tensors[third:],
-            flows,
-        )
-
-
-@final
-class Calls:
-    """Numbers the calls of a function in which something was stored, all traces alike.
-
-    Attributes:
-        inputs: those in which inputs were.
-        saved: those in which saved values were.
-    """
-
-    __slots__ = ("inputs", "saved")
-
-    def __init__(self) -> None:
-        self.inputs = itertools.count()
-        self.saved = itertools.count()
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """A program for a region's forward.
-
-    Attributes:
-        program: (leading tensors, operands) -> the tensors of `Results` in a row.
-        shape: how many of each kind.
-        num_leading: how many tensors it reads before the operands.
-        flows: for each output whether a cotangent can come back; None means all.
-        untracked: outputs that autograd must not take for views of something.
-        verification: compares what was saved with what is recomputed, if asked for.
-        numerics: the switches under which it runs; its casts are part of the program.
-        storages: how each saved value waits; empty if all are kept as they are.
-        calls: numbers the runs that store something.
-        placements: how each output and mutation is spread, as a DTensor; None where none
-            is, nor any operand. The program itself computes with the parts of this rank.
-    """
-
-    program: Program
-    shape: tuple[int, int, int, int]
-    numerics: Numerics
-    num_leading: int = 0
-    flows: tuple[bool, ...] | None = None
-    untracked: tuple[int, ...] = ()
-    verification: Verification | None = None
-    storages: tuple[AbstractStorage, ...] = ()
-    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    placements: tuple[Any, ...] | None = None
-
-    @property
-    def is_straight(self) -> bool:
-        """Whether a run under its own switches is a run of its program."""
-        return (
-            self.num_leading == 0
-            and self.shape[1] == 0
-            and self.flows is None
-            and not self.untracked
-            and self.verification is None
-            and not self.storages
-            and not self.numerics.autocast
-            and self.placements is None
-        )
-
-    def __call__(self, tensors: Sequence[Tensor], numerics: Numerics) -> Results:
-        """Runs it on tensors that no transform has wrapped, where `numerics` is in force."""
-        if self.numerics.are_met_by(numerics):
-            found = self._run(tensors)
-        else:
-            with self.numerics.settled():
-                found = self._run(tensors)
-        return Results.of(self.shape, found, self.flows)
-
-    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        tensors = resumed(tensors)
-        if self.placements is not None:
-            tensors = list(map(_compat.local_part, tensors))
-        if self.verification is not None:
-            self.verification(tensors)
-        found = self.program(tensors)
-        for index in self.untracked:
-            found[index] = _compat.untracked_alias(found[index])
-        for index, placement in enumerate(self.placements or ()):
-            if any(found[index] is each for each in tensors):
-                # The part of an operand, which stays what it is.
-                found[index] = _compat.untracked_alias(found[index])
-            if placement is not None:
-                found[index] = _compat.in_place_of(found[index], placement)
-        if self.storages:
-            first = self.shape[0] + self.shape[1]
-            call = next(self.calls)
-            for place, storage in enumerate(self.storages):
-                where = Place(place, call)
-                found[first + place] = wait(found[first + place], storage, where)
-        return found
 
 
 @final
@@ -293,51 +62,6 @@ class Given:
 
     forward: Forward
     views: tuple[View, ...]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Batched:
-    """A region over physical tensors, and where its results are mapped.
-
-    Attributes:
-        region: the region.
-        dims: the mapped dimension of each tensor of the results in a row; None means
-            the first of each.
-    """
-
-    region: AnyRegion
-    dims: tuple[int | None, ...] | None
-
-
-class AnyRegion(Protocol):
-    """What `_bind` needs of a region: traced ones and those that run again."""
-
-    @property
-    def num_leading(self) -> int: ...
-    @property
-    def keeps(self) -> bool: ...
-    @property
-    def runs_first(self) -> bool: ...
-    @property
-    def states(self) -> tuple[int, ...]: ...
-    @property
-    def inputs(self) -> Mapping[int, AbstractStorage]: ...
-    @property
-    def calls(self) -> Calls: ...
-    @property
-    def program(self) -> Program | None: ...
-    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
-    def views(self, roots: Roots) -> tuple[View, ...] | None: ...
-    def num_draws(self, roots: Roots) -> int: ...
-    def forward(
-        self, roots: Roots, save: bool
-    ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
-    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion: ...
-    def jvp(
-        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
-    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
 
 
 @final
@@ -810,7 +534,7 @@ class Region:
             return Batched(region, tuple(dims))
         forward = self.forward(roots, save)
         skip = forward.num_leading
-        program, dims = _map_program(forward, batch)
+        program, dims = map_program(forward, batch)
         views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
         region = Region(
             self._mapped(chosen, batch, skip, are_apart=True),
@@ -832,35 +556,6 @@ class Region:
 def _are_outputs(views: Sequence[View]) -> bool:
     outputs = [View(index, None, None, False) for index in range(len(views))]
     return list(views) == outputs
-
-
-def _map_program(
-    forward: Forward, batch: Batch
-) -> tuple[Program, tuple[int | None, ...]]:
-    """A program over physical tensors; its outputs are mapped over dimension 0."""
-    dims: list[int | None] = []
-    count = forward.shape[0]
-
-    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        over = _compat.restore_vmap(
-            lambda *inputs: tuple(forward.program(inputs)),
-            batch.dims,
-            batch.size,
-            batch.randomness,
-        )
-        found, found_dims = over(*tensors)
-        outputs = [
-            mapped_first(tensor, dim, batch.size)
-            for tensor, dim in zip(found[:count], found_dims, strict=False)
-        ]
-        dims[:] = [0] * count + list(found_dims[count:])
-        return [*outputs, *found[count:]]
-
-    graph = record(run, batch.metas)
-    program = dataclasses.replace(
-        forward.program, graph=graph, title=f"mapped_{forward.program.title}"
-    )
-    return program, tuple(dims)
 
 
 def _wanting(meta: TensorMeta) -> TensorMeta:

@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures, _compat, _rng, _sharded, _streams, _trackers, _wrapped
+from remat._any_region import Asked, Batched
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import CapturedTensorError, explain
+from remat._forward import Calls, Results
+from remat._function import Roots
 from remat._graph import TensorMeta
 from remat._lines import user_line
 from remat._numerics import Numerics
-from remat._region import Asked, Batched, Calls, Results, Roots
 from remat._running import is_running
 from remat._trace import Flat, View
 from remat.policies._operators import function_name

@@ -10,9 +10,9 @@ import torch
 
 from remat import _operators as operators
 from remat._entry import Entry
+from remat._function import Roots
 from remat._graph import Graph, TensorMeta
 from remat._partition import Analysis
-from remat._region import Roots
 from remat.policies import Planned
 from remat.storage import AbstractStorage, Keep
 

@@ -22,11 +22,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from remat._any_region import AnyRegion, Asked, Batched
 from remat._derived import Batch, mapped
 from remat._errors import SavedTensorModifiedError, explain
+from remat._forward import Calls, Forward, Results
+from remat._function import Roots
 from remat._numerics import Numerics
 from remat._program import Program
-from remat._region import AnyRegion, Asked, Batched, Calls, Forward, Results, Roots
 from remat._rerun import Rerun, rerun_of
 from remat._trace import View
 from remat.layers._executor import Executor

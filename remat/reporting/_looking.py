@@ -9,8 +9,8 @@ from typing import Any
 from remat import _api, _residuals, storage
 from remat._api import Region
 from remat._entry import Entry
+from remat._function import Roots
 from remat._partition import Analysis, Cut, cut
-from remat._region import Roots
 from remat._residuals import Residual
 from remat.policies._sizes import show_size
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from remat import _operators as operators, policies
+from remat._function import Roots
 from remat._graph import Graph, TensorMeta, Value, roots
 from remat._partition import (
     Analysis,
@@ -18,7 +19,7 @@ from remat._partition import (
     permitted_members,
     step_flops,
 )
-from remat._region import Region, Roots
+from remat._region import Region
 from remat.policies import Save
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from remat import _region, _waiting, policies, random, remat, storage
+from remat import _forward, _waiting, policies, random, remat, storage
 from remat.reporting._demo import draw_batches
 from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
 
@@ -59,7 +59,7 @@ class Row:
                     self.file_bytes += each.nbytes
             return found
 
-        with mock.patch.object(_region, "wait", wait):
+        with mock.patch.object(_forward, "wait", wait):
             self.loss(self.parameters, batch, key)  # type: ignore[operator]
 
 

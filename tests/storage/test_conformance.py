@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat import (
-    _region,
+    _forward,
     _waiting,
     checkpoint_name,
     disabled,
@@ -253,7 +253,7 @@ def test_a_value_waits_for_the_backward_alone(name: str) -> None:
         return waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_region, "wait", noted)
+        patch.setattr(_forward, "wait", noted)
         patch.setattr(_waiting, "wait", noted)
         w = W.clone().requires_grad_()
         y = region(name)(w, X).sum()

@@ -1,0 +1,100 @@
+"""What `_bind` asks of a region, whether it is traced or runs its function again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, final
+
+from torch import Tensor
+
+from remat._derived import Batch
+from remat._forward import Calls, Forward, Results
+from remat._function import Roots
+from remat._graph import Layout, TensorMeta, whole_layout
+from remat._numerics import Numerics
+from remat._program import Program
+from remat._trace import View
+from remat.storage import AbstractStorage
+
+
+class Asked(NamedTuple):
+    """Which backward of a region is meant; a tuple, because each backward hashes one.
+
+    Attributes:
+        layouts: of the cotangents, None for one that is missing.
+        wanted: which operands' gradients are wanted.
+        num_states: how many generator states the forward recorded.
+        numerics: the switches in force when the backward runs.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    wanted: tuple[bool, ...]
+    num_states: int
+    numerics: Numerics
+
+    def without_gradients(self) -> Asked:
+        """The same for cotangents that no gradient is wanted of."""
+        return self._replace(
+            layouts=tuple(
+                [each and (*each[:4], False, *each[5:]) for each in self.layouts]
+            )
+        )
+
+    def taken_whole(self) -> Asked:
+        """The same with each DTensor among the cotangents as if it were a plain tensor."""
+        return self._replace(
+            layouts=tuple([each and whole_layout(each) for each in self.layouts])
+        )
+
+    @property
+    def cotangents(self) -> tuple[TensorMeta | None, ...]:
+        """The metadata of the cotangents."""
+        return tuple(
+            [None if each is None else TensorMeta(*each) for each in self.layouts]
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batched:
+    """A region over physical tensors, and where its results are mapped.
+
+    Attributes:
+        region: the region.
+        dims: the mapped dimension of each tensor of the results in a row; None means
+            the first of each.
+    """
+
+    region: AnyRegion
+    dims: tuple[int | None, ...] | None
+
+
+class AnyRegion(Protocol):
+    """A region: a traced one, one that runs again, or a scheduled stack."""
+
+    @property
+    def num_leading(self) -> int: ...
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def runs_first(self) -> bool: ...
+    @property
+    def states(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> Mapping[int, AbstractStorage]: ...
+    @property
+    def calls(self) -> Calls: ...
+    @property
+    def program(self) -> Program | None: ...
+    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
+    def views(self, roots: Roots) -> tuple[View, ...] | None: ...
+    def num_draws(self, roots: Roots) -> int: ...
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion: ...
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
