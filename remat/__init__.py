@@ -1,7 +1,7 @@
 """Activation recomputation for pure functions, under every torch.func transform."""
 
 from remat import interop, modules, policies, random, schedules, storage
-from remat._api import disabled, remat
+from remat._api import remat
 from remat._errors import (
     BudgetError,
     CapturedTensorError,
@@ -25,6 +25,7 @@ from remat._names import checkpoint_name
 from remat._orders import first_order
 from remat._plan import Plan, plan
 from remat._residuals import Residual
+from remat._switch import disabled
 from remat.layers import chain, scan
 from remat.reporting import (
     Checklist,

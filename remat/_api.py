@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import fnmatch
 import functools
 import inspect
-import os
 import sys
-import threading
-import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
 
 from remat import _captures, _compat, _in_graph, _rerun
-from remat._advice import advise
 from remat._any_region import Asked
-from remat._cache import Cache, CacheInfo, Found, holding
-from remat._dynamic import CANNOT_OPEN
-from remat._entry import Entry, Options, make_entry, make_open_entry
-from remat._errors import RematError, RematWarning, TraceError, explain
-from remat._families import Family
-from remat._graph import named
+from remat._cache import Cache, CacheInfo, holding
+from remat._entry import Entry
+from remat._errors import explain
+from remat._function import Roots
+from remat._lookup import Lookup
 from remat._numerics import Numerics
 from remat._options import (
     PolicyLike,
@@ -42,57 +35,16 @@ from remat._options import (
 )
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
-from remat._running import has_open_sizes, is_running, known_inside, lift, set_aside
-from remat._signature import Signature, Statics, labels, sign
+from remat._running import has_open_sizes, is_running, lift, set_aside
+from remat._signature import Signature, Statics, sign
+from remat._switch import is_disabled, is_inert
 from remat.policies import nothing_saveable
-from remat.random._checking import is_checking
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 _caches: dict[Hashable, Cache] = {}
-# One trace at a time: a trace patches the classes that it watches.
-_tracing = threading.RLock()
-
-
-class _Switch(threading.local):
-    depth = 0
-
-
-_switch = _Switch()
-_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
-
-
-@contextlib.contextmanager
-def disabled() -> Generator[None]:
-    """Runs every region inside as the plain function, on this thread.
-
-    The environment variable `REMAT_DISABLE=1` does the same for a whole process.
-
-    Example:
-        >>> import torch
-        >>> from remat import disabled, remat
-        >>> f = remat(lambda x: x.sin().sin())
-        >>> with disabled():
-        ...     y = f(torch.ones(2, requires_grad=True))
-        >>> y.grad_fn.name()
-        'SinBackward0'
-    """
-    _switch.depth += 1
-    try:
-        yield
-    finally:
-        _switch.depth -= 1
-
-
-def _is_disabled() -> bool:
-    return _DISABLED or _switch.depth > 0 or is_checking()
-
-
-def is_inert() -> bool:
-    """Whether regions run as the plain function on this thread, whatever it takes."""
-    return _is_disabled() or not _gradients_are_on()
 
 
 class Region(Generic[_P, _R]):
@@ -113,7 +65,7 @@ class Region(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
             # Inference mode, of which Dynamo does not let one ask, has no grad mode either.
-            if _is_disabled() or not torch.is_grad_enabled():
+            if is_disabled() or not torch.is_grad_enabled():
                 return self._fun(*args, **kwargs)
             return _in_graph.call(self.kind, self._fun, args, kwargs)
         if is_inert():
@@ -143,11 +95,9 @@ class Region(Generic[_P, _R]):
         if has_open_sizes():
             return self._call_inside(signature, roots, numerics, args, kwargs)
         wants = signature.wants_gradient
-        if not wants and not _reaches_gradient(
-            self._cache, (signature.key, numerics), roots
-        ):
+        if not wants and not self._lookup.reaches_gradient(signature, roots, numerics):
             return self._fun(*args, **kwargs)
-        entry, captured = self._entry(signature, roots, numerics, args, kwargs)
+        entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
         if _compat.is_in_compiler():
             _in_graph.require_recordable(entry, roots)
         self._cache.learn(args, kwargs, signature, numerics)
@@ -162,22 +112,15 @@ class Region(Generic[_P, _R]):
     def _call_inside(
         self,
         signature: Signature,
-        roots: tuple[object, ...],
+        roots: Roots,
         numerics: Numerics,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A call in a trace with open sizes: what is traced holds as long as that runs."""
-        key = (id(self._cache), named((signature.key, numerics)))
-        entries: list[Entry] = known_inside().setdefault(key, [])
-        found = holding(entries, roots)
-        if found is None:
-            with _tracing:
-                _compat.load_tracer()
-                names = labels(self._fun, args, kwargs)
-                entry = self._make(make_entry, signature, roots, numerics, names)
-                found = self._keep(entries, entry, signature, roots, names)
-        entry, captured = found
+        """A call in a trace with open sizes."""
+        entry, captured = self._lookup.find_inside(
+            signature, roots, numerics, args, kwargs
+        )
         tensors = list(map(lift, [*signature.tensors, *captured]))
         if not any(map(_compat.requires_grad_anywhere, tensors)):
             return self._fun(*args, **kwargs)
@@ -198,119 +141,13 @@ class Region(Generic[_P, _R]):
         )
         return _caches.setdefault(key, Cache())
 
+    @functools.cached_property
+    def _lookup(self) -> Lookup:
+        return Lookup(self._fun, self.settings, self._rng, self._where, self._cache)
+
     @property
     def _rng(self) -> str:
         return self.settings.rng or self.rng_default
-
-    def _entry(
-        self,
-        signature: Signature,
-        roots: tuple[object, ...],
-        numerics: Numerics,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Found:
-        cache = self._cache
-        key = (signature.key, numerics)
-        found = cache.find(key, roots)
-        if found is not None:
-            cache.hits += 1
-            return found
-        with _tracing:
-            found = cache.find(key, roots)
-            if found is not None:
-                cache.hits += 1
-                return found
-            _compat.load_tracer()
-            names = labels(self._fun, args, kwargs)
-            entries = cache.entries.setdefault(key, [])
-            if self.settings.dynamic_shapes:
-                entry = self._of_family(signature, roots, numerics, names)
-            else:
-                entry = self._make(make_entry, signature, roots, numerics, names)
-            return self._keep(entries, entry, signature, roots, names)
-
-    def _of_family(
-        self,
-        signature: Signature,
-        roots: tuple[object, ...],
-        numerics: Numerics,
-        names: tuple[str, ...],
-    ) -> Entry:
-        """The entry of a trace that holds for other sizes too, unless there can be none."""
-        families, key = self._cache.families, (signature.general_key, numerics)
-        family = families.get(key) or families.setdefault(key, Family(signature))
-        found = family.find(signature, roots)
-        if found is not None:
-            return found
-        paths = _of_tensors(signature, names)
-        fixed = family.fixed_for(signature, roots, paths, self._where)
-        error = None
-        if not (family.is_static or all(map(all, fixed))):
-            make = functools.partial(make_open_entry, fixed=fixed)
-            try:
-                known = self._make(make, signature, roots, numerics, names)
-            except CANNOT_OPEN as failed:
-                if isinstance(failed, RematError) and not isinstance(
-                    failed, TraceError
-                ):
-                    raise
-                error = failed
-            else:
-                family.entries.insert(0, known)
-                return known.first
-        entry = self._make(make_entry, signature, roots, numerics, names)
-        if error is not None:
-            family.give_up(error, self._where)
-        return entry
-
-    def _make(
-        self,
-        make: Callable[..., Any],
-        signature: Signature,
-        roots: tuple[object, ...],
-        numerics: Numerics,
-        names: tuple[str, ...],
-    ) -> Any:
-        """Traces the function."""
-        options = Options(
-            self.settings.policy,
-            self._rng,
-            self.settings.verify,
-            self.settings.backend,
-            self.settings.inputs.of,
-            self._cache.calls,
-        )
-        paths = _of_tensors(signature, names)
-        return make(roots, signature, numerics, options, paths, self._where)
-
-    def _keep(
-        self,
-        entries: list[Entry],
-        entry: Entry,
-        signature: Signature,
-        roots: tuple[object, ...],
-        names: tuple[str, ...],
-    ) -> Found:
-        """Keeps an entry, and warns of what it shows if it is a new trace."""
-        cache = self._cache
-        entries.insert(0, entry)
-        if entry.trace_s is None:
-            cache.hits += 1
-        else:
-            cache.misses += 1
-            self._advise_of_statics(cache, signature, names)
-            self._advise_of_inputs(entry)
-            advise(
-                entry.region,
-                roots,
-                _captures.code_key(self._fun),
-                self._where,
-                self.settings.verify,
-            )
-        captured = entry.gather(roots)
-        assert captured is not None, entry.covered.explain(roots)
-        return entry, captured
 
     def _registered(self) -> str:
         """The key under which a graph of torch.compile finds what this region is."""
@@ -324,48 +161,6 @@ class Region(Generic[_P, _R]):
         around = functools.partial(_around_graph, settings, self._where)
         _in_graph.register(key, around, _why_apart(settings, self._where))
         return key
-
-    def _advise_of_statics(
-        self, cache: Cache, signature: Signature, names: tuple[str, ...]
-    ) -> None:
-        """Warns at the tenth trace that one static value has caused."""
-        places = [
-            place
-            for place, kind in enumerate(signature.layout.kinds)
-            if kind == "static"
-        ]
-        for place, value in zip(places, signature.layout.values, strict=True):
-            seen = cache.statics_seen.setdefault(place, set())
-            seen.add(repr(value))
-            if len(seen) == 10:
-                seen.add("said")
-                warnings.warn(
-                    explain(
-                        where=self._where,
-                        what=f"was traced for a tenth value of the static argument "
-                        f"`{names[place]}`.",
-                        why="Every leaf that is no tensor is part of the signature, and "
-                        "a trace takes a tenth of a second or more.",
-                        do="Pass a 0-d tensor: torch.tensor(value).",
-                    ),
-                    RematWarning,
-                    stacklevel=5,
-                )
-
-    def _advise_of_inputs(self, entry: Entry) -> None:
-        """Warns of a path in `saved_inputs` that no input has."""
-        for path, _ in self.settings.inputs.each:
-            if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
-                warnings.warn(
-                    explain(
-                        where=self._where,
-                        what=f'has no input "{path}", which saved_inputs speaks of.',
-                        why=f"Its inputs are {', '.join(entry.labels)}.",
-                        do="Correct the path, or leave it out.",
-                    ),
-                    RematWarning,
-                    stacklevel=5,
-                )
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
         """The forward program and the backward program of a call; both print.
@@ -388,24 +183,26 @@ class Region(Generic[_P, _R]):
 
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, tuple[object, ...]]:
+    ) -> tuple[Entry, Roots]:
         """The trace of a call, without running it; for `saved_residuals`."""
         return self.found_for(args, kwargs)[:2]
 
     def found_for(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, tuple[object, ...], tuple[Tensor, ...]]:
+    ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
         """The trace of a call, and what it captures, which is no part of an outer trace."""
         # The tensors may be stand-ins, which no outer trace is to take for captured ones.
         with set_aside():
             signature = sign(self._fun, args, kwargs, self.settings.statics)
             roots = (self._fun, *signature.objects)
             numerics = Numerics.current()
-            if not signature.wants_gradient and not _reaches_gradient(
-                self._cache, (signature.key, numerics), roots
+            lookup = self._lookup
+            if not (
+                signature.wants_gradient
+                or lookup.reaches_gradient(signature, roots, numerics)
             ):
                 signature = _all_wanted(signature)
-            entry, captured = self._entry(signature, roots, numerics, args, kwargs)
+            entry, captured = lookup.find(signature, roots, numerics, args, kwargs)
             return entry, roots, captured
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
@@ -608,25 +405,6 @@ def is_of_module(fun: object) -> bool:
     return isinstance(fun, nn.Module) or isinstance(
         getattr(fun, "__self__", None), nn.Module
     )
-
-
-def _of_tensors(signature: Signature, names: tuple[str, ...]) -> list[str]:
-    """The names of the leaves that are tensors."""
-    kinds = signature.layout.kinds
-    return [n for n, kind in zip(names, kinds, strict=True) if kind == "tensor"]
-
-
-def _gradients_are_on() -> bool:
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _reaches_gradient(cache: Cache, key: Hashable, roots: tuple[object, ...]) -> bool:
-    """Whether a captured tensor is to be differentiated."""
-    found = cache.find(key, roots)
-    if found is not None:
-        return any(map(_compat.requires_grad_anywhere, found[1]))
-    reached = _captures.survey(roots).reached
-    return any(map(_compat.requires_grad_anywhere, reached))
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

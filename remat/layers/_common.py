@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from remat import _captures, _compat
-from remat._api import Region, RematModule, is_inert
+from remat._api import Region, RematModule
 from remat._bind import Call, bind_all
 from remat._entry import Entry
 from remat._errors import (
@@ -22,6 +22,7 @@ from remat._errors import (
 from remat._graph import TensorMeta
 from remat._numerics import Numerics
 from remat._running import is_running, lift
+from remat._switch import is_inert
 from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack

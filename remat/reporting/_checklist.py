@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _compat, _operators as operators
-from remat._api import disabled
+from remat._switch import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._json import to_json
 from remat.reporting._measure import report

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast, final
 
 from remat import policies
-from remat._api import Region, disabled, remat
+from remat._api import Region, remat
 from remat._shortage import name_of
+from remat._switch import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._figures import comparison_figure
 from remat.reporting._json import to_json

@@ -22,6 +22,7 @@ from remat import (
     TraceError,
     _ahead,
     _api,
+    _lookup,
     _trackers,
     random,
     remat,
@@ -211,9 +212,9 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
 ) -> None:
     """Traces belong to the code, and equal layers share one."""
     traced: list[str] = []
-    make_entry = _api.make_entry
+    make_entry = _lookup.make_entry
     monkeypatch.setattr(
-        _api, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
+        _lookup, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
     )
     monkeypatch.setattr(_api, "_caches", {})
     for _ in range(3):

@@ -22,6 +22,7 @@ from remat import (
     SideEffectError,
     TraceError,
     _api,
+    _lookup,
     modules,
 )
 from remat.interop.torch import (
@@ -818,10 +819,10 @@ def test_under_torch_func():
 def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
-    make_entry, traces = _api.make_entry, []
+    make_entry, traces = _lookup.make_entry, []
     monkeypatch.setattr(_api, "_caches", {})
     monkeypatch.setattr(
-        _api, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
+        _lookup, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
     )
 
     def step(scale):

@@ -16,6 +16,7 @@ from remat import (
     SideEffectError,
     TraceError,
     _api,
+    _lookup,
     modules,
     policies,
 )
@@ -157,10 +158,10 @@ def gradients(model, *, seed=0, **changes):
 @pytest.fixture
 def traces(monkeypatch):
     """Counts the traces that are made, where none is kept from before."""
-    made, make_entry = [], _api.make_entry
+    made, make_entry = [], _lookup.make_entry
     monkeypatch.setattr(_api, "_caches", {})
     monkeypatch.setattr(
-        _api, "make_entry", lambda *args: made.append(1) or make_entry(*args)
+        _lookup, "make_entry", lambda *args: made.append(1) or make_entry(*args)
     )
     return made
 

@@ -1,0 +1,235 @@
+"""The trace of a call: found among those that are kept, or made and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from remat import _captures, _compat
+from remat._advice import advise
+from remat._cache import Cache, Found, holding
+from remat._dynamic import CANNOT_OPEN
+from remat._entry import Entry, Options, make_entry, make_open_entry
+from remat._errors import RematError, RematWarning, TraceError, explain
+from remat._families import Family
+from remat._function import Roots
+from remat._graph import named
+from remat._numerics import Numerics
+from remat._options import Settings
+from remat._running import known_inside
+from remat._signature import Signature, labels
+
+# One trace at a time: a trace patches the classes that it watches.
+_tracing = threading.RLock()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Missed:
+    """A call that no kept trace holds for.
+
+    Attributes:
+        signature: of the call.
+        roots: the function and the objects among its arguments.
+        numerics: the switches in force.
+        names: what messages call the leaves of its arguments.
+    """
+
+    signature: Signature
+    roots: Roots
+    numerics: Numerics
+    names: tuple[str, ...]
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of the leaves that are tensors."""
+        pairs = zip(self.names, self.signature.layout.kinds, strict=True)
+        return [name for name, kind in pairs if kind == "tensor"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Looks up the traces of one function with one set of options.
+
+    Attributes:
+        fun: the function.
+        settings: its options.
+        rng: "keys" or "preserve".
+        where: what messages call its region.
+        cache: its traces, which functions of the same code share.
+    """
+
+    fun: Callable[..., Any]
+    settings: Settings
+    rng: str
+    where: str
+    cache: Cache
+
+    def find(
+        self,
+        signature: Signature,
+        roots: Roots,
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Found:
+        """The trace of a call and its captured tensors."""
+        cache = self.cache
+        key = (signature.key, numerics)
+        found = cache.find(key, roots)
+        if found is not None:
+            cache.hits += 1
+            return found
+        with _tracing:
+            found = cache.find(key, roots)
+            if found is not None:
+                cache.hits += 1
+                return found
+            _compat.load_tracer()
+            names = labels(self.fun, args, kwargs)
+            missed = _Missed(signature, roots, numerics, names)
+            entries = cache.entries.setdefault(key, [])
+            if self.settings.dynamic_shapes:
+                entry = self._of_family(missed)
+            else:
+                entry = self._make(make_entry, missed)
+            return self._keep(entries, entry, missed)
+
+    def find_inside(
+        self,
+        signature: Signature,
+        roots: Roots,
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Found:
+        """The same in a trace with open sizes: what is traced holds as long as that runs."""
+        key = (id(self.cache), named((signature.key, numerics)))
+        entries: list[Entry] = known_inside().setdefault(key, [])
+        found = holding(entries, roots)
+        if found is not None:
+            return found
+        with _tracing:
+            _compat.load_tracer()
+            names = labels(self.fun, args, kwargs)
+            missed = _Missed(signature, roots, numerics, names)
+            return self._keep(entries, self._make(make_entry, missed), missed)
+
+    def reaches_gradient(
+        self, signature: Signature, roots: Roots, numerics: Numerics
+    ) -> bool:
+        """Whether a captured tensor is to be differentiated."""
+        found = self.cache.find((signature.key, numerics), roots)
+        reached = _captures.survey(roots).reached if found is None else found[1]
+        return any(map(_compat.requires_grad_anywhere, reached))
+
+    def _of_family(self, missed: _Missed) -> Entry:
+        """The entry of a trace that holds for other sizes too, unless there can be none."""
+        signature, roots = missed.signature, missed.roots
+        families, key = self.cache.families, (signature.general_key, missed.numerics)
+        family = families.get(key) or families.setdefault(key, Family(signature))
+        found = family.find(signature, roots)
+        if found is not None:
+            return found
+        fixed = family.fixed_for(signature, roots, missed.tensor_names, self.where)
+        error = None
+        if not (family.is_static or all(map(all, fixed))):
+            make = functools.partial(make_open_entry, fixed=fixed)
+            try:
+                known = self._make(make, missed)
+            except CANNOT_OPEN as failed:
+                if isinstance(failed, RematError) and not isinstance(
+                    failed, TraceError
+                ):
+                    raise
+                error = failed
+            else:
+                family.entries.insert(0, known)
+                return known.first
+        entry = self._make(make_entry, missed)
+        if error is not None:
+            family.give_up(error, self.where)
+        return entry
+
+    def _make(self, make: Callable[..., Any], missed: _Missed) -> Any:
+        """Traces the function."""
+        options = Options(
+            self.settings.policy,
+            self.rng,
+            self.settings.verify,
+            self.settings.backend,
+            self.settings.inputs.of,
+            self.cache.calls,
+        )
+        return make(
+            missed.roots,
+            missed.signature,
+            missed.numerics,
+            options,
+            missed.tensor_names,
+            self.where,
+        )
+
+    def _keep(self, entries: list[Entry], entry: Entry, missed: _Missed) -> Found:
+        """Keeps an entry, and warns of what it shows if it is a new trace."""
+        cache, roots = self.cache, missed.roots
+        entries.insert(0, entry)
+        if entry.trace_s is None:
+            cache.hits += 1
+        else:
+            cache.misses += 1
+            self._advise_of_statics(missed)
+            self._advise_of_inputs(entry)
+            advise(
+                entry.region,
+                roots,
+                _captures.code_key(self.fun),
+                self.where,
+                self.settings.verify,
+            )
+        captured = entry.gather(roots)
+        assert captured is not None, entry.covered.explain(roots)
+        return entry, captured
+
+    def _advise_of_statics(self, missed: _Missed) -> None:
+        """Warns at the tenth trace that one static value has caused."""
+        layout = missed.signature.layout
+        places = [place for place, kind in enumerate(layout.kinds) if kind == "static"]
+        for place, value in zip(places, layout.values, strict=True):
+            seen = self.cache.statics_seen.setdefault(place, set())
+            seen.add(repr(value))
+            if len(seen) == 10:
+                seen.add("said")
+                warnings.warn(
+                    explain(
+                        where=self.where,
+                        what=f"was traced for a tenth value of the static argument "
+                        f"`{missed.names[place]}`.",
+                        why="Every leaf that is no tensor is part of the signature, and "
+                        "a trace takes a tenth of a second or more.",
+                        do="Pass a 0-d tensor: torch.tensor(value).",
+                    ),
+                    RematWarning,
+                    stacklevel=5,
+                )
+
+    def _advise_of_inputs(self, entry: Entry) -> None:
+        """Warns of a path in `saved_inputs` that no input has."""
+        for path, _ in self.settings.inputs.each:
+            if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
+                warnings.warn(
+                    explain(
+                        where=self.where,
+                        what=f'has no input "{path}", which saved_inputs speaks of.',
+                        why=f"Its inputs are {', '.join(entry.labels)}.",
+                        do="Correct the path, or leave it out.",
+                    ),
+                    RematWarning,
+                    stacklevel=5,
+                )

@@ -1,0 +1,56 @@
+"""Where regions run as the plain function: `disabled()`, `REMAT_DISABLE`, without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Generator
+
+import torch
+
+from remat.random._checking import is_checking
+
+
+class _Switch(threading.local):
+    depth = 0
+
+
+_switch = _Switch()
+_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def disabled() -> Generator[None]:
+    """Runs every region inside as the plain function, on this thread.
+
+    The environment variable `REMAT_DISABLE=1` does the same for a whole process.
+
+    Example:
+        >>> import torch
+        >>> from remat import disabled, remat
+        >>> f = remat(lambda x: x.sin().sin())
+        >>> with disabled():
+        ...     y = f(torch.ones(2, requires_grad=True))
+        >>> y.grad_fn.name()
+        'SinBackward0'
+    """
+    _switch.depth += 1
+    try:
+        yield
+    finally:
+        _switch.depth -= 1
+
+
+def is_disabled() -> bool:
+    """Whether regions are switched off on this thread."""
+    return _DISABLED or _switch.depth > 0 or is_checking()
+
+
+def is_inert() -> bool:
+    """Whether regions run as the plain function on this thread, whatever it takes."""
+    return is_disabled() or not _gradients_are_on()
+
+
+def _gradients_are_on() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
