@@ -135,8 +135,13 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             return _run_under_vmap(call, tensors, save, interpreter)
         case _:
             raise NotImplementedError(
-                f"a remat region under torch.func.{kind}: remat has rules for grad, vjp, "
-                "jvp and vmap, and what is made of them. Apply the transform inside."
+                explain(
+                    where=f"a region under torch.func.{kind}",
+                    what="cannot be differentiated there.",
+                    why="remat has rules for grad, vjp, jvp and vmap, and for what is made "
+                    "of them.",
+                    do="Apply the transform inside of the region.",
+                )
             )
 
 
@@ -451,9 +456,13 @@ def _require_recordable(cotangents: Sequence[Tensor]) -> None:
     """Refuses what autograd would record on a wrapper that it then throws away."""
     if torch.is_grad_enabled() and any(map(_compat.is_batched_by_autograd, cotangents)):
         raise NotImplementedError(
-            "a remat region under torch.autograd.grad(is_grads_batched=True, "
-            "create_graph=True): the gradients could not be differentiated again. Use "
-            "torch.func.jacrev, or torch.func.vmap over torch.func.vjp."
+            explain(
+                where="a region under torch.autograd.grad(is_grads_batched=True, "
+                "create_graph=True)",
+                what="gives gradients that could not be differentiated again.",
+                why="autograd records them on a wrapper that it then throws away.",
+                do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
+            )
         )
 
 

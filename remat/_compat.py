@@ -1,8 +1,8 @@
 """The only module that imports parts of torch that carry no promise of stability.
 
-Each shim names what would make it obsolete. Everything here was checked on torch 2.13 and
-2.15; what fails to import names the version, so that an upgrade fails at import and not
-in the middle of a training run.
+Each shim names what would make it obsolete, or the heading of its group does. Everything
+here was checked on torch 2.13 and 2.15; what fails to import names the version, so that an
+upgrade fails at import and not in the middle of a training run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyr
 call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
 
 enable_single_level = enable_single_level_autograd_function
-disable_modes = _disable_current_modes
 
 # Parts of torch that it has not annotated.
 _eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
@@ -88,14 +87,13 @@ _dist: Any = dist
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
 
+# The levels of torch.func. Obsolete when it lets a primitive register its own rules, and
+# tells which levels wrap a tensor.
+
+
 def interpreter_is_active() -> bool:
     """Whether any torch.func transform is running on this thread."""
     return _functorch_c.peek_interpreter_stack() is not None
-
-
-def nothing_is_active() -> bool:
-    """Whether neither a torch.func transform nor forward mode runs on this thread."""
-    return _functorch_c.peek_interpreter_stack() is None and not dual_level_is_active()
 
 
 def current_interpreter() -> tuple[str, Any] | None:
@@ -240,6 +238,10 @@ def untracked_alias(tensor: Tensor) -> Tensor:
 def level_of(tensor: Tensor) -> int:
     """The level of the transform that wrapped a tensor, -1 where none has."""
     return _functorch_c.maybe_get_level(tensor)
+
+
+# Tensors without data, and tensors in parts. Obsolete when both can be told by public
+# names; a function that says so itself has an end of its own.
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -409,6 +411,10 @@ def no_dual_level() -> Generator[None]:
         _forward_ad._current_level = level
 
 
+# What is in force on this thread, and cheap checks of it. Obsolete when the public names
+# are as fast: each call of a region asks.
+
+
 _META = torch.device("meta")
 
 
@@ -515,6 +521,10 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
 def pruned_name(hook: Any) -> str:
     """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
     return hook._tensor_name
+
+
+# Tracing: fakes, open sizes, `make_fx`, collectives and modes inside it. Obsolete when one
+# public call traces a function and its backward, captured tensors and symbols included.
 
 
 def load_tracer() -> None:
@@ -1029,6 +1039,9 @@ def _from_functional(tensor: Tensor) -> Tensor:
     return _torch._from_functional_tensor(tensor)
 
 
+# FLOPs by operator. Obsolete when the registry of torch.utils.flop_counter is public.
+
+
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
@@ -1091,6 +1104,9 @@ _COUNTED_AS = {
 }
 
 
+# Operators of this package. Obsolete when torch annotates torch.library.
+
+
 @functools.cache
 def library() -> Any:
     """The namespace of this package's own operators: a library that torch types poorly."""
@@ -1107,6 +1123,9 @@ def register_vmap(name: str, function: Callable[..., Any]) -> None:
     """Says how an operator of this package is mapped."""
     api: Any = torch.library
     api.register_vmap(f"remat::{name}", function, lib=library())
+
+
+# Draws from keys. Obsolete as `has_philox` is.
 
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
@@ -1160,6 +1179,10 @@ def philox_integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
     bounds = [value - (1 << 64) * (value >= 1 << 63) for value in (low, end)]
     high = None if end == info.max + 1 else bounds[1]
     return torch.ops.aten._philox_randint_(out, keys, bounds[0], high)
+
+
+# The engine and the graph of autograd, and what `fully_shard` hangs on it. Obsolete when
+# torch annotates `backward`, and gives the rest public names.
 
 
 def in_backward() -> bool:
@@ -1254,6 +1277,10 @@ def node_number(node: Any) -> int:
     Obsolete when torch gives `Node._sequence_nr` a public name.
     """
     return node._sequence_nr()
+
+
+# What torch knows of an operator, a tensor or a pytree, by names that it has not made
+# public or not annotated: obsolete when it does.
 
 
 def schema_of(op: Any) -> Any:
@@ -1469,6 +1496,10 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return not bits or torch.equal(*bits)
 
 
+# Dynamo and the graphs that it makes. Obsolete when a library can tell torch.compile in
+# public what a region is.
+
+
 def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keeps torch.compile from frames of the function, and of all that it calls.
 
@@ -1606,6 +1637,9 @@ def outside_of_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return unseen_by_dynamo(run)
 
 
+# What runs a graph instead of Python: Inductor, and the interpreter in C.
+
+
 #: Inductor would move the gradients of weights to the end, and keep all that they read. A
 #: program is in the order in which it holds least. Sizes were checked where it was chosen.
 _INDUCTOR = {
@@ -1722,6 +1756,9 @@ class Interpreted:
         node = self._node("prim::ListConstruct", made, 1)
         node.output().setType(_interpreter.ListType(declared))
         return node.output()
+
+
+# Collectives, and a peer's policies.
 
 
 def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Figures of a report, by matplotlib: readable in grey, axes with units.
+"""Figures of a report, by matplotlib: readable in gray, axes with units.
 
 Owners are told apart by hatches and lightness too, curves by line styles, so that no color
 is needed. A figure is returned unsaved: `figure.savefig("step.svg")`, or `.png`.

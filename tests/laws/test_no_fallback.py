@@ -21,6 +21,7 @@ from tests.support import (
     held_bytes,
     on_tensors,
     scalar_loss,
+    seeded,
     tensors_in,
 )
 from tests.zoo import FUNCTIONS
@@ -100,3 +101,15 @@ def test_torch_func_recomputes(function):
         counts[policy] = computing(count_operators(gradient, *tensors)).total()
 
     assert counts[policies.nothing_saveable] > counts[policies.everything_saveable]
+
+
+@pytest.mark.contract
+def test_a_transform_without_a_rule_is_refused():
+    """And named."""
+    x = seeded(3).requires_grad_()
+
+    with pytest.raises(
+        NotImplementedError,
+        match=r"a region under torch\.func\.functionalize: .* rules for .* inside of",
+    ):
+        torch.func.functionalize(remat(torch.sin))(x)
