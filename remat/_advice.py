@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator
 
-from remat._errors import RematWarning, explain
 from remat._function import Roots
 from remat._graph import TensorMeta
+from remat._lines import warn
 from remat._partition import Analysis, cut, permitted_members
 from remat._region import Region
 from remat.policies import (
@@ -46,8 +45,7 @@ def advise(
         key = (function, policy, topic)
         if key not in _said:
             _said.add(key)
-            text = explain(where=where, what=what, why=why, do=do)
-            warnings.warn(text, RematWarning, stacklevel=4)
+            warn(where=where, what=what, why=why, do=do)
 
 
 _Advice = Iterator[tuple[Hashable, str, str, str]]

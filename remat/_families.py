@@ -8,15 +8,14 @@ one is traced for each size, as without `dynamic_shapes`, and costs no more.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import final
 
 from remat._dynamic import Fixed
 from remat._entry import Entry, OpenEntry
-from remat._errors import RematWarning, explain
 from remat._function import Roots
 from remat._graph import TensorMeta
+from remat._lines import warn
 from remat._signature import Signature
 
 _Dimension = tuple[int, int]
@@ -72,29 +71,21 @@ class Family:
         """Traces each size from now on: with symbols the function cannot be traced."""
         self.is_static = True
         first = str(error).partition("\n")[0]
-        warnings.warn(
-            explain(
-                where=where,
-                what="is traced for each size, in spite of dynamic_shapes=True.",
-                why=f"With symbols for sizes its trace fails: {first}",
-                do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
-                "out of the function.",
-            ),
-            RematWarning,
-            stacklevel=6,
+        warn(
+            where=where,
+            what="is traced for each size, in spite of dynamic_shapes=True.",
+            why=f"With symbols for sizes its trace fails: {first}",
+            do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
+            "out of the function.",
         )
 
 
 def _warn_of_dimension(dimension: str, where: str) -> None:
-    warnings.warn(
-        explain(
-            where=where,
-            what=f"is traced for each size of {dimension}, in spite of "
-            "dynamic_shapes=True.",
-            why="The function, or an operator in it, needs that size as a number: a loop "
-            "over range(size), int(size), or a key of a dict.",
-            do="Compute with x.shape, or leave `dynamic_shapes` out.",
-        ),
-        RematWarning,
-        stacklevel=7,
+    warn(
+        where=where,
+        what=f"is traced for each size of {dimension}, in spite of "
+        "dynamic_shapes=True.",
+        why="The function, or an operator in it, needs that size as a number: a loop "
+        "over range(size), int(size), or a key of a dict.",
+        do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )

@@ -1,13 +1,15 @@
-"""Where the user's code is: the line behind a value, and behind what tracing raises."""
+"""Where the user's code is: the line behind a value, a warning, and what tracing raises."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
+from types import FrameType
 
 import torch
 
 from remat import _compat
-from remat._errors import MutationError, TraceError, explain
+from remat._errors import MutationError, RematWarning, TraceError, explain
 
 _LIBRARIES = (
     torch.__path__[0],
@@ -19,13 +21,28 @@ _LIBRARIES = (
 
 def user_line() -> str:
     """The innermost "file.py:line" outside of torch and of this package."""
-    frame = _compat.caller(1)
+    frame, _ = _user_frame()
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def warn(*, where: str, what: str, why: str, do: str) -> None:
+    """Warns at the user's line, however deep in this package the reason is found."""
+    _, num_calls = _user_frame()
+    text = explain(where=where, what=what, why=why, do=do)
+    warnings.warn(text, RematWarning, stacklevel=num_calls + 1)
+
+
+def _user_frame() -> tuple[FrameType | None, int]:
+    """The innermost frame of the user's, and how many calls it is above who asks."""
+    frame, num_calls = _compat.caller(1), 0
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
-            return f"{filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+            break
+        frame, num_calls = frame.f_back, num_calls + 1
+    return frame, num_calls
 
 
 def mutates(error: Exception) -> MutationError:

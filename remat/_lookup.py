@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -15,10 +14,11 @@ from remat._advice import advise
 from remat._cache import Cache, Found, holding
 from remat._dynamic import CANNOT_OPEN
 from remat._entry import Entry, Options, make_entry, make_open_entry
-from remat._errors import RematError, RematWarning, TraceError, explain
+from remat._errors import RematError, TraceError
 from remat._families import Family
 from remat._function import Roots
 from remat._graph import named
+from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import Settings
 from remat._running import known_inside
@@ -206,30 +206,22 @@ class Lookup:
             seen.add(repr(value))
             if len(seen) == 10:
                 seen.add("said")
-                warnings.warn(
-                    explain(
-                        where=self.where,
-                        what=f"was traced for a tenth value of the static argument "
-                        f"`{missed.names[place]}`.",
-                        why="Every leaf that is no tensor is part of the signature, and "
-                        "a trace takes a tenth of a second or more.",
-                        do="Pass a 0-d tensor: torch.tensor(value).",
-                    ),
-                    RematWarning,
-                    stacklevel=5,
+                warn(
+                    where=self.where,
+                    what=f"was traced for a tenth value of the static argument "
+                    f"`{missed.names[place]}`.",
+                    why="Every leaf that is no tensor is part of the signature, and "
+                    "a trace takes a tenth of a second or more.",
+                    do="Pass a 0-d tensor: torch.tensor(value).",
                 )
 
     def _advise_of_inputs(self, entry: Entry) -> None:
         """Warns of a path in `saved_inputs` that no input has."""
         for path, _ in self.settings.inputs.each:
             if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
-                warnings.warn(
-                    explain(
-                        where=self.where,
-                        what=f'has no input "{path}", which saved_inputs speaks of.',
-                        why=f"Its inputs are {', '.join(entry.labels)}.",
-                        do="Correct the path, or leave it out.",
-                    ),
-                    RematWarning,
-                    stacklevel=5,
+                warn(
+                    where=self.where,
+                    what=f'has no input "{path}", which saved_inputs speaks of.',
+                    why=f"Its inputs are {', '.join(entry.labels)}.",
+                    do="Correct the path, or leave it out.",
                 )

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
 from remat import _ahead
-from remat._errors import RematWarning, explain
+from remat._errors import explain
+from remat._lines import warn
 from remat.interop._calls import call_as_region, preserve_that_of
 from remat.interop._groups import shard_over
 from remat.storage import AbstractStorage, Keep, Offload, release_host_memory
@@ -243,15 +243,11 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 def _warn(name: str, value: object, why: str, do: str) -> None:
-    warnings.warn(
-        explain(
-            where=f"interop.deepspeed.configure({name}={value!r})",
-            what="has no effect.",
-            why=why,
-            do=do,
-        ),
-        RematWarning,
-        stacklevel=3,
+    warn(
+        where=f"interop.deepspeed.configure({name}={value!r})",
+        what="has no effect.",
+        why=why,
+        do=do,
     )
 
 

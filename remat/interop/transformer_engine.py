@@ -10,11 +10,11 @@ References:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from remat._errors import RematWarning, explain
+from remat._errors import explain
+from remat._lines import warn
 from remat.interop._calls import call_as_region, preserve
 from remat.interop._groups import shard_over
 from remat.storage import Keep
@@ -96,14 +96,10 @@ def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
         )
     for name in _OF_TORCH:
         if name in kwargs:
-            warnings.warn(
-                explain(
-                    where=f"interop.transformer_engine.checkpoint({name}=...)",
-                    what="has no effect, as in TransformerEngine's own checkpoint.",
-                    why="It is an option of torch.utils.checkpoint.",
-                    do="Leave it out; remat(verify=True) compares each recomputed value.",
-                ),
-                RematWarning,
-                stacklevel=3,
+            warn(
+                where=f"interop.transformer_engine.checkpoint({name}=...)",
+                what="has no effect, as in TransformerEngine's own checkpoint.",
+                why="It is an option of torch.utils.checkpoint.",
+                do="Leave it out; remat(verify=True) compares each recomputed value.",
             )
     return {name: each for name, each in kwargs.items() if name not in _OF_TORCH}

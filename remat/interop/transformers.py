@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from torch import nn
 
 from remat._api import remat
-from remat._errors import RematWarning, explain
+from remat._lines import warn
 from remat._options import PolicyLike
 
 try:
@@ -162,13 +161,12 @@ def _warn_of_options(function: Callable[..., Any] | None, every: int) -> None:
     if every != 1:
         given["every_n_layers"] = every
     if given:
-        text = explain(
+        warn(
             where="the model's activation_checkpointing_enable",
             what=f"asks for {given}, which is not followed.",
             why="interop.transformers.enable has set what its layers use.",
             do="Pass the options to enable, or call interop.transformers.disable first.",
         )
-        warnings.warn(text, RematWarning, stacklevel=5)
 
 
 def _owner_of(model: nn.Module) -> nn.Module:

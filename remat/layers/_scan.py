@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from remat import _compat
 from remat._api import Region, is_of_module, remat
-from remat._errors import CarryError, RematWarning, explain
+from remat._errors import CarryError, explain
 from remat._graph import TensorMeta
+from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import PolicyLike
 from remat._running import is_running, lift
@@ -362,13 +362,9 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, length: int | None) -> int:
 def _advise_of_unroll(unroll: int) -> None:
     if unroll == 1:
         return
-    warnings.warn(
-        explain(
-            where="scan",
-            what=f"unroll={unroll!r} has no effect.",
-            why="It saves JAX's compiled loop some jumps; here the steps run one by one.",
-            do="Leave it out.",
-        ),
-        RematWarning,
-        stacklevel=3,
+    warn(
+        where="scan",
+        what=f"unroll={unroll!r} has no effect.",
+        why="It saves JAX's compiled loop some jumps; here the steps run one by one.",
+        do="Leave it out.",
     )

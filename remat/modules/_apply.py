@@ -9,14 +9,13 @@ module's own hooks run in `nn.Module.__call__`, around the region: once a call.
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from remat._api import Region, remat
-from remat._errors import RematWarning, explain
+from remat._lines import warn
 from remat.modules._where import Where, matching
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -150,5 +149,4 @@ def _with_a_forward(
 
 
 def _warn(what: str, why: str, do: str, where: Where) -> None:
-    text = explain(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
-    warnings.warn(text, RematWarning, stacklevel=4)
+    warn(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)

@@ -12,14 +12,13 @@ References:
 """
 
 import tempfile
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from remat._errors import RematWarning, explain
+from remat._lines import warn
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Place, Stored, first
@@ -87,15 +86,11 @@ class Offload(AbstractStorage):
     def _warn_of_prefetch(self, why: str, place: Place) -> None:
         if self.prefetch == 1 or place.call > 0:
             return
-        warnings.warn(
-            explain(
-                where=repr(self),
-                what=f"has no use for prefetch={self.prefetch}:",
-                why=f"{why}.",
-                do="Leave `prefetch` out.",
-            ),
-            RematWarning,
-            stacklevel=3,
+        warn(
+            where=repr(self),
+            what=f"has no use for prefetch={self.prefetch}:",
+            why=f"{why}.",
+            do="Leave `prefetch` out.",
         )
 
     def takes(self, size_bytes: int, home: torch.device) -> bool:
@@ -170,13 +165,9 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
 
 
 def _warn_of_no_effect(home: torch.device) -> None:
-    warnings.warn(
-        explain(
-            where="storage.Offload(...)",
-            what=f'has no effect on a value that is on "{home}" already.',
-            why="Its device is where the value would wait.",
-            do="Pass `path=...` to let values wait in files, or leave `Offload` out.",
-        ),
-        RematWarning,
-        stacklevel=2,
+    warn(
+        where="storage.Offload(...)",
+        what=f'has no effect on a value that is on "{home}" already.',
+        why="Its device is where the value would wait.",
+        do="Pass `path=...` to let values wait in files, or leave `Offload` out.",
     )

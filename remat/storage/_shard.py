@@ -17,7 +17,6 @@ References:
 
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
@@ -27,7 +26,8 @@ from einops import EinopsError, parsing
 from torch import Tensor
 
 from remat import _compat
-from remat._errors import NotReplicatedError, RematWarning, explain
+from remat._errors import NotReplicatedError, explain
+from remat._lines import warn
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._replicated import require_replicated
@@ -235,15 +235,11 @@ def _other_dimensions(
 
 
 def _warn_of_no_effect(shard: Shard) -> None:
-    warnings.warn(
-        explain(
-            where=repr(shard),
-            what="has no effect: its mesh has one rank.",
-            why="The part that this rank keeps is the whole value.",
-            do="Pass a mesh of more ranks, or leave `Shard` out.",
-        ),
-        RematWarning,
-        stacklevel=2,
+    warn(
+        where=repr(shard),
+        what="has no effect: its mesh has one rank.",
+        why="The part that this rank keeps is the whole value.",
+        do="Pass a mesh of more ranks, or leave `Shard` out.",
     )
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import (
     RematError,
     RematWarning,
     checkpoint_name,
+    modules,
     policies,
     remat,
+    scan,
     storage,
 )
 from tests.support import seeded
@@ -119,3 +121,44 @@ def test_a_wrong_option_is_an_error(options: dict[str, Any]) -> None:
         remat(attend, **options)(leaf())
 
     assert any(name.rstrip("s") in str(error.value) for name in options)
+
+
+def square(x: Tensor) -> Tensor:
+    """Nothing in it has a name."""
+    return (x.sin() * x.sin()).sum()
+
+
+def misspelled(number: int) -> dict[str, Any]:
+    """The options of a region that warns, whatever has warned before."""
+    return {"policy": names(f"misspelled_{number}")}
+
+
+WARNING = {
+    "call": lambda: remat(square, **misspelled(0))(leaf()),
+    "torch.func": lambda: torch.func.grad(remat(square, **misspelled(1)))(leaf()),
+    "module": lambda: remat(nn.Tanh(), **misspelled(2))(leaf()),
+    "look": lambda: remat(square, **misspelled(3)).saved_residuals(leaf()),
+    "input": lambda: remat(square, saved_inputs={"z": storage.Keep()})(leaf()),
+    "open sizes": lambda: [
+        scaled(leaf(size))
+        for scaled in [remat(lambda x: x * int(x.shape[0]), dynamic_shapes=True)]
+        for size in (4, 5, 6)
+    ],
+    "stored": lambda: remat(
+        lambda x: x.sin().cos().sin(),
+        policy=policies.everything_saveable.stored(storage.Offload()),
+    )(leaf()),
+    "scan": lambda: scan(lambda c, _: (c.sin(), None), leaf(), length=2, unroll=2),
+    "modules.apply": lambda: modules.apply(nn.Sequential(nn.Tanh()), "no_such"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("run", WARNING.values(), ids=WARNING)
+def test_a_warning_is_at_the_users_line(run: Callable[[], object]) -> None:
+    """Not at one of the package, by which Python would tell two of them apart."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+
+    assert {warning.filename for warning in caught} == {__file__}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, final
@@ -14,7 +13,8 @@ from torch import nn
 
 from remat import _compat
 from remat._api import Region
-from remat._errors import ImplicitRandomnessError, RematWarning, explain
+from remat._errors import ImplicitRandomnessError, explain
+from remat._lines import warn
 from remat._options import Settings, policy_for, require_choice
 from remat._signature import Statics
 from remat.interop.torch._selective import Selective, SelectiveContext
@@ -242,7 +242,7 @@ def checkpoint_sequential(
             f"divided into 1 to {len(parts)} segments."
         )
     if segments == 1:
-        warnings.warn(_one_segment(), RematWarning, stacklevel=2)
+        _warn_of_one_segment()
     size = len(parts) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
@@ -310,17 +310,13 @@ def _hooks_are_respected() -> NotImplementedError:
 
 
 def _warn_of_debug() -> None:
-    warnings.warn(
-        explain(
-            where="checkpoint(debug=True)",
-            what="has no effect.",
-            why="A recomputation is the program that the forward was traced to, and cannot "
-            "go another way; errors of the trace name operator and line in any case.",
-            do="Leave it out; to look for a kernel that is not deterministic, use "
-            "remat(verify=True).",
-        ),
-        RematWarning,
-        stacklevel=5,
+    warn(
+        where="checkpoint(debug=True)",
+        what="has no effect.",
+        why="A recomputation is the program that the forward was traced to, and cannot "
+        "go another way; errors of the trace name operator and line in any case.",
+        do="Leave it out; to look for a kernel that is not deterministic, use "
+        "remat(verify=True).",
     )
 
 
@@ -335,8 +331,8 @@ def _draws(error: ImplicitRandomnessError) -> ImplicitRandomnessError:
     )
 
 
-def _one_segment() -> str:
-    return explain(
+def _warn_of_one_segment() -> None:
+    warn(
         where="checkpoint_sequential(segments=1)",
         what="recomputes nothing.",
         why="The last segment runs as it is, and it is the only one.",
