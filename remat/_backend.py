@@ -14,8 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat, _operators as operators
+from remat import _compat, _operators as operators, _overhead
 from remat._graph import Graph, TensorMeta, Value, replace_refs
+
+# What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
+_FOR_CPP = 16
 
 # Inductor's own state is shared by all threads.
 _compiling = threading.RLock()
@@ -51,7 +54,13 @@ class Compiled:
         if self._function is None:
             with _compiling, _compat.leave_functorch(), torch.no_grad():
                 like = [tensor.detach() for tensor in inputs]
-                self._function = _compat.inductor(exported(self._graph), like)
+                self._function = _compat.inductor(
+                    exported(self._graph),
+                    like,
+                    wrapper_in_cpp=_overhead.dominates(
+                        self._graph, fewest_steps=_FOR_CPP
+                    ),
+                )
         return list(self._function(inputs))
 
 
@@ -70,6 +79,15 @@ def exported(graph: Graph) -> fx.GraphModule:
             env[index] = made.call_function(value.op, (env[maker.index], place))
         else:
             args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
-            env[index] = made.call_function(value.op, tuple(args), dict(kwargs))
+            env[index] = made.call_function(
+                _in_memory(value), tuple(args), dict(kwargs)
+            )
     made.output([None if ref is None else env[ref.index] for ref in graph.outputs])
     return fx.GraphModule(constants, made)
+
+
+def _in_memory(value: Value) -> Any:
+    """A step's operator; zeros without memory get some, which a compiled kernel would read."""
+    if operators.short_name(value.op) == "aten._efficientzerotensor":
+        return torch.ops.aten.zeros.default
+    return value.op

@@ -1649,8 +1649,13 @@ _INDUCTOR = {
 }
 
 
-def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def inductor(
+    module: fx.GraphModule, inputs: Sequence[Tensor], *, wrapper_in_cpp: bool
+) -> Callable[..., Any]:
     """A graph compiled for tensors like these; takes one list of them, which it empties.
+
+    What calls the kernels is written in Python, or in C++: that takes the C++ compiler
+    seconds more, and each call of a kernel microseconds less.
 
     Who calls a function holds its arguments until it returns, so that compiled code can let
     go only of what is in a list. It takes one for a module in Dynamo's wrapper. Obsolete when
@@ -1660,7 +1665,8 @@ def inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., 
     compiler: Any = importlib.import_module("torch._inductor")
     dynamo: Any = importlib.import_module("torch._dynamo.utils")
     from_list = dynamo.GmWrapper(module, list)
-    return compiler.compile(from_list, list(inputs), options=_INDUCTOR)
+    options = {**_INDUCTOR, "cpp_wrapper": wrapper_in_cpp}
+    return compiler.compile(from_list, list(inputs), options=options)
 
 
 _MEMORY_FORMATS = (

@@ -3,8 +3,8 @@
 Where tensors are small, the Python between operators takes as long as the operators do.
 torch has an interpreter in C++, TorchScript's, that calls the same operators in the same
 order and drops each value after its last use. It turns every error into a RuntimeError: so it
-gets only operators that do not fail for the numbers they meet, and no large tensors, for
-which memory may run short.
+gets only operators that do not fail for the numbers they meet, and no large tensors
+(`_overhead` decides), for which memory may run short.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _compat, _operators as operators
-from remat._graph import Graph, TensorMeta, Value, replace_refs
-
-# The most that a program may take in. Its kernels take microseconds up to here.
-_MOST_BYTES = 2**20
-
-# What the call of the interpreter costs, about this many operators save: a heuristic.
-_FEWEST_STEPS = 32
+from remat._graph import Graph, Value, replace_refs
 
 # The functions that `_composites` puts into a graph.
 _OVERLOADS: dict[Any, Any] = {
@@ -52,16 +46,10 @@ _SURE = frozenset(f"aten.{name}" for name in _MORE.split(" "))
 _Function = Callable[[list[Tensor]], list[Any]]
 
 
-def is_worthwhile(graph: Graph) -> bool:
-    """Whether a graph is long enough to gain from the interpreter."""
-    steps = graph.values[graph.num_inputs :]
-    return sum(step.op is not operator.getitem for step in steps) >= _FEWEST_STEPS
-
-
 def function_of(graph: Graph) -> _Function | None:
     """The graph as a function that empties its list, or None if it is not for here."""
     steps = graph.values[graph.num_inputs :]
-    if not _has_small_inputs(graph) or not all(map(_is_sure, steps)):
+    if not all(map(_is_sure, steps)):
         return None
     try:
         run, constants = _written(graph)
@@ -77,13 +65,6 @@ def function_of(graph: Graph) -> _Function | None:
         return outputs
 
     return interpreted
-
-
-def _has_small_inputs(graph: Graph) -> bool:
-    metas = [value.meta for value in graph.values[: graph.num_inputs]]
-    held = [meta for meta in metas if isinstance(meta, TensorMeta)]
-    is_near = all(meta.device.type == "cpu" for meta in held)
-    return is_near and sum(meta.size_bytes for meta in held) <= _MOST_BYTES
 
 
 def _is_sure(value: Value) -> bool:

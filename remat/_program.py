@@ -26,6 +26,7 @@ from remat import (
     _interpreted,
     _names,
     _operators as operators,
+    _overhead,
     _rng,
     _streams,
     _watching,
@@ -34,6 +35,9 @@ from remat._bindings import bindings_of
 from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
 from remat._holding import held_back
+
+# What the call of the interpreter costs, about this many operators save: a heuristic.
+_FOR_INTERPRETER = 32
 
 _SIMPLE = (bool, int, str, type(None))
 
@@ -130,7 +134,7 @@ class Program:
         if self.is_compiled:
             return _backend.Compiled(self.graph)
         folded = fold(self.graph)
-        if _interpreted.is_worthwhile(folded):
+        if _overhead.dominates(folded, fewest_steps=_FOR_INTERPRETER):
             return _interpreted.function_of(folded) or self._compiled(folded)
         return self._compiled(folded)
 

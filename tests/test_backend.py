@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematWarning, checkpoint_name, policies, random, remat
+from remat import RematWarning, _compat, checkpoint_name, policies, random, remat
 from remat.testing import assert_equivalent
 from tests.benchmarks.memory import allocated
 from tests.support import seeded
@@ -73,10 +73,13 @@ def stack(weights: list[Tensor], x: Tensor) -> Tensor:
     [policies.nothing_saveable, policies.save_matmul_outputs],
     ids=["nothing", "matmuls"],
 )
-def test_a_compiled_step_peaks_no_higher(policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("layers", "rows"), [(4, 512), (12, 64)], ids=["from Python", "from C++"]
+)
+def test_a_compiled_step_peaks_no_higher(policy: Any, layers: int, rows: int) -> None:
     """What was saved is let go inside the compiled backward, weights' gradients come early."""
-    weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(4)]
-    x = seeded(512, 32)
+    weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(layers)]
+    x = seeded(rows, 32)
 
     def peak(backend: str | None, *, twice: bool = False) -> int:
         region = remat(stack, policy=policy, backend=backend)
@@ -95,6 +98,29 @@ def test_a_compiled_step_peaks_no_higher(policy: Any) -> None:
     assert peak("inductor") <= peak(None)
     if policy is policies.save_matmul_outputs:
         assert peak("inductor", twice=True) > peak("inductor")
+
+
+@pytest.mark.parametrize(("layers", "is_long"), [(2, False), (12, True)])
+def test_kernels_of_long_programs_are_called_from_cpp(
+    layers: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tensors are small, the calls take longer than the kernels; few steps do not pay."""
+    weights = [seeded(4, 4, seed=k).requires_grad_() for k in range(layers)]
+    written: list[bool] = []
+    inductor = _compat.inductor
+
+    def spied(*args: Any, wrapper_in_cpp: bool) -> Any:
+        written.append(wrapper_in_cpp)
+        return inductor(*args, wrapper_in_cpp=wrapper_in_cpp)
+
+    monkeypatch.setattr(_compat, "inductor", spied)
+    region = remat(stack, backend="inductor")
+
+    found = torch.autograd.grad(region(weights, seeded(3, 4)).sum(), weights)
+
+    plain = torch.autograd.grad(stack(weights, seeded(3, 4)).sum(), weights)
+    torch.testing.assert_close(found, plain)
+    assert written == [is_long, is_long]
 
 
 def hessian_vector(f: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ LAYERS = (
     ("planners", "_memory", "schedules"),
     ("_graph", "_names"),
     ("_in_place",),
-    ("_import_fx", "_watching"),
+    ("_import_fx", "_overhead", "_watching"),
     ("_captures", "_collectives", "_signature"),
     ("_guards", "_hooked", "_sharded"),
     ("_running",),

@@ -107,9 +107,9 @@ def _vit(tr: Any, size: Size) -> Any:
 
 
 def _mixtral(tr: Any, size: Size) -> Any:
-    model = tr.MixtralForCausalLM(
-        tr.MixtralConfig(**_causal(size, num_local_experts=4))
-    )
+    # Experts are narrow: "batched_mm" copies an expert's weights for every token.
+    narrow = {**_causal(size, num_local_experts=4), "intermediate_size": size.width}
+    model = tr.MixtralForCausalLM(tr.MixtralConfig(**narrow))
     # torch 2.13 has no rule for the default, "grouped_mm", in float32.
     model.set_experts_implementation("batched_mm")
     return model

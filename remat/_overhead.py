@@ -1,0 +1,31 @@
+"""Whether the calls around a program's kernels take longer than the kernels.
+
+They do where tensors are small and steps are many: there Python is worth leaving, for torch's
+interpreter (`_interpreted`) or for a wrapper that a compiler writes in C++ (`_backend`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+from remat._graph import Graph, TensorMeta
+
+# The most that a program may take in. Its kernels take microseconds up to here.
+_MOST_BYTES = 2**20
+
+
+def dominates(graph: Graph, *, fewest_steps: int) -> bool:
+    """Whether a program has so many steps at least, over small tensors of a CPU."""
+    return _num_steps(graph) >= fewest_steps and _has_small_inputs(graph)
+
+
+def _num_steps(graph: Graph) -> int:
+    steps = graph.values[graph.num_inputs :]
+    return sum(step.op is not operator.getitem for step in steps)
+
+
+def _has_small_inputs(graph: Graph) -> bool:
+    metas = [value.meta for value in graph.values[: graph.num_inputs]]
+    held = [meta for meta in metas if isinstance(meta, TensorMeta)]
+    is_near = all(meta.device.type == "cpu" for meta in held)
+    return is_near and sum(meta.size_bytes for meta in held) <= _MOST_BYTES
