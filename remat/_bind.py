@@ -24,7 +24,7 @@ from remat import _ahead, _compat, _orders, _shortage
 from remat._any_region import AnyRegion, Asked
 from remat._derived import Batch
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
-from remat._forward import Forward, Results
+from remat._forward import Results, Straight
 from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
@@ -78,13 +78,13 @@ def bind_all(
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     if _compat.is_quiet():
-        forward = call.region.straight(call.roots, call.numerics)
+        straight = call.region.straight(call.roots, call.numerics)
         if (
-            forward is not None
+            straight is not None
             and not call.is_last
             and _is_differentiated(call, tensors)
         ):
-            return [*apply_straight(call, forward, tensors)], ()
+            return [*apply_straight(call, straight, tensors)], ()
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
@@ -416,40 +416,64 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]
 
 @_compat.unseen_by_dynamo
 def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _through(_pulled_back(ctx, cotangents), ctx, cotangents)
+
+
+def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
+    """The region of the gradients that are wanted for these cotangents."""
     call: Call = ctx.call
     if call.is_last:
         raise _second(call)
-    saved = _saved(ctx)
-    wanted = ctx.needs_input_grad[1:]
-    numerics = Numerics.current()
     layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
-    derived = call.region.vjp(
-        call.roots, Asked(layouts, wanted, ctx.num_states, numerics)
-    )
+    wanted = ctx.needs_input_grad[1:]
+    asked = Asked(layouts, wanted, ctx.num_states, Numerics.current())
+    return call.region.vjp(call.roots, asked)
+
+
+def _through(
+    derived: AnyRegion, ctx: Any, cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by a region: its program alone, if nobody may record what it does."""
     present = [each for each in cotangents if each is not None]
+    is_recorded = torch.is_grad_enabled() or not _is_untransformed()
+    if derived.program is not None and not is_recorded:
+        return _consumed(derived.program, ctx, present)
+    saved, call = _saved(ctx), ctx.call
     try:
-        if (
-            derived.program is None
-            or torch.is_grad_enabled()
-            or not _is_untransformed()
-        ):
-            _require_recordable(present)
-            is_last = ctx.is_first_order
-            below = Call(derived, call.roots, numerics, call.labels, is_last)
-            found = bind(below, [*saved, *present])
-        else:
-            read = [*saved, *present]
-            del saved, present
-            # Unless the graph is kept, each is let go after its last use, not at the end.
-            ctx.maybe_clear_saved_tensors()
-            found = derived.program.consume(read)
+        _require_recordable(present)
+        below = Call(
+            derived, call.roots, Numerics.current(), call.labels, ctx.is_first_order
+        )
+        found = bind(below, [*saved, *present])
     except RuntimeError as error:
         _shortage.note(error, "backward", call, [ctx])
         raise
-    if False not in wanted:
+    return _spread(ctx.needs_input_grad, found)
+
+
+def _consumed(
+    program: Program, ctx: Any, cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by a program."""
+    read = [*_saved(ctx), *cotangents]
+    # Unless the graph is kept, each is let go after its last use, not at the end.
+    ctx.maybe_clear_saved_tensors()
+    try:
+        found = program.consume(read)
+    except RuntimeError as error:
+        _shortage.note(error, "backward", ctx.call, [ctx])
+        raise
+    return _spread(ctx.needs_input_grad, found)
+
+
+def _spread(
+    wanted: Sequence[bool], found: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted in the places of their operands, after the job's."""
+    if False not in wanted[1:]:
         return (None, *found)
     rest = iter(found)
-    return (None, *[next(rest) if each else None for each in wanted])
+    return (None, *[next(rest) if each else None for each in wanted[1:]])
 
 
 def _require_recordable(cotangents: Sequence[Tensor]) -> None:
@@ -535,13 +559,14 @@ class _PlainFunction(torch.autograd.Function):
 
 @_compat.unseen_by_dynamo
 def _forward_straight(
-    ctx: Any, job: tuple[Call, Forward], *operands: Tensor
+    ctx: Any, job: tuple[Call, Straight], *operands: Tensor
 ) -> tuple[Tensor, ...]:
     """What `_forward` comes to where a program is all that runs."""
-    ctx.call, forward = job
+    ctx.call, ctx.straight = job
+    forward = ctx.straight.forward
     num_outputs, _, num_saved, num_states = forward.shape
     try:
-        found = forward.program(operands)
+        found = forward.program.consume_quietly([*operands])
     except RuntimeError as error:
         _shortage.note(error, "forward", ctx.call, _made_by(operands))
         raise
@@ -553,18 +578,37 @@ def _forward_straight(
     return tuple(found[:num_outputs])
 
 
+@_compat.unseen_by_dynamo
+def _gradients_straight(
+    ctx: Any, *cotangents: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """`_gradients` after a straight forward: most often by the same program as before."""
+    if torch.is_grad_enabled() or not _compat.is_quiet():
+        return _gradients(ctx, *cotangents)
+    straight: Straight = ctx.straight
+    present = [each for each in cotangents if each is not None]
+    program = straight.backward(ctx.needs_input_grad, cotangents)
+    if program is None:
+        derived = _pulled_back(ctx, cotangents)
+        if derived.program is None:
+            return _through(derived, ctx, cotangents)
+        program = derived.program
+        straight.learn(ctx.needs_input_grad, cotangents, program)
+    return _consumed(program, ctx, present)
+
+
 class _StraightFunction(torch.autograd.Function):
     """Plain autograd over one program."""
 
     forward = staticmethod(_forward_straight)
-    backward = staticmethod(_gradients)
+    backward = staticmethod(_gradients_straight)
 
 
 def apply_straight(
-    call: Call, forward: Forward, tensors: Sequence[Tensor]
+    call: Call, straight: Straight, tensors: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """The outputs of a region that is `straight`, recorded by plain autograd."""
-    return _apply_straight((call, forward), *_compat.unwrap_dead(tensors))
+    return _apply_straight((call, straight), *_compat.unwrap_dead(tensors))
 
 
 _apply_plainly = _compat.plain_apply(_PlainFunction)

@@ -140,11 +140,11 @@ class Entry:
     ) -> Any:
         """`call` where no transform and no mode is active, and a gradient is wanted."""
         is_more = self.written or self.hooked
-        forward = None if is_more else self.region.straight(roots, numerics)
-        if forward is None:
+        straight = None if is_more else self.region.straight(roots, numerics)
+        if straight is None:
             return self.call(roots, tensors, numerics)
         call = Call(self.region, roots, numerics, self.labels)
-        outputs = apply_straight(call, forward, tensors)
+        outputs = apply_straight(call, straight, tensors)
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:

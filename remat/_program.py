@@ -78,6 +78,13 @@ class Program:
                 return self._consume_with_gradient(inputs)
             return self._short(inputs)
 
+    def consume_quietly(self, inputs: list[Tensor]) -> list[Any]:
+        """`consume` where no dispatch mode listens, and nobody has to be asked."""
+        if self._shares_memory:
+            return self.consume(inputs)
+        with _compat.below_autograd():
+            return self._short(inputs)
+
     def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs, differentiable operator by operator if the caller wants that."""
         return self._consume_with_gradient(list(inputs))

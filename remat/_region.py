@@ -23,7 +23,7 @@ from typing import Any, final
 from remat._any_region import Asked, Batched
 from remat._derived import Batch, Pull, mapped, pullback, pushforward
 from remat._errors import RecomputationError, TraceError, explain
-from remat._forward import Calls, Forward, map_program
+from remat._forward import Calls, Forward, Straight, map_program
 from remat._function import Function, Roots
 from remat._graph import Ref, TensorMeta, is_open, named
 from remat._numerics import Numerics
@@ -276,7 +276,7 @@ class Region:
         """How what the function returns is made from the outputs and operands."""
         return self._light(roots).views if self.given is None else self.given.views
 
-    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None:
+    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
         """The forward that saves, if to run its program is all that a call comes to."""
         found = self._made.get("straight", ...)
         if found is ...:
@@ -284,8 +284,8 @@ class Region:
             is_straight = (
                 forward.is_straight and not self.inputs and self.views(roots) is None
             )
-            found = self._made["straight"] = forward if is_straight else None
-        if found is None or not found.numerics.are_met_by(numerics):
+            found = self._made["straight"] = Straight(forward) if is_straight else None
+        if found is None or not found.forward.numerics.are_met_by(numerics):
             return None
         return found
 

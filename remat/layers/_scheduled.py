@@ -25,7 +25,7 @@ from torch import Tensor
 from remat._any_region import AnyRegion, Asked, Batched
 from remat._derived import Batch, mapped
 from remat._errors import SavedTensorModifiedError, explain
-from remat._forward import Calls, Forward, Results
+from remat._forward import Calls, Results
 from remat._function import Roots
 from remat._numerics import Numerics
 from remat._program import Program
@@ -113,9 +113,9 @@ class _Scheduled:
         """It has none."""
         return None
 
-    def straight(self, roots: Roots, numerics: Numerics) -> Forward | None:
+    def straight(self, roots: Roots, numerics: Numerics) -> None:
         """It has no program."""
-        return None
+        return
 
     def num_draws(self, roots: Roots) -> int:
         """Random numbers come from keys."""
