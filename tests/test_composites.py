@@ -1,7 +1,5 @@
 """Composites: fewer calls, the same product of the same matrices, to the bit."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from remat._bindings import bindings_of
 from remat._compat import same_bits
 from remat._composites import fold
 from remat._operators import short_name
+from tests.regions import inputs_of, programs
 from tests.support import Heard, is_differentiable
 from tests.zoo import FUNCTIONS
 
@@ -31,27 +30,6 @@ def calls(graph):
     return [short_name(value.op) for value in graph.values if value.op is not None]
 
 
-def programs(fun, *args):
-    """The forward and the backward of a region at these arguments."""
-    wanted = tree_map_only(
-        torch.Tensor, lambda t: t.clone().requires_grad_(is_differentiable(t)), args
-    )
-    region: Any = remat(fun, rng="preserve")
-    return region.programs(*wanted)
-
-
-def numbers(program):
-    """Inputs of the layouts that a program knows."""
-    metas = [value.meta for value in program.graph.values[: program.graph.num_inputs]]
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).uniform_(
-            0.1, 0.9, generator=generator
-        )
-        for meta in metas
-    ]
-
-
 STACKS = {
     "three dimensions": (lambda x, w: x @ w, (2, 3, 4), (4, 5)),
     "four dimensions": (lambda x, w: x @ w, (2, 2, 3, 4), (4, 5)),
@@ -65,7 +43,7 @@ STACKS = {
 def test_a_stack_times_a_matrix_is_one_call(fun, x, w):
     """View, mm and view become `matmul` or `linear` in both programs; the bits stay."""
     for program in programs(fun, rand(*x), rand(*w)):
-        inputs = numbers(program)
+        inputs = inputs_of(program)
         folded = calls(fold(program.graph))
 
         assert {"matmul", "linear"} & set(folded)

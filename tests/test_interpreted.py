@@ -1,18 +1,16 @@
 """Programs of small tensors run in torch's own interpreter: the same steps, the same bits."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
 
 from remat import _compat, random, remat
 from remat._composites import fold
 from remat._graph import Graph, Ref, TensorMeta, Value
 from remat._interpreted import function_of
 from remat._overhead import dominates
-from tests.support import Heard, LiveBytes, is_differentiable
+from tests.regions import inputs_of, programs
+from tests.support import Heard, LiveBytes
 from tests.zoo import FUNCTIONS
 
 pytestmark = [
@@ -26,29 +24,6 @@ ATEN = torch.ops.aten
 def rand(*shape):
     """Numbers of a fixed seed."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 0.5
-
-
-def numbers(program):
-    """Inputs of the layouts that a program knows."""
-    metas = [value.meta for value in program.graph.values[: program.graph.num_inputs]]
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).uniform_(
-            0.1, 0.9, generator=generator
-        )
-        if meta.dtype.is_floating_point
-        else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
-        for meta in metas
-    ]
-
-
-def programs(fun, *args):
-    """The forward and the backward of a region at these arguments."""
-    wanted = tree_map_only(
-        torch.Tensor, lambda t: t.clone().requires_grad_(is_differentiable(t)), args
-    )
-    region: Any = remat(fun, rng="preserve")
-    return region.programs(*wanted)
 
 
 def heard(run, inputs):
@@ -74,9 +49,9 @@ def test_the_interpreter_runs_what_python_runs(function):
         run = function_of(graph)
         if run is None:
             continue
-        expected = heard(program._compiled(graph), numbers(program))
+        expected = heard(program._compiled(graph), inputs_of(program))
 
-        found = heard(run, numbers(program))
+        found = heard(run, inputs_of(program))
 
         assert found[1] == expected[1]
         for ours, theirs in zip(found[0], expected[0], strict=True):
@@ -211,7 +186,7 @@ def test_the_switch_of_the_interpreter_is_put_back():
     assert run is not None
     before = torch._C._get_graph_executor_optimize()
 
-    run(numbers(backward))
+    run(inputs_of(backward))
 
     assert torch._C._get_graph_executor_optimize() is before
 

@@ -13,31 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, policies, remat, saved_residuals
+from remat import checkpoint_name, policies, remat
+from tests.regions import assert_saves, split_residuals
 from tests.support import backward_operators, held_bytes, seeded
 from tests.zoo import attention, attention_args, mlp, tensors
 
 NAMED = policies.save_only_these_names
 X = seeded(5)
-
-
-def split_residuals(region, *args):
-    """The residuals that are arguments, by path, and those made inside."""
-    residuals = saved_residuals(region, *args)
-    arguments = [residual for residual in residuals if residual.path]
-    return arguments, [residual for residual in residuals if not residual.path]
-
-
-def assert_saves(region, args, *, names=None, size_bytes=None, count=None):
-    """The region saves exactly this, by its own account and by measurement."""
-    _, made = split_residuals(region, *args)
-    if names is not None:
-        assert sorted(residual.name for residual in made) == sorted(names)
-    if count is not None:
-        assert len(made) == count
-    if size_bytes is not None:
-        assert sum(residual.size_bytes for residual in made) == size_bytes
-    assert held_bytes(region, *args) == sum(residual.size_bytes for residual in made)
 
 
 def test_names_cover_the_helpers_of_attention():

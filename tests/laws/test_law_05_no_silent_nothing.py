@@ -6,7 +6,6 @@ effect (a mesh of size 1), an unimplemented option: `RematWarning` or an error, 
 function and policy, at trace time, saying what to do."
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import RematWarning, checkpoint_name, policies, remat
+from remat import checkpoint_name, policies, remat
+from tests.regions import warned
 from tests.support import seeded
 
 names = policies.save_only_these_names
-
-
-def warned(run: Callable[[], object]) -> list[str]:
-    """The texts of the package's warnings while `run` runs; any other is an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("error")
-        warnings.simplefilter("always", RematWarning)
-        run()
-    return [str(warning.message) for warning in caught]
 
 
 def leaf(*shape: int) -> Tensor:

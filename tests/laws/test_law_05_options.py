@@ -4,8 +4,6 @@
 function and policy, at trace time, saying what to do."
 """
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,18 +20,10 @@ from remat import (
     scan,
     storage,
 )
+from tests.regions import warned
 from tests.support import seeded
 
 names = policies.save_only_these_names
-
-
-def warned(run: Callable[[], object]) -> list[str]:
-    """The texts of the package's warnings while `run` runs; any other is an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("error")
-        warnings.simplefilter("always", RematWarning)
-        run()
-    return [str(warning.message) for warning in caught]
 
 
 def leaf(*shape: int) -> Tensor:

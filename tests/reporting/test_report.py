@@ -10,7 +10,6 @@ one suggested next step"; "Reports agree with independent measurement: torch's o
 
 import dataclasses
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import (
@@ -36,6 +34,7 @@ from remat import (
 )
 from remat.reporting._allocator import allocator_peaks
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
+from tests.support import Heard, OperatorCounter
 
 pytestmark = [
     pytest.mark.contract,
@@ -725,21 +724,6 @@ def test_repr_is_code(attention: Report) -> None:
         attention.function = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that run on real tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operator."""
-        self.counts[str(func)] += not types  # fake tensors are of another class
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("is_traced", [True, False])
 @pytest.mark.parametrize("decorate", [remat, lambda f: f], ids=["region", "plain"])
 def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
@@ -752,11 +736,11 @@ def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
     loss = loss_of(decorate(block))
     report(loss, given, batch())  # traces, and the first call of each operator
 
-    with Operators() as step:
+    with OperatorCounter() as step:
         torch.autograd.grad(loss(given, batch()), leaves)
     if not is_traced:
         loss = loss_of(decorate(block))
-    with Operators() as reported:
+    with OperatorCounter() as reported:
         report(loss, given, batch())
 
     heavy = [name for name in step.counts if "mm" in name or "attention" in name]
@@ -771,27 +755,19 @@ def test_first_calls_of_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
     It runs twice then, if that changes nothing: never where it draws, or writes.
     """
-    ran: list[str] = []
     monkeypatch.setattr("remat.reporting._watch._WARM", set())
-
-    class Listener(Operators):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            ran.append(str(func))
-            return func(*args, **(kwargs or {}))
 
     def loss(x: Tensor) -> Tensor:
         x = x.expm1() + torch.rand_like(x, dtype=x.dtype)
         return x.clone().lgamma_().detach() * x
 
-    with Listener():
+    with Heard() as listener:
         report(loss, torch.full((3,), 0.5))
         report(loss, torch.full((3,), 0.5))
 
-    assert ran.count("aten.expm1.default") == 3
-    assert ran.count("aten.rand_like.default") == 2
-    assert ran.count("aten.lgamma_.default") == 2
+    assert listener.names.count("aten.expm1") == 3
+    assert listener.names.count("aten.rand_like") == 2
+    assert listener.names.count("aten.lgamma_") == 2
 
 
 def test_named_arguments_belong_to_the_function() -> None:
