@@ -21,8 +21,6 @@ from tests.planners.problems import (
     random_problem,
 )
 
-pytestmark = pytest.mark.contract
-
 # Without the shortcut by which small problems are enumerated.
 sweep_alone = functools.partial(solve_cut, enumerate_up_to=0)
 

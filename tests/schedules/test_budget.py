@@ -10,8 +10,6 @@ from remat import BudgetError, schedules
 from remat._errors import PolicyError, ScheduleError
 from remat.schedules import Budget, Every, Stage, replay
 
-pytestmark = pytest.mark.contract
-
 #: current state, kept states and recorded stages as bits, stages that remain.
 Node = tuple[int, int, int, int]
 

@@ -27,8 +27,6 @@ from remat.schedules import (
     replay,
 )
 
-pytestmark = pytest.mark.contract
-
 LENGTHS = range(1, 61)
 SNAPSHOTS = range(1, 9)
 SCHEDULES: list[AbstractSchedule] = [
