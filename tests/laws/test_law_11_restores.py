@@ -40,6 +40,7 @@ def world() -> dict[str, Any]:
         "default_dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "dispatch_modes": len(_get_current_dispatch_mode_stack()),
         "function_modes": torch._C._len_torch_function_stack(),
         "transforms": cast(Any, torch._C)._functorch.peek_interpreter_stack(),

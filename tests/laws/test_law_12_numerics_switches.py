@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, policies, remat
@@ -68,9 +69,9 @@ def matmul_precision(value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
     """Deterministic algorithms, for a while."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
@@ -164,43 +165,66 @@ def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
     )
 
 
+def in_force() -> dict[str, Any]:
+    """Every switch but autocast, of which a program holds the casts."""
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+    }
+
+
 class Seen(TorchDispatchMode):
     """The switches that each operator runs under, with its name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[tuple[str, str, bool]] = []
+        self.rows: list[tuple[str, dict[str, Any]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.rows.append(
-            (
-                str(func.overloadpacket),
-                torch.get_float32_matmul_precision(),
-                torch.are_deterministic_algorithms_enabled(),
-            )
-        )
+        self.rows.append((str(func.overloadpacket), in_force()))
         return func(*args, **(kwargs or {}))
+
+
+RESTORED: dict[str, Around] = {
+    "default_dtype": lambda: default_dtype(torch.float64),
+    "matmul_precision": lambda: matmul_precision("medium"),
+    "deterministic": deterministic,
+    "warn_only": lambda: deterministic(warn_only=True),
+    "kernels": lambda: sdpa_kernel(SDPBackend.MATH),
+}
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_recomputed_operators_see_the_forwards_switches(engine: str) -> None:
-    """Looked at from below: the first recomputed operator runs under the forward's."""
+@pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("around", RESTORED.values(), ids=RESTORED)
+def test_recomputed_operators_see_the_forwards_switches(
+    around: Around, is_forward: bool, engine: str
+) -> None:
+    """Looked at from below, whichever of the two is switched; the caller's come back."""
     region = remat(mlp, engine=engine)
-    leaves = arguments()
-    with matmul_precision("medium"), deterministic():
+    leaves, before = arguments(), in_force()
+    with around() if is_forward else contextlib.nullcontext():
+        forward = in_force()
         y = region(*leaves)
-    torch.autograd.grad(y.sum(), leaves, retain_graph=True)
 
-    with Seen() as seen:
-        torch.autograd.grad(y.sum(), leaves)
+    with contextlib.nullcontext() if is_forward else around():
+        backward = in_force()
+        torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+        with Seen() as seen:
+            torch.autograd.grad(y.sum(), leaves)
+        assert in_force() == backward != forward
 
-    tanh = [row for row in seen.rows if row[0] == "aten.tanh"]
-    assert tanh == [("aten.tanh", "medium", True)]
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.are_deterministic_algorithms_enabled()
+    tanh = [found for name, found in seen.rows if name == "aten.tanh"]
+    assert tanh == [forward]
+    assert in_force() == before
 
 
 @pytest.mark.contract
