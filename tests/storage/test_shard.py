@@ -32,8 +32,8 @@ def ended(
     return outcomes
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("size", [2, 4])
+# What a torch release may change shows in two ranks; four are for our own arithmetic.
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.contract), 4])
 @pytest.mark.parametrize("name", checks_in(MODULES))
 def test_on_every_rank(
     ended: Callable[[int], dict[str, list[str]]], name: str, size: int
