@@ -175,6 +175,7 @@ def in_force() -> dict[str, Any]:
         "flash": torch.backends.cuda.flash_sdp_enabled(),
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
         "math": torch.backends.cuda.math_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
     }
 
 
@@ -197,7 +198,9 @@ RESTORED: dict[str, Around] = {
     "matmul_precision": lambda: matmul_precision("medium"),
     "deterministic": deterministic,
     "warn_only": lambda: deterministic(warn_only=True),
-    "kernels": lambda: sdpa_kernel(SDPBackend.MATH),
+    "flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    "efficient": lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    "math": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 
 
