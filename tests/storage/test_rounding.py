@@ -73,6 +73,19 @@ def test_a_tail_is_not_widened() -> None:
     assert error <= 1e6 / 128 / 255
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_numbers_that_stand_on_levels_come_back_as_they_were(
+    bits: int, dtype: torch.dtype
+) -> None:
+    """Whole numbers from the least level to the highest, and groups of one number."""
+    levels = torch.arange(2**bits, dtype=dtype) - 3
+    same = [torch.full((256,), number, dtype=dtype) for number in (0.0, 1.0, -0.5)]
+    value = torch.cat([levels.repeat(256 // len(levels)), *same])
+
+    assert torch.equal(storage.Quantize(bits).store(value).restore(), value)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_group_with_a_bad_number_is_nan_throughout(bad: float) -> None:
     """Never a finite number that looks right; other groups do not notice."""
