@@ -5,6 +5,7 @@ function runs again in the backward, buffers restored around it; any policy but
 `nothing_saveable` is an error; laws hold except 3, and 13 up to a constant."
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -427,6 +428,27 @@ def test_a_run_of_the_backward_finds_the_module_of_the_forward() -> None:
 
     assert_bitwise(found[:4], expected[:4])
     assert found[4:] == expected[4:] == (1, False)
+
+
+@pytest.mark.contract
+def test_a_run_that_fails_in_the_backward_leaves_state_as_it_was() -> None:
+    """The generator and buffers, which both stood elsewhere in the forward (law 11)."""
+    runs = itertools.count()
+    norm = nn.BatchNorm1d(4).double()
+
+    def fun(x: Tensor) -> Tensor:
+        if next(runs):
+            raise ArithmeticError
+        return nn.functional.dropout(norm(x.sin()), 0.5).cos()
+
+    y = remat(fun, engine="rerun", rng="preserve")(seeded(3, 4).requires_grad_())
+    torch.rand(3)
+    before = [each.clone() for each in (torch.get_rng_state(), *norm.buffers())]
+
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+
+    assert_bitwise([torch.get_rng_state(), *norm.buffers()], before)
 
 
 def test_what_cannot_be_put_back_raises() -> None:
