@@ -224,3 +224,13 @@ def test_recognized_calls_under_transforms_and_modes():
     )
     with torch.no_grad():
         assert region(x).grad_fn is None
+
+
+def test_like_tensors_are_told_apart_by_their_keys():
+    """A dict in another order, whose values are alike in all but their numbers."""
+    region = remat(lambda d: (d["p"] * d["q"].sin()).sum())
+    p, q = grad(3), torch.full((3,), 2.0, requires_grad=True)
+    for given in ({"p": p, "q": q}, {"p": p, "q": q}, {"q": q, "p": p}):
+        (found,) = torch.autograd.grad(region(given), p)
+
+        assert torch.equal(found, q.detach().sin())

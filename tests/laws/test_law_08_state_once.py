@@ -231,3 +231,30 @@ def test_a_nested_region_changes_them_once() -> None:
     expected = train(lambda x: plain(x).sin(), plain)
 
     assert_bitwise(train(remat(lambda x: inner(x).sin()), model), expected)
+
+
+class Counting(nn.Module):
+    """Writes to its buffer by an operator that says so."""
+
+    count: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return x.sin() * 2
+
+
+@pytest.mark.contract
+def test_who_saved_a_buffer_before_it_was_written_is_told():
+    """As by plain code: the gradient would be made of the new numbers."""
+    for wrap in (lambda model: model, remat):
+        model = Counting()
+        w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        y = (w * model.count).sum()
+        wrap(model)(w)
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
