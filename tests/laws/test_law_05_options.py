@@ -4,6 +4,8 @@
 function and policy, at trace time, saying what to do."
 """
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
