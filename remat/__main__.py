@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from remat._errors import RematError
+from remat._lines import line_of
 
 # What a function of the user's may raise, argument and import errors included.
 _ERRORS = (
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _one_line_warnings():
             return options.run(options)
     except _ERRORS as error:
-        return _fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return _fail(_told(error))
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
 
@@ -321,6 +322,13 @@ def _one_line_warnings() -> Generator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def _told(error: Exception) -> str:
+    """An error in one line; of one of the user's own, where it was raised."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    line = "" if isinstance(error, RematError) else line_of(error)
+    return f"{text} ({line})" if line else text
 
 
 def _fail(message: str, code: int = 1) -> int:

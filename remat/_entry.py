@@ -18,7 +18,14 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from remat import _captures, _compat, _hooked, _operators as operators, _streams
+from remat import (
+    _captures,
+    _compat,
+    _hooked,
+    _host,
+    _operators as operators,
+    _streams,
+)
 from remat._bind import Call, apply_straight, bind_all
 from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
@@ -367,7 +374,7 @@ class _FirstCall:
         signature, roots = self.signature, self.roots
         survey = _captures.survey(roots)
         flattened = _Flattened(signature.layout, len(signature.tensors))
-        with _undone_on_error(survey):
+        with _undone_on_error(survey), _host.told(self.where):
             traced, reads, template = self._trace(survey, flattened, fixed)
             hooked = _hooked.put_back(survey)
             _require_no_effects(survey, reads, traced, self.where)

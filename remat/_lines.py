@@ -13,7 +13,7 @@ from remat._errors import MutationError, RematWarning, TraceError, explain
 
 _LIBRARIES = (
     torch.__path__[0],
-    __file__.rpartition("/")[0],
+    __file__.rpartition("/")[0] + "/",
     contextlib.__file__,
     "<",
 )
@@ -49,7 +49,7 @@ def mutates(error: Exception) -> MutationError:
     """What is raised where a differentiated argument is changed in place."""
     return MutationError(
         explain(
-            where=_line_of(error),
+            where=line_of(error) or "the function",
             what="an argument that is to be differentiated is changed in place.",
             why="The recomputation would start from the changed value, and the caller's "
             "tensor is not ours to change.",
@@ -62,7 +62,7 @@ def untraceable(error: Exception) -> TraceError:
     """What is raised where a trace would have needed the values of a tensor."""
     return TraceError(
         explain(
-            where=f"{_line_of(error)}",
+            where=line_of(error) or "the function",
             what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
             why="A trace sees shapes and types, not values: it cannot branch on a "
             "tensor's values, call .item(), or run a kernel that hides its work.",
@@ -72,7 +72,8 @@ def untraceable(error: Exception) -> TraceError:
     )
 
 
-def _line_of(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """The innermost "file.py:line" outside of torch and of this package that raised."""
     lines: list[str] = []
     step = error.__traceback__
     while step is not None:
@@ -80,4 +81,4 @@ def _line_of(error: Exception) -> str:
         if not filename.startswith(_LIBRARIES):
             lines.append(f"{filename.rpartition('/')[2]}:{step.tb_lineno}")
         step = step.tb_next
-    return lines[-1] if lines else "the function"
+    return lines[-1] if lines else ""

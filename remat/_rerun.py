@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat, _rng, _sharded, _streams, _trackers, _wrapped
+from remat import (
+    _captures,
+    _compat,
+    _host,
+    _rng,
+    _sharded,
+    _streams,
+    _trackers,
+    _wrapped,
+)
 from remat._any_region import Asked, Batched
 from remat._bind import Call, bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
@@ -223,6 +232,7 @@ class _State:
         engine: of the modules that `fully_shard` drives and that it may call.
         start: the states of these, and of trackers, while the first run runs.
         before: the states of these, and of trackers, when the first run began.
+        host: those of Python's and numpy's generators, if the first run drew from them.
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
         resting: for each leaf the outputs that rest on it, a bit for each.
@@ -243,6 +253,7 @@ class _State:
         kinds = {tensor.device for tensor in operands}
         self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
         self.before: _Randomness | None = None
+        self.host: tuple[Any, ...] | None = None
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.resting: tuple[int, ...] | None = None
@@ -277,6 +288,7 @@ class _State:
     def _noted(self) -> Generator[None]:
         taken = _Randomness.take(self.devices)
         start = dataclasses.replace(taken, explicit=self.explicit)
+        host = _host.states()
         before = [(each, each.clone()) for each in self.buffers]
         self.start = start
         try:
@@ -285,6 +297,7 @@ class _State:
         finally:
             self.start = None
         self.before = start
+        self.host = None if host == _host.states() else host
         # batch_norm changes its statistics without telling: values are compared.
         self.found = [
             (buffer, old)
@@ -301,7 +314,8 @@ class _State:
         ended = _Randomness.take(self.devices, self.explicit)
         randomness.put_back()
         try:
-            yield
+            with _host.set_to(self.host):
+                yield
         finally:
             ended.put_back()
             with torch.no_grad():

@@ -263,3 +263,15 @@ def test_a_registered_type_without_keys(engine: str) -> None:
     assert_bitwise(found, expected)
     paths = [each.path for each in remat(fun).saved_residuals({"p": Pair(x, y)})]
     assert {each for each in paths if each} == {"pairs.p.0", "pairs.p.1"}
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "rerun"}])
+def test_a_class_is_no_function(options: dict[str, Any]) -> None:
+    """Objects of it would not be regions: calls of a decorated module class were plain."""
+
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    with pytest.raises(TypeError, match=r"Block\): is a class\..*modules\.apply"):
+        remat(Block, **options)

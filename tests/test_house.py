@@ -22,6 +22,7 @@ LAYERS = (
     ("_compat",),
     (
         "_batching",
+        "_host",
         "_lines",
         "_operators",
         "_rng",

@@ -203,7 +203,7 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["{}"], "is not MODULE:FUNCTION."),
         (["no_such_module:f"], "there is no module `no_such_module`."),
         (["no_such_file.py:f"], "there is no file `no_such_file.py`."),
-        (["{}:fails", "x=2"], "ValueError: of the user's"),
+        (["{}:fails", "x=2"], "ValueError: of the user's (a_model.py:"),
         (["{}:loss"], "TypeError: "),
         (["{}:loss", *SIZES, "--out", "/no/such/folder/r.txt"], "FileNotFoundError"),
     ],
