@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,8 @@ def test_it_is_said_once_a_function():
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_rerun_draws_the_same_again(draw):
     region = region_of(draw, engine="rerun")
-    x, plain = (torch.ones(3, requires_grad=True) for _ in range(2))
+    x: Any = torch.ones(3, requires_grad=True)
+    plain: Any = torch.ones(3, requires_grad=True)
     out = region(x)
     between = draw()
     out.sum().backward()
@@ -85,7 +87,7 @@ def test_layers_that_are_dropped_at_random():
     model = torch.nn.Sequential(*(Block() for _ in range(8)))
     x = torch.randn(2, 4)
 
-    def gradients():
+    def gradients() -> list[Any]:
         random.seed(1)
         model.zero_grad()
         model(x).square().sum().backward()
