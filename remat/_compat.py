@@ -33,6 +33,7 @@ import torch
 import torch._C._functorch as functorch_c
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import (
     enable_single_level_autograd_function,
@@ -350,11 +351,18 @@ class _FakeMode(FakeTensorMode):
     Under vmap of jvp, torch asks for zeros on "meta", which is what a fake tensor is made
     of, instead of on the device that it stands for. Obsolete when functorch's wrappers
     tell the fake device.
+
+    With open sizes the shape of what an operator returns is asked of torch's functions in
+    Python. Those in C++ need numbers in places, as `constant_pad_nd` does for each size.
+    Obsolete when a fake mode with a shape environment does so by itself.
     """
 
     def __init__(self, home: torch.device, shape_env: Any) -> None:
         super().__init__(allow_non_fake_inputs=False, shape_env=shape_env)
         self._home = home
+        self._in_python = (
+            contextlib.nullcontext if shape_env is None else enable_python_dispatcher
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -363,7 +371,7 @@ class _FakeMode(FakeTensorMode):
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
-        with no_dual_level():
+        with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             source = _LAID_OUT_BY.get(func)
             if source is None or args[source].device.type != "cpu":
@@ -597,7 +605,7 @@ class OpenSizes:
         self._symbols: list[Any] = []
         self._ranks: list[int] = []
         self.given: list[str] = []
-        self.env: Any = symbolic.ShapeEnv(
+        self.env: Any = _shape_env()(
             allow_scalar_outputs=False,
             allow_dynamic_output_shape_ops=False,
             assume_static_by_default=False,
@@ -663,8 +671,107 @@ class OpenSizes:
         return list(dict.fromkeys(found))
 
     def text(self, number: Any) -> str:
-        """A whole number of the trace, in Python."""
+        """A number of the trace, in Python."""
         return self._text(number.node.expr)
+
+    @contextlib.contextmanager
+    def like_numbers(self) -> Generator[None]:
+        """Inside, these symbols are numbers to code outside of torch and this package.
+
+        `isinstance(size, int)` is true. A text of a size is that of the number, which is then
+        fixed: a symbol's own text would be a silently wrong key, or result. Obsolete when
+        torch's symbols answer so.
+        """
+        with _lock:
+            if not _answering:
+                for kind, name, hook in _answers():
+                    setattr(kind, name, hook)
+            _answering.append(self.env)
+        try:
+            yield
+        finally:
+            with _lock:
+                _answering.remove(self.env)
+                if not _answering:
+                    for kind, name, _ in _answers():
+                        _restore(kind, name)
+
+
+@functools.cache
+def _shape_env() -> type[Any]:
+    symbolic: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+    class Env(symbolic.ShapeEnv):
+        """Where a rounded number is needed as a number, the sizes behind it are fixed.
+
+        Torch itself takes the number from an expression whose terms it may have reordered,
+        which has other bits.
+        """
+
+        def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+            is_whole = sym_node.pytype is int and _is_whole(sym_node.expr)
+            if is_whole or sym_node.pytype is bool or sym_node.hint is None:
+                torchs: Any = super()
+                return torchs.evaluate_sym_node(sym_node, *args, **kwargs)
+            for symbol in sym_node.expr.free_symbols:
+                self.evaluate_expr(symbol)
+            return sym_node.hint
+
+    return Env
+
+
+# The shape environments whose symbols answer, and what guards the list.
+_answering: list[Any] = []
+_lock = threading.Lock()
+_INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
+_TEXTS: dict[type[Any], Callable[[Any], str]] = {
+    kind: vars(kind)["__repr__"] for kind in SYMBOLIC
+}
+
+
+def _answers() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
+    for kind in SYMBOLIC:
+        yield kind, "__repr__", _text
+        yield kind, "__format__", _formatted
+        yield kind, "__getattribute__", _attribute
+
+
+def _restore(kind: type[Any], name: str) -> None:
+    if name == "__repr__":
+        setattr(kind, name, _TEXTS[kind])
+    else:
+        delattr(kind, name)
+
+
+def _text(symbol: Any) -> str:
+    return repr(number(symbol)) if _is_users(symbol) else _TEXTS[type(symbol)](symbol)
+
+
+def _formatted(symbol: Any, how: str) -> str:
+    if _is_users(symbol):
+        return format(number(symbol), how)
+    return object.__format__(symbol, how)
+
+
+def _attribute(symbol: Any, name: str) -> Any:
+    # `isinstance` asks the type first, and then for this.
+    if name == "__class__" and _is_users(symbol):
+        return next(plain for kind, plain in _SYMBOLS if kind is type(symbol))
+    return object.__getattribute__(symbol, name)
+
+
+def _is_users(symbol: Any) -> bool:
+    """Whether it is the traced function that wants to know: for others the library asks."""
+    env = getattr(_node(symbol), "shape_env", None)
+    if not any(each is env for each in _answering):
+        return False
+    frame, package = caller(2), ""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in sys.stdlib_module_names:
+            break
+        frame = frame.f_back
+    return package not in _INTERNAL
 
 
 def _node(number: Any) -> Any:
@@ -683,6 +790,21 @@ def is_exact(number: Any) -> bool:
     if not isinstance(number, torch.SymInt):
         return False
     return not any(each.is_Float for each in _expression(number).atoms())
+
+
+def is_whole(number: Any) -> bool:
+    """Whether nothing in a number of a trace is rounded before its last step."""
+    return _is_whole(_node(number).expr)
+
+
+def _is_whole(expression: Any) -> bool:
+    return all(each.is_integer for each in _below(expression))
+
+
+def _below(expression: Any) -> Iterator[Any]:
+    for each in expression.args:
+        yield each
+        yield from _below(each)
 
 
 def hint(number: Any) -> Any:

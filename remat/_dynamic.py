@@ -109,8 +109,13 @@ class Template:
                 return number
             return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
 
+        def static(number: Any) -> Any:
+            if isinstance(number, _compat.SYMBOLIC) and not _compat.is_whole(number):
+                return _compat.number(number)
+            return hole(number)
+
         self._joints = _map_joints(joints, hole)
-        self._statics = _map(statics, hole)
+        self._statics = _map(statics, static)
         self._numbers = _function(sizes, list(numbers))
         self.fixed = sizes.fixed_dimensions()
 
@@ -181,7 +186,13 @@ def opened(request: Request, fixed: Fixed, sizes: _compat.OpenSizes) -> Request:
     )
 
 
-#: What torch raises where an operator, or the function, cannot go on with a symbol.
+#: What comes up where a trace cannot go on with a symbol. Nothing is lost by a wide net: the
+#: trace is made again, of one size, and raises again what is the function's own.
+#: RuntimeError: operators that need numbers, and comparisons that symbols do not decide.
+#: TypeError, AttributeError: what an int can do and a symbol cannot: be a key of a dict, be
+#: given to numpy, divmod or Fraction, `.real`, `.to_bytes`. ArithmeticError: in torch's formulas,
+#: as for the variance of one element. AssertionError: torch's own checks, and a trace that
+#: does not hold for its own call. ValueError, LookupError: the function's, of such values.
 CANNOT_OPEN = (
     RuntimeError,
     TypeError,
@@ -253,4 +264,5 @@ def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, _compat.OpenSize
     if any(meta.placement is not None for meta in request.operands):
         raise TraceError("a DTensor has two sizes, the whole's and its part's.")
     sizes = _compat.OpenSizes()
-    return trace(opened(request, fixed, sizes)), sizes
+    with sizes.like_numbers():
+        return trace(opened(request, fixed, sizes)), sizes

@@ -19,6 +19,7 @@ from remat._lines import warn
 from remat._signature import Signature
 
 _Dimension = tuple[int, int]
+_MANY_TRACES = 5  # a heuristic: branches on sizes make fewer
 
 
 @final
@@ -32,6 +33,7 @@ class Family:
         self._fixed: set[_Dimension] = set()
         self.entries: list[OpenEntry] = []
         self.is_static = False
+        self._is_told = False
 
     def find(self, signature: Signature, roots: Roots) -> Entry | None:
         """The entry for the sizes of a call, if some trace holds for them."""
@@ -57,6 +59,10 @@ class Family:
         }
         for place, dim in sorted(found - self._fixed):
             _warn_of_dimension(f"dimension {dim} of `{names[place]}`", where)
+        served = sum(known.first.gather(roots) is not None for known in self.entries)
+        if not found and not self._is_told and served + 1 == _MANY_TRACES:
+            self._is_told = True
+            _warn_of_many(where)
         self._fixed |= found
         is_open = self._varied - self._fixed
         return tuple(
@@ -86,6 +92,17 @@ def _warn_of_dimension(dimension: str, where: str) -> None:
         what=f"is traced for each size of {dimension}, in spite of "
         "dynamic_shapes=True.",
         why="The function, or an operator in it, needs that size as a number: a loop "
-        "over range(size), int(size), or a key of a dict.",
+        "over range(size), int(size), or a text like f'{size}'.",
+        do="Compute with x.shape, or leave `dynamic_shapes` out.",
+    )
+
+
+def _warn_of_many(where: str) -> None:
+    warn(
+        where=where,
+        what="is traced for a fifth time, in spite of dynamic_shapes=True.",
+        why="A trace holds for those sizes and strides at which the function's "
+        "comparisons come out as they did, and at which what it needed as a number, "
+        "range(x.shape[0] * x.shape[1]) say, is the same.",
         do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )

@@ -5,7 +5,10 @@ without the option, whose programs must be the same text. How often the function
 runs is counted by an iterator, which no trace looks into.
 """
 
+import functools
 import itertools
+import json
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -120,13 +123,34 @@ def in_place(x: Tensor) -> Tensor:
     return x.sin().mul_(2.0).add_(x)
 
 
+def padded(x: Tensor) -> Tensor:
+    """Zeros beside what is given, and up to a multiple of four; windows with a stride."""
+    x = F.pad(x.sin(), (0, 0, 2, 1))
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % 4))
+    return F.conv1d(x.mT, WEIGHT[:, :, None], stride=2).unflatten(-1, (-1, 2)).cos()
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotary positions by complex numbers."""
+    pairs = torch.view_as_complex(x.sin().unflatten(-1, (-1, 2)))
+    angles = torch.outer(torch.arange(x.shape[1]).double(), WEIGHT[0, : WIDTH // 2])
+    return torch.view_as_real(pairs * torch.polar(torch.ones(()).double(), angles))
+
+
+def pooled(x: Tensor) -> Tensor:
+    """Windows over both dimensions."""
+    return F.avg_pool2d(F.max_pool2d(x[:, None].sin(), 3, 1, padding=1), 3, 1, 1)
+
+
 def looked_up(x: Tensor) -> Tensor:
     """Positions from a captured table, which keeps its size."""
     return x + F.embedding(torch.arange(x.shape[1]), TABLE).sin()
 
 
 TABLE = seeded(64, WIDTH, seed=4)
-FUNCTIONS = (rotated, masked, convolved, averaged, in_place, looked_up)
+FUNCTIONS = (
+    rotated, masked, convolved, averaged, in_place, padded, turned, pooled, looked_up
+)  # fmt: skip
 # The first has as many sequences as positions, by chance.
 SIZES = ((4, 4), (2, 5), (3, 8), (8, 3), (5, 64), (4, 7), (2, 2))
 
@@ -331,24 +355,169 @@ def test_what_cannot_be_traced_with_open_sizes_is_traced_for_each() -> None:
     assert region.cache_info().misses == 3
 
 
-TABLE_OF_SCALES = {"3": 2.0, "4": 3.0}
-
-
-def by_text(x: Tensor) -> Tensor:
-    """A size as part of a text: a key that no table has."""
-    return x.sin() * TABLE_OF_SCALES[f"{x.shape[1]}"]
+SCALES = {"3": 2.0, "4": 3.0, "(2, 5, 8)": 4.0, "1.5": 5.0, "2.00": 6.0, "  5": 7.0}
+TEXTS: dict[str, Callable[[Tensor], str]] = {
+    "f-string": lambda x: f"{x.shape[1]}",
+    "width": lambda x: f"{x.shape[1]:>3d}",
+    "quotient": lambda x: f"{x.shape[1] / 2}",
+    "digits": lambda x: f"{x.shape[1] / 2:.2f}",
+    "str": lambda x: str(x.shape[1]),
+    "repr": lambda x: repr(x.shape[1]),
+    "percent": lambda x: "%s" % x.shape[1],  # noqa: UP031
+    "shape": lambda x: str(tuple(x.shape)),
+    "json": lambda x: json.dumps(list(x.shape)),
+}
 
 
 @pytest.mark.contract
-def test_a_key_made_of_a_size_is_looked_up_for_each() -> None:
-    """With a symbol there is no such key."""
-    region = traced(by_text)
-    args = (sequence(2, 3),)
-    with pytest.warns(RematWarning, match="for each size, in spite"):
-        assert_bitwise(run(region, args), run(by_text, args))
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_text_of_a_size_is_that_of_each(text: Callable[[Tensor], str]) -> None:
+    """In keys and in what is returned: a symbol's own text would be silently wrong."""
 
-    args = (sequence(2, 4),)
-    assert_bitwise(run(region, args), run(by_text, args))
+    def fun(x: Tensor) -> tuple[Tensor, str]:
+        return x.sin() * SCALES.get(text(x), 9.0), text(x)
+
+    region, told = traced(fun), list[str]()
+
+    for length in (3, 4, 5):
+        x = sequence(2, length)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", RematWarning)
+            assert region(x.requires_grad_())[1] == text(x)
+        told += [str(each.message) for each in said]
+        first, plain = (lambda x: region(x)[0]), (lambda x: fun(x)[0])
+        assert_bitwise(run(first, (x,)), run(plain, (x,)))
+
+    assert sum("is traced for each size" in each for each in told) == 1
+
+
+@functools.singledispatch
+def kind_of(number: object) -> float:
+    """What a number is, to who asks by `singledispatch`."""
+    return 7.0
+
+
+kind_of.register(int)(lambda number: 2.0 + number)
+
+
+def matched(number: object) -> float:
+    """What a number is, to who asks by `match`."""
+    match number:
+        case int():
+            return 2.0
+        case _:
+            return 3.0
+
+
+KINDS: dict[str, Callable[[Tensor], float]] = {
+    "int": lambda x: 2.0 if isinstance(x.shape[1], int) else 3.0,
+    "no bool": lambda x: 2.0 if isinstance(x.shape[1], bool) else 3.0,
+    "integral": lambda x: 2.0 if isinstance(x.shape[1], numbers.Integral) else 3.0,
+    "float": lambda x: 2.0 if isinstance(x.shape[1] / 2, float) else 3.0,
+    "bool": lambda x: 2.0 if isinstance(x.shape[1] > 4, bool) else 3.0,
+    "match": lambda x: matched(x.shape[1]),
+    "singledispatch": lambda x: kind_of(x.shape[1]),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_size_is_a_number_to_who_asks(kind: Callable[[Tensor], float]) -> None:
+    """And stays open: all sizes have one trace."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x.sin() * kind(x)
+
+    region = traced(fun)
+
+    for length in (3, 5, 4):
+        args = (sequence(2, length),)
+        assert_bitwise(run(region, args), run(fun, args))
+
+    assert region.cache_info().misses == 1
+
+
+def test_symbols_are_as_they_were_outside_of_a_trace() -> None:
+    """What they answer in a trace is undone, also where the trace has failed."""
+    before = [vars(kind).copy() for kind in SYMBOLS]
+
+    with pytest.raises(TraceError):
+        traced(lambda x: x.sin() if x.sum() > 0 else x)(sequence(2, 3).requires_grad_())
+
+    assert [vars(kind) for kind in SYMBOLS] == before
+
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+ROUNDED: dict[str, Callable[[Tensor], Any]] = {
+    "returned": lambda x: (x.sin(), x.shape[1] * 0.1 * 3.0),
+    "tensor": lambda x: x.sin() * torch.tensor(x.shape[1] * 0.1 * 3.0),
+    "float": lambda x: x.sin() * float(x.shape[1] * 0.1 * 3.0),
+    "int": lambda x: x.sin() * int(x.shape[1] * 0.1 * 3.0 * 10),
+    "sum": lambda x: (x.sin(), x.shape[1] / 2 + x.shape[0] / 3 + x.shape[2] / 7),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", ROUNDED.values(), ids=ROUNDED)
+def test_a_rounded_number_has_the_bits_of_the_function(
+    fun: Callable[[Tensor], Any],
+) -> None:
+    """Torch's symbols reorder factors and terms: 3 * 0.1 * 3.0 is not 0.3 * 3.0."""
+    region = traced(fun)
+
+    quiet(region, sequence(2, 3))
+    with pytest.warns(RematWarning, match="each size of dimension 1"):
+        run(region, (sequence(2, 6),))
+    for length in (3, 6, 7):
+        x = sequence(2, length).requires_grad_()
+        (found, *numbers_), (expected, *others) = listed(region(x)), listed(fun(x))
+        assert_bitwise(found, expected)
+        assert list(map(repr, numbers_)) == list(map(repr, others))
+
+
+def listed(result: Any) -> list[Any]:
+    """What a function returns, one or several."""
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.contract
+def test_a_fifth_trace_is_told_of() -> None:
+    """A product that is needed as a number fixes no size: each product is a trace."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x.sin() * len(range(x.shape[0] * x.shape[1]))
+
+    region = traced(fun)
+    for length in (3, 4, 5, 6):
+        quiet(region, sequence(length, 2 * length))
+    args = (sequence(7, 14),)
+    with pytest.warns(RematWarning, match="for a fifth time, in spite of"):
+        assert_bitwise(run(region, args), run(fun, args))
+
+    quiet(region, sequence(8, 16))
+    assert region.cache_info().misses == 6
+
+
+def too_long(x: Tensor) -> Tensor:
+    """Refuses some lengths by itself."""
+    if x.shape[1] > 4:
+        raise ValueError(f"{x.shape[1]} positions are too many")
+    return x.sin()
+
+
+@pytest.mark.contract
+def test_an_error_of_the_function_is_its_own() -> None:
+    """Its text has the number, its traceback leads into the function."""
+    region = traced(too_long)
+    quiet(region, sequence(2, 3))
+
+    with pytest.raises(ValueError, match=r"^6 positions are too many$") as raised:
+        region(sequence(2, 6).requires_grad_())
+
+    assert raised.traceback[-1].name == "too_long"
+    assert raised.value.__context__ is None
+    quiet(region, sequence(2, 4))
+    assert region.cache_info().misses == 1
 
 
 @pytest.mark.contract
