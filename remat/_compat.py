@@ -297,6 +297,15 @@ def _is_mapped() -> bool:
     return any(each.key() == functorch_c.TransformType.Vmap for each in stack)
 
 
+def hides_its_number(tensor: Tensor) -> bool:
+    """Whether a tensor of a trace has no number that Python could read.
+
+    Fake tensors remember small constants, which torch then reads as if they were real.
+    """
+    innermost = unwrapped(tensor)
+    return isinstance(innermost, FakeTensor) and innermost.constant is None
+
+
 def is_under_way(tensor: Tensor) -> bool:
     """Whether a tensor is the result of a collective that nobody has waited for.
 
@@ -843,8 +852,24 @@ def isolated() -> Generator[None]:
         # Its checks for nan read values, which fakes do not have.
         torch.autograd.set_detect_anomaly(False),
         _quiet_fakes(),
+        _without_saving_hooks(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _without_saving_hooks() -> Generator[None]:
+    """Takes the caller's saved-tensor hooks away: they would be given fake tensors."""
+    autograd: Any = cast("Any", torch._C)._autograd
+    hooks: list[Any] = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 @contextlib.contextmanager

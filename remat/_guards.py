@@ -72,6 +72,11 @@ class _Writer:
 
     def _tree(self, place: str, tree: Any) -> None:
         if isinstance(tree, Tensor):
+            # The check at the end refuses what stands in two places.
+            for known, first in zip(self.tensors, self._places, strict=True):
+                if known is tree:
+                    self._require(f"{place} is {first}")
+                    return
             self.tensors.append(tree)
             self._places.append(place)
         elif isinstance(tree, (tuple, list)):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _compat, _import_fx, _streams, _trackers
 from remat._errors import CapturedTensorError, TraceError, explain
 from remat._graph import TensorMeta
+from remat._indexing import LookUps
 from remat._lines import user_line
 from remat.policies._operators import function_name
 
@@ -39,6 +40,7 @@ class Running:
         shape_env: where the symbols for open sizes live; None if no size is open.
         inner: what is known of regions inside, by any key.
         in_parts: which tensors in parts were met, "given" or "made"; never both.
+        look_ups: what `x[i]` gave where `i` is a number in a tensor.
     """
 
     mode: Any
@@ -55,6 +57,7 @@ class Running:
     shape_env: Any = None
     inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
     in_parts: set[str] = dataclasses.field(default_factory=set[str])
+    look_ups: LookUps = dataclasses.field(default_factory=LookUps)
 
     def is_aside(self, args: Any) -> bool:
         """Whether a call works on nothing but states that a tracker handles."""
@@ -250,7 +253,9 @@ class UserCalls(TorchFunctionMode):
             raise from_array(func, None)
         graph = _compat.active_graph()
         before = len(graph.nodes)
-        out = func(*args, **kwargs)
+        out = running.look_ups.call(func, args)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if len(graph.nodes) > before:
             note = _import_fx.Note(user_line(), function_name(func), is_backward=False)
             _import_fx.annotate(graph, before, note)

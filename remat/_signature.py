@@ -1,7 +1,8 @@
 """A call -> its tensors, the objects that must be looked into, and a key for the rest.
 
-Tensors are dynamic: the key holds their metadata. Every other leaf is static: the key
-holds its type and value, and 1, 1.0 and True, or 0.0 and -0.0, are four different ones.
+Tensors are dynamic: the key holds their metadata, and which of them are one and the same.
+Every other leaf is static: the key holds its type and value, and 1, 1.0 and True, or 0.0
+and -0.0, are four different ones.
 An object that is neither is a *root*: what the function reads of it is found while it is
 traced, and checked at each call like a closure.
 """
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat import _captures, _compat
 from remat._errors import StaticArgumentError, TraceError, explain
 from remat._graph import TensorMeta, layout_of
 
-TENSOR, STATIC, ROOT = "tensor", "static", "root"
+TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
 _STRIDED = torch.strided
 
 
@@ -42,12 +43,15 @@ class Layout:
 
     Attributes:
         spec: the pytree of (args, kwargs).
-        kinds: for each leaf whether it is a tensor, static, or a root.
+        kinds: for each leaf whether it is a tensor, a tensor that was there before, static,
+            or a root.
+        again: for each tensor that was there before, which one it is.
         values: the static leaves, in order.
     """
 
     spec: Any
     kinds: tuple[str, ...]
+    again: tuple[int, ...]
     values: tuple[Any, ...]
 
     def arguments(
@@ -56,6 +60,7 @@ class Layout:
         """The call's (args, kwargs) with other tensors and objects."""
         sources: dict[str, Iterator[Any]] = {
             TENSOR: iter(tensors),
+            AGAIN: (tensors[place] for place in self.again),
             STATIC: iter(self.values),
             ROOT: iter(roots),
         }
@@ -69,7 +74,7 @@ class Signature(NamedTuple):
     Attributes:
         key: what must be equal for a trace to be used again, captured state aside.
         arguments: the call's (args, kwargs), static ones kept from being walked.
-        tensors: the dynamic leaves.
+        tensors: the dynamic leaves, each once.
         objects: the leaves that must be looked into.
         wants_gradient: whether some level of reverse mode wants one of the tensors.
     """
@@ -84,13 +89,21 @@ class Signature(NamedTuple):
     def layout(self) -> Layout:
         """How the arguments are put together; needed only where a call is traced."""
         leaves, spec = _compat.flatten(self.arguments)
-        kinds = tuple(map(_kind, leaves))
-        values = tuple(
-            leaf.value if isinstance(leaf, _Static) else leaf
-            for leaf, kind in zip(leaves, kinds, strict=True)
-            if kind == STATIC
-        )
-        return Layout(spec, kinds, values)
+        places: dict[int, int] = {}
+        kinds: list[str] = []
+        again: list[int] = []
+        values: list[Any] = []
+        for leaf in leaves:
+            kind = _kind(leaf)
+            if kind == TENSOR and id(leaf) in places:
+                kind = AGAIN
+                again.append(places[id(leaf)])
+            elif kind == TENSOR:
+                places[id(leaf)] = len(places)
+            elif kind == STATIC:
+                values.append(_value(leaf))
+            kinds.append(kind)
+        return Layout(spec, tuple(kinds), tuple(again), tuple(values))
 
     @property
     def general_key(self) -> Hashable:
@@ -134,10 +147,12 @@ def sign(
     leaves = _Leaves()
     key = leaves.read(arguments)
     for leaf in leaves.objects:
-        if type(leaf).__module__ == "numpy":
+        is_numpy = type(leaf).__module__ == "numpy"
+        if is_numpy or _captures.hides_contents(leaf):
             flat = _compat.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
-            raise _numpy(leaf, labels(function, args, kwargs)[index])
+            refused = _numpy if is_numpy else _unseen
+            raise refused(leaf, labels(function, args, kwargs)[index])
     if leaves.has_sparse:
         flat = _compat.flatten(arguments)[0]
         raise _sparse(flat, labels(function, args, kwargs))
@@ -177,10 +192,14 @@ def _kind(leaf: object) -> str:
 class _Leaves:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
-    __slots__ = ("_describe", "has_sparse", "objects", "tensors", "wants_gradient")
+    __slots__ = (
+        *("_describe", "_places"),
+        *("has_sparse", "objects", "tensors", "wants_gradient"),
+    )
 
     def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
         self._describe = describe
+        self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
         self.has_sparse = False
@@ -193,6 +212,10 @@ class _Leaves:
         time that torch's pytree takes; it walks the others.
         """
         if isinstance(tree, Tensor):
+            # What is given twice is one operand: the function may ask whether q is k.
+            place = self._places.setdefault(id(tree), len(self.tensors))
+            if place < len(self.tensors):
+                return (AGAIN, place)
             if _compat.is_under_way(tree):
                 tree = _compat.arrived(tree)
             self.tensors.append(tree)
@@ -217,7 +240,8 @@ class _Leaves:
         leaves, spec = _compat.flatten(tree)
         if len(leaves) == 1 and leaves[0] is tree:
             self.objects.append(tree)
-            return cast("type[object]", type(tree))
+            kind = cast("type[object]", type(tree))
+            return (kind, tree) if isinstance(tree, type) else kind
         return (spec, *map(self.read, leaves))
 
 
@@ -296,14 +320,28 @@ def static_key(leaf: object) -> Hashable | None:
         return (kind, leaf)
     if isinstance(leaf, _Static):
         return _whole_key(leaf.value)
-    if isinstance(leaf, (type, enum.Enum, torch.Generator)):
+    if isinstance(leaf, type):
+        # The user's own may change.
+        return None if _captures.user_bases(leaf) else (kind, leaf)
+    if isinstance(leaf, (enum.Enum, torch.Generator)):
         return (kind, leaf)
+    if kind is set or kind is frozenset:
+        items = cast("set[object] | frozenset[object]", leaf)
+        found = frozenset(map(static_key, items))
+        return None if None in found else (kind, found)
     if isinstance(leaf, slice):
         whole = cast("slice[Any, Any, Any]", leaf)
         parts = (whole.start, whole.stop, whole.step)
         keys = [static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
     return None
+
+
+def _value(leaf: Any) -> Any:
+    """What a static leaf was at the call: a set may change after it."""
+    if isinstance(leaf, _Static):
+        return leaf.value
+    return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _whole_key(value: object) -> Hashable:
@@ -321,6 +359,18 @@ def _numpy(leaf: Any, label: str) -> StaticArgumentError:
             "freeze its contents.",
             do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant "
             "a Python number or a tuple of them.",
+        )
+    )
+
+
+def _unseen(leaf: Any, label: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        explain(
+            where=f"the argument `{label}`",
+            what=f"is a {type(leaf).__name__}, whose contents cannot be seen.",
+            why="What it holds is neither traced nor compared at each call: a gradient "
+            "would be lost, and a change never seen.",
+            do="Pass a tuple, a list or a dict of what it holds.",
         )
     )
 

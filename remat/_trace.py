@@ -243,6 +243,7 @@ class _Run:
     ) -> list[Tensor | None]:
         with UserCalls(running), _compat.lifted_function_apply(lift):
             results = request.function(operands)
+        running.look_ups.require_unchanged()
         # Outside of the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
         _require_known(returned)

@@ -6,7 +6,17 @@ keyword): the whole argument is compared by `==` and hash, not walked. A tenth r
 because of one static value warns, and says: pass a 0-d tensor."
 """
 
+import array
+import collections
+import datetime as dt
+import decimal
+import fractions
+import pathlib
+import re
+import types
+import uuid
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,3 +111,144 @@ def test_a_numpy_array_is_an_error(nest: Any) -> None:
     assert "torch.from_numpy" in str(error.value) or "torch.as_tensor" in str(
         error.value
     )
+
+
+class Narrow:
+    """A class that is passed as a value."""
+
+    factor = 2.0
+
+
+class Wide(Narrow):
+    """Another one."""
+
+    factor = 3.0
+
+
+VALUES: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
+    "set": ({2}, {3}, min),
+    "frozenset": (frozenset((2, 4)), frozenset((3, 4)), min),
+    "nested_set": ({(1,): {2}}, {(1,): {3}}, lambda v: min(v[1,])),
+    "date": (dt.date(2020, 1, 2), dt.date(2020, 1, 3), lambda v: v.day),
+    "duration": (
+        dt.timedelta(2),
+        dt.timedelta(3),
+        lambda v: v.days,
+    ),
+    "path": (pathlib.Path("a"), pathlib.Path("bb"), lambda v: len(v.name)),
+    "pattern": (re.compile("a"), re.compile("bb"), lambda v: len(v.pattern)),
+    "uuid": (uuid.UUID(int=2), uuid.UUID(int=3), lambda v: v.int),
+    "fraction": (fractions.Fraction(1, 2), fractions.Fraction(1, 3), float),
+    "decimal": (decimal.Decimal(2), decimal.Decimal(3), float),
+    "finfo": (torch.finfo(torch.float32), torch.finfo(torch.float64), lambda v: v.bits),
+    "class": (Narrow, Wide, lambda v: v.factor),
+}
+
+
+# The contents of sets that are captured are not watched.
+CAPTURED = [name for name in VALUES if name not in {"set", "nested_set"}]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("name", "is_captured"),
+    [(name, False) for name in VALUES] + [(name, True) for name in CAPTURED],
+)
+def test_values_of_the_standard_library_are_compared(
+    name: str, is_captured: bool
+) -> None:
+    """By type and value, wherever the function finds them."""
+    *values, number = VALUES[name]
+    current: Any = None
+
+    def plain(x: Tensor, value: Any) -> Tensor:
+        return torch.sin(torch.sin(x) * float(number(value)))
+
+    def captured(x: Tensor) -> Tensor:
+        return plain(x, current)
+
+    region: Any = remat(captured if is_captured else plain)
+    region.cache_clear()  # traces belong to the code, which other tests share
+    for value in (*values, values[0]):
+        current = value
+        given = () if is_captured else (value,)
+
+        found = grads(lambda x: region(x, *given), [seeded(3)])  # noqa: B023
+
+        assert_bitwise(found, grads(captured, [seeded(3)]))
+    assert region.cache_info().misses == 2
+
+
+@pytest.mark.contract
+def test_an_attribute_of_a_class_that_is_an_argument_may_change() -> None:
+    """As `cls` in a class method: what is read of it is checked at each call."""
+
+    class Scaled:
+        factor = 2.0
+
+        @classmethod
+        @remat
+        def apply(cls, x: Tensor) -> Tensor:
+            return torch.sin(torch.sin(x) * cls.factor)
+
+    class Doubled(Scaled):
+        factor = 4.0
+
+    for kind, factor in ((Scaled, 2.0), (Doubled, 4.0), (Scaled, 3.0)):
+        kind.factor = factor
+
+        found = grads(kind.apply, [seeded(3)])
+
+        assert_bitwise(found, grads(lambda x: double_sine(x, factor), [seeded(3)]))  # noqa: B023
+
+
+@pytest.mark.contract
+def test_a_set_that_changes_after_the_call() -> None:
+    """A backward that is traced later sees it as it was."""
+    chosen = {"sine"}
+
+    def chosen_waves(x: Tensor, names: set[str]) -> Tensor:
+        return double_sine(x) if "sine" in names else x
+
+    x = seeded(3).requires_grad_()
+    y = remat(chosen_waves)(x, chosen)
+    chosen.clear()
+    (found,) = torch.autograd.grad(y, x, seeded(3), create_graph=True)
+    (found,) = torch.autograd.grad(found.sum(), x)
+
+    (first,) = torch.autograd.grad(double_sine(x), x, seeded(3), create_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(first.sum(), x)[0])
+
+
+HIDDEN: dict[str, Callable[[Tensor], Any]] = {
+    "generator": lambda x: (each for each in [x]),
+    "map": lambda x: map(torch.sin, [x]),
+    "iterator": lambda x: iter([x]),
+    "set": lambda x: {x},
+    "frozenset": lambda x: frozenset([x]),
+    "dict_values": lambda x: {"a": x}.values(),
+    "dict_items": lambda x: {"a": x}.items(),
+    "mappingproxy": lambda x: types.MappingProxyType({"a": x}),
+    "UserList": lambda x: collections.UserList([x]),
+    "ChainMap": lambda x: collections.ChainMap({"a": x}),
+    "bytearray": lambda _: bytearray(b"a"),
+    "array": lambda _: array.array("d", [2.0]),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("is_first", [True, False], ids=["alone", "beside_a_tensor"])
+def test_what_hides_its_contents_is_refused(name: str, is_first: bool) -> None:
+    """Before, such a call ran without a region, or with what the first call held."""
+    x = seeded(3).requires_grad_()
+    region: Any = remat(lambda *args: args[-1])
+    args = (HIDDEN[name](x),) if is_first else (x, {"k": HIDDEN[name](x)})
+
+    with pytest.raises(StaticArgumentError, match="contents cannot be seen") as error:
+        region(*args)
+
+    assert (
+        "`args.0`" in str(error.value) if is_first else "`args.1.k`" in str(error.value)
+    )
+    assert "Pass a tuple, a list or a dict" in str(error.value)

@@ -17,8 +17,10 @@ classes hold in containers, a builtin's name that becomes a global later, time, 
 """
 
 from remat._captures._code_key import code_key
+from remat._captures._contents import hides_contents
 from remat._captures._cover import cover, describe_unreachable
 from remat._captures._covered import Covered
+from remat._captures._library import user_bases
 from remat._captures._places import Step, look, put
 from remat._captures._reads import Reads, recording
 from remat._captures._walk import Path, Survey, survey
@@ -32,8 +34,10 @@ __all__ = [
     "code_key",
     "cover",
     "describe_unreachable",
+    "hides_contents",
     "look",
     "put",
     "recording",
     "survey",
+    "user_bases",
 ]

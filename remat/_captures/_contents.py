@@ -22,7 +22,7 @@ from remat._captures._library import (
     mentions,
     user_bases,
 )
-from remat._captures._places import Step, attributes
+from remat._captures._places import Step, attributes, is_simple
 
 Content: TypeAlias = dict[Step, object]
 
@@ -273,6 +273,25 @@ def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
     if kind not in cache:
         cache[kind] = _sort_of_type(kind)
     return cache[kind]
+
+
+def hides_contents(value: object) -> bool:
+    """Whether a value holds others that the walk does not see: an iterator, say.
+
+    Neither do the values' own equalities tell: they are compared nowhere.
+    """
+    return _hides_contents(type(value)) and not is_simple(value)
+
+
+@cached_by_class
+def _hides_contents(kind: type) -> bool:
+    if issubclass(kind, (set, frozenset)):
+        return True
+    if not hasattr(kind, "__iter__") or issubclass(kind, type):
+        return False
+    look = _sort_of_type(kind)
+    has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
+    return look is _of_wrapper or (look is _of_object and not has_places)
 
 
 def _look_for_function(function: types.FunctionType, step: Step) -> Look:

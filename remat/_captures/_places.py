@@ -20,6 +20,8 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 
+from remat._captures._library import cached_by_class
+
 Step: TypeAlias = tuple[str, Hashable]
 
 # What is found where nothing stands.
@@ -37,6 +39,8 @@ _BY_IDENTITY = frozenset(
 )
 # The types whose instances are simple whatever they hold: the quick test of the walk.
 SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
+
+_OF_TORCH = frozenset({torch.finfo, torch.iinfo})
 
 # Operators of torch are values of their own, not objects with attributes to watch.
 _OPERATORS = ("torch._ops", "torch._library.custom_ops")
@@ -74,7 +78,23 @@ def is_simple(value: object) -> bool:
         return all(is_simple(item) for item in items)
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
-    return kind.__module__ in _OPERATORS or isinstance(value, numbers.Number)
+    if kind.__module__ in _OPERATORS or isinstance(value, numbers.Number):
+        return True
+    return _is_value_class(kind)
+
+
+@cached_by_class
+def _is_value_class(kind: type) -> bool:
+    """Whether a class of a library says by == and hash all there is: a date, a path.
+
+    What is called or iterated holds other things, of which equality may not tell.
+    """
+    library = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    if kind.__module__ == "__main__" or not (library or kind in _OF_TORCH):
+        return False
+    compares = kind.__eq__ is not object.__eq__
+    is_plain = not {"__call__", "__iter__"}.intersection(dir(kind))
+    return compares and kind.__hash__ not in {None, object.__hash__} and is_plain
 
 
 def same(value: object, const: object) -> bool:
@@ -100,8 +120,9 @@ def same(value: object, const: object) -> bool:
         return same(
             (left.start, left.stop, left.step), (right.start, right.stop, right.step)
         )
-    is_whole = hasattr(type(const), COMPARES_AS_A_WHOLE)
-    if is_whole or type(const) in _BY_VALUE or type(const) is frozenset:
+    kind = type(const)
+    is_whole = hasattr(kind, COMPARES_AS_A_WHOLE) or _is_value_class(kind)
+    if is_whole or kind in _BY_VALUE or kind is frozenset:
         return bool(value == const)
     return False
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import remat
+from remat import TraceError, remat
 from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -430,3 +430,135 @@ def test_a_batch_norm_of_channels_that_come_last(is_training: bool) -> None:
 
     x = seeded(4, 5, 3)
     assert_bitwise(grads(remat(fun), (x,)), grads(fun, (x,)))
+
+
+def attention(**options: Any) -> Callable[..., Tensor]:
+    """Asks whether query, key and value are one tensor, and computes accordingly."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    return lambda q, k, v: module(q, k, v, **options)[0]
+
+
+SHARED: dict[str, Callable[..., Tensor]] = {
+    "attention": attention(),
+    "attention_without_weights": attention(need_weights=False),
+    "branch": lambda a, b, c: (a.sin() if a is b else a.cos()) * (c + (b is c)).sin(),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", SHARED)
+def test_a_tensor_that_is_given_twice_is_one(name: str) -> None:
+    """In this call and in no other; recognized calls keep them apart too."""
+    plain, region = SHARED[name], remat(SHARED[name])
+    x, y = seeded(2, 3, 8), seeded(2, 3, 8, seed=1)
+
+    def both(fun: Callable[..., Tensor]) -> list[Any]:
+        calls: list[Callable[[Tensor, Tensor], Tensor]] = [
+            lambda x, _: fun(x, x, x),
+            lambda x, y: fun(x, y, y),
+            lambda x, y: fun(x, y, x),
+            lambda x, y: fun(x, y, y.clone()),
+        ]
+        return [grads(call, (x, y)) for call in calls * 2]
+
+    assert_bitwise(both(region), both(plain))
+
+
+@pytest.mark.contract
+def test_a_tensor_that_is_given_twice_is_held_once() -> None:
+    """Under the name that it has first."""
+    x = seeded(3).requires_grad_()
+    region: Any = remat(lambda a, b: (a * b).sin().sin())
+
+    assert [row.path for row in region.saved_residuals(x, x)] == ["a"]
+    assert [row.path for row in region.saved_residuals(x, x * 1)] == ["a", "b"]
+
+
+LOOK_UPS: dict[str, Callable[..., Tensor]] = {
+    "first": lambda x, i, j: x[i].sin(),
+    "two": lambda x, i, j: x.exp()[i, j] * x[i],
+    "last": lambda x, i, j: x.sin()[..., j].exp(),
+    "new_axes": lambda x, i, j: x[i, None, ..., j, None].sin(),
+    "apart": lambda x, i, j: x.sin()[i, :, j].sin(),
+    "beside_a_list": lambda x, i, j: x[i, torch.tensor([0, 2])].sin(),
+    "in_other_integers": lambda x, i, j: x.sin()[i.to(torch.int32), 1:].cos(),
+}
+
+
+def written(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Writes by numbers in tensors."""
+    y = x.sin()
+    y[i, 1:, j] = x[0, 1:, 0]
+    y[i] += x[j] * 2
+    y[..., j] = 3.0
+    return y * x
+
+
+LOOK_UPS["written"] = written
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_a_number_in_a_tensor_looks_up(name: str) -> None:
+    """As a label does in a loss for one example: outside of a trace torch reads it."""
+    plain, region = LOOK_UPS[name], remat(LOOK_UPS[name])
+    x = seeded(3, 4, 5)
+    rows, columns = torch.tensor([0, 1, 2]), torch.tensor([1, -1, 0])
+
+    def second(fun: Callable[..., Tensor], i: Tensor, j: Tensor) -> Tensor:
+        return torch.func.jvp(
+            torch.func.grad(lambda x: fun(x, i, j).sum()), (x,), (x.cos(),)
+        )[1]
+
+    for i, j in zip(rows, columns, strict=True):
+        found = grads(lambda x: region(x, i, j), (x,))  # noqa: B023
+        assert_bitwise(found, grads(lambda x: plain(x, i, j), (x,)))  # noqa: B023
+        assert_close(second(region, i, j), second(plain, i, j))
+    assert region.cache_info().misses == 1
+    mapped = torch.func.vmap(
+        torch.func.grad(lambda x, i, j: region(x, i, j).sum()), in_dims=(None, 0, 0)
+    )(x, rows, columns)
+    each = [
+        torch.func.grad(lambda x: plain(x, i, j).sum())(x)  # noqa: B023
+        for i, j in zip(rows, columns, strict=True)
+    ]
+    assert_close(mapped, torch.stack(each))
+
+
+def in_place(x: Tensor, i: Tensor) -> Tensor:
+    """Changes what it has looked up, which is a view where torch reads the number."""
+    y = x.sin()
+    y[i][0].add_(1)
+    return y * x
+
+
+@pytest.mark.contract
+def test_what_is_looked_up_may_not_be_changed() -> None:
+    """It would be no change of the tensor, without a word."""
+    with pytest.raises(TraceError, match=r"test_law_01_found\.py") as error:
+        remat(in_place)(seeded(3, 4).requires_grad_(), torch.tensor(1))
+
+    assert "`x[i]` gives is changed in place" in str(error.value)
+    assert "Write x[i] = ..., or x[i] += ..." in str(error.value)
+
+
+@pytest.mark.contract
+def test_the_callers_saved_tensor_hooks_see_no_stand_in() -> None:
+    """They see what the region saves, and are there again after the trace."""
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    x = seeded(3).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        found = grads(remat(lambda x: torch.sin(x).sin()), (x,))
+        traced = len(seen)
+        x.exp()
+
+    assert_bitwise(found, grads(lambda x: torch.sin(x).sin(), (x,)))
+    assert traced == 1
+    assert len(seen) == 2
+    assert {type(tensor) for tensor in seen} == {Tensor}
