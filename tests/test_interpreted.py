@@ -1,10 +1,20 @@
 """Programs of small tensors run in torch's own interpreter: the same steps, the same bits."""
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad, jvp, vmap
 
-from remat import _compat, random, remat
+from remat import (
+    SavedTensorModifiedError,
+    _compat,
+    checkpoint_name,
+    random,
+    remat,
+)
 from remat._composites import fold
 from remat._graph import Graph, Ref, TensorMeta, Value
 from remat._interpreted import function_of
@@ -16,6 +26,8 @@ from tests.zoo import FUNCTIONS
 pytestmark = [
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+    # Forward mode's first use compiles torch's own formulas with it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 ATEN = torch.ops.aten
@@ -215,3 +227,117 @@ def test_a_literal_of_no_schema_is_left_to_python():
     graph = one_step(ATEN.add.Tensor, Ref(0), 1, inputs=[rand(3)])
 
     assert function_of(graph) is None
+
+
+def rows(x, weight):
+    """Of each row, with names and views."""
+    for _ in range(6):
+        x = checkpoint_name(torch.tanh(x @ weight), "h")
+        x = x.softmax(-1) * x.cos() + x.flip(-1)
+    return x
+
+
+def gradients(fun, x, weight):
+    """Of the inputs, each once."""
+    given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    return torch.autograd.grad(fun(*given).sum(), given)
+
+
+def test_threads_share_an_interpreted_program():
+    """Called from several at once, and traced by the first, it gives each its own bits."""
+    weight, region = rand(6, 6), remat(rows)
+    inputs = [rand(4, 6) + place for place in range(4)]
+    expected = [gradients(rows, x, weight) for x in inputs]
+    start, found = threading.Barrier(len(inputs)), {}
+    switches = set()
+
+    def work(place):
+        start.wait()
+        found[place] = [gradients(region, inputs[place], weight) for _ in range(20)]
+        switches.add(torch._C._get_graph_executor_optimize())
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    (_, backward) = region.programs(
+        inputs[0].clone().requires_grad_(), weight.clone().requires_grad_()
+    )
+    assert function_of(fold(backward.graph)) is not None
+    assert is_worthwhile(fold(backward.graph))
+    for place, each in enumerate(expected):
+        for got in found[place]:
+            assert all(map(_compat.same_bits, got, each))
+    assert switches == {torch._C._get_graph_executor_optimize()}
+
+
+def test_a_thread_that_fails_leaves_the_others_alone():
+    """An input that was changed after its call fails there, and there alone."""
+    weight, region = rand(6, 6), remat(rows)
+    expected = gradients(rows, rand(4, 6), weight)
+    found, raised = [], []
+
+    def fail():
+        for _ in range(10):
+            x = rand(4, 6).requires_grad_() * 1
+            y = region(x, weight)
+            x.add_(1)
+            try:
+                y.sum().backward()
+            except SavedTensorModifiedError as error:
+                raised.append(error)
+
+    def work():
+        found.extend(gradients(region, rand(4, 6), weight) for _ in range(10))
+
+    threads = [threading.Thread(target=each) for each in (fail, work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(raised) == 10
+    assert len(found) == 10
+    for got in found:
+        assert all(map(_compat.same_bits, got, expected))
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["traced_there", "met_later"])
+def test_deterministic_algorithms(is_first):
+    """The operators choose by the switch as they run, and it stays as it is."""
+    weight, region = rand(6, 6), remat(rows)
+    if not is_first:
+        gradients(region, rand(4, 6), weight)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = gradients(rows, rand(4, 6), weight)
+        found = gradients(region, rand(4, 6), weight)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert all(map(_compat.same_bits, found, expected))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+        lambda f, x: grad(lambda x: vmap(f)(x).sum())(x),
+        lambda f, x: vmap(vmap(grad(lambda x: f(x).sum())))(torch.stack([x, x + 1])),
+        lambda f, x: grad(lambda x: grad(lambda x: f(x).sum())(x).square().sum())(x),
+        lambda f, x: jvp(grad(lambda x: f(x).sum()), (x,), (x.cos(),))[1],
+    ],
+    ids=["vmap_grad", "grad_vmap", "vmap_vmap_grad", "grad_grad", "jvp_grad"],
+)
+def test_transforms_of_an_interpreted_program(transform):
+    """The programs of each transform run there too, and agree to rounding."""
+    weight, x = rand(6, 6).double(), rand(4, 6).double()
+    region = remat(rows)
+
+    found = transform(lambda x: region(x, weight), x)
+
+    torch.testing.assert_close(found, transform(lambda x: rows(x, weight), x))

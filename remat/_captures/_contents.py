@@ -285,9 +285,9 @@ def hides_contents(value: object) -> bool:
 
 @cached_by_class
 def _hides_contents(kind: type) -> bool:
-    if issubclass(kind, (set, frozenset)):
+    if not {set, frozenset}.isdisjoint(kind.__mro__):
         return True
-    if not hasattr(kind, "__iter__") or issubclass(kind, type):
+    if not hasattr(kind, "__iter__") or type in kind.__mro__:
         return False
     look = _sort_of_type(kind)
     has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
