@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import (
     RematError,
     SecondDerivativeError,
+    chain,
+    checkpoint_name,
     first_order,
+    modules,
     policies,
     remat,
     scan,
@@ -225,3 +228,65 @@ def test_another_thread_has_all_orders() -> None:
         thread.join()
 
     assert len(done) == 1
+
+
+def in_place(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Regions that `modules.apply` has put into a model."""
+    model = nn.Sequential(*[Unit(weight) for _ in range(2)])
+    modules.apply(model, Unit)
+    return model
+
+
+class Unit(nn.Module):
+    """A block with its weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return block(self.weight, x)
+
+
+def named(weight: Tensor, x: Tensor) -> Tensor:
+    """A block with a name."""
+    return torch.sin(checkpoint_name(block(weight, x), "h"))
+
+
+BY_NAME = policies.save_only_these_names("h")
+WHOLES: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "named": lambda w: lambda x: remat(named, policy=BY_NAME)(w, x),
+    "nested": lambda w: remat(
+        lambda x: remat(named)(w, remat(named)(w, x)).sin(), policy=BY_NAME
+    ),
+    "chain": lambda w: chain([lambda x: block(w, x)] * 3),
+    "scheduled_chain": lambda w: chain(
+        [lambda x: block(w, x)] * 3, schedule=schedules.Revolve(2)
+    ),
+    "modules": in_place,
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_whatever_regions_are_made_of(name: str) -> None:
+    """The same first derivatives, once and again; a second one raises, and only there."""
+    fun = WHOLES[name](weights(1)[0])
+    x = seeded(4, WIDTH)
+    expected = torch.func.grad(lambda x: fun(x).sum())(x)
+    leaf = x.clone().requires_grad_()
+
+    with first_order():
+        found = torch.func.grad(lambda x: fun(x).sum())(x)
+        out = fun(leaf).sum()
+        recorded = torch.autograd.grad(out, leaf, create_graph=True)[0]
+        again = torch.autograd.grad(out, leaf)[0]
+        with pytest.raises(SecondDerivativeError):
+            torch.autograd.grad(recorded.square().sum(), leaf)
+
+    assert_bitwise(found, expected)
+    assert_bitwise(recorded.detach(), again)
+    torch.testing.assert_close(again, expected)
+    second = torch.func.grad(
+        lambda x: torch.func.grad(lambda x: fun(x).sum())(x).square().sum()
+    )
+    assert bool(second(x).abs().sum() > 0)
