@@ -28,7 +28,8 @@ Step: TypeAlias = tuple[str, Hashable]
 MISSING = object()
 
 _BY_VALUE = frozenset(
-    {int, float, complex, str, bytes, range, slice, torch.Size, torch.device}
+    {int, float, complex, str, bytes, range, slice}
+    | {torch.Size, torch.device, torch.finfo, torch.iinfo}
 )
 _BY_IDENTITY = frozenset(
     {
@@ -39,8 +40,6 @@ _BY_IDENTITY = frozenset(
 )
 # The types whose instances are simple whatever they hold: the quick test of the walk.
 SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
-
-_OF_TORCH = frozenset({torch.finfo, torch.iinfo})
 
 # Operators of torch are values of their own, not objects with attributes to watch.
 _OPERATORS = ("torch._ops", "torch._library.custom_ops")
@@ -85,12 +84,12 @@ def is_simple(value: object) -> bool:
 
 @cached_by_class
 def _is_value_class(kind: type) -> bool:
-    """Whether a class of a library says by == and hash all there is: a date, a path.
+    """Whether a class of the standard library says by == and hash all there is: a date, a path.
 
     What is called or iterated holds other things, of which equality may not tell.
     """
-    library = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    if kind.__module__ == "__main__" or not (library or kind in _OF_TORCH):
+    module = kind.__module__.partition(".")[0]
+    if module == "__main__" or module not in sys.stdlib_module_names:
         return False
     compares = kind.__eq__ is not object.__eq__
     is_plain = not {"__call__", "__iter__"}.intersection(dir(kind))
