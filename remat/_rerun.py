@@ -57,7 +57,8 @@ def call(
     survey = _captures.survey((fun, args, dict(kwargs)))
     leaves, spec = _compat.flatten((args, dict(kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    given = [leaves[place] for place in places]
+    # Each once: the function may ask whether two arguments are the same.
+    given = [*{id(leaves[place]): leaves[place] for place in places}.values()]
     engine = _sharded.Engine.reached(survey)
     managed = engine.managed if engine else []
     captured = _captured(survey, [*given, *managed])
@@ -76,11 +77,11 @@ def call(
     numerics = Numerics.current()
 
     def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=False):
-            filled[place] = tensor
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, operands), tensors, strict=True))
+        filled = list(leaves)
+        for place in places:
+            filled[place] = stand_ins[id(leaves[place])]
         new_args, new_kwargs = _compat.unflatten(filled, spec)
         is_again = state.before is not None
         with (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import TraceError, remat
+from remat import TraceError, modules, remat
 from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -59,6 +59,52 @@ def test_a_module_trains_alike(
     x = torch.randn(shape)
 
     assert_bitwise(step(other, remat(other), x), step(plain, plain, x))
+
+
+class _Projected(nn.Module):
+    """Attention of a tensor with itself, as a module that a model calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, value=x, need_weights=False)[0]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_tensor_that_is_given_twice_is_one_tensor(engine: str) -> None:
+    """Attention projects at once where `query is key`, and so does the region."""
+    torch.manual_seed(1)
+    plain = _Projected()
+    other = modules.apply(copy.deepcopy(plain), "attention", engine=engine)
+    x = torch.randn(2, 5, 8)
+
+    for _ in range(2):
+        assert_bitwise(step(other, other, x), step(plain, plain, x))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_which_arguments_are_the_same_is_seen_at_each_call(engine: str) -> None:
+    """Another pattern is another signature, also where calls are recognized in C."""
+
+    def fun(tree: dict[str, Tensor], y: Tensor, z: Tensor) -> Tensor:
+        scale = 2.0 if z is y else 3.0 if tree["a"] is z else 5.0
+        return tree["a"].sin() * y.cos() + scale * z.exp() * y
+
+    region = remat(fun, engine=engine)
+    a, b = (seeded(3, seed=k).requires_grad_() for k in (0, 1))
+    calls = [({"a": a}, a, a), ({"a": a}, b, b), ({"a": a}, b, a), ({"a": b}, b, a)]
+
+    for args in calls * 3:
+        found, right = region(*args), fun(*args)
+        assert_bitwise([found, *_pulled(found, a, b)], [right, *_pulled(right, a, b)])
+
+
+def _pulled(out: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(out.sum(), inputs, allow_unused=True)
 
 
 @pytest.mark.parametrize("which", [(0,), (0, 1), (2,)], ids=str)
