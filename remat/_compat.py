@@ -1549,6 +1549,17 @@ def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
         torch.autograd.Function.apply = original
 
 
+def is_below_autograd() -> bool:
+    """Whether autograd has passed on what runs now, and records nothing of it.
+
+    So it is in operators that C++ calls (TorchScript's interpreter) once a mode has them.
+    Obsolete when such calls are torch functions.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(  # pyright: ignore[reportPrivateUsage]
+        torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportPrivateUsage]
+    )
+
+
 # What tracing raises when a function needs the values of a tensor.
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,

@@ -3,6 +3,7 @@
 A recomputed draw reads the state that its first run started from, so that it gives the
 same numbers even where other draws were cut out as dead work; the generator itself is
 left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
+Tensors on "meta" have no numbers, and a draw there no generator: its state is empty.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def is_default(generator: torch.Generator) -> bool:
 
 def get(device: torch.device) -> torch.Tensor:
     """The state of a device's generator, by value; no operator."""
+    if device.type == "meta":
+        return torch.empty(0, dtype=torch.uint8)
     if device.type == "cpu":
         return torch.get_rng_state()
     return _module(device.type).get_rng_state(device)
@@ -50,7 +53,7 @@ def put(state: torch.Tensor, device: torch.device) -> None:
     """Sets the state of a device's generator; no operator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
-    else:
+    elif device.type != "meta":
         _module(device.type).set_rng_state(state, device)
 
 
@@ -82,7 +85,7 @@ _compat.register_fake("rng_swap", _fake_swap)
 
 def size_bytes(device: torch.device) -> int:
     """How large the state of a device's generator is."""
-    return 5056 if device.type == "cpu" else 16
+    return {"cpu": 5056, "meta": 0}.get(device.type, 16)
 
 
 def record(device: torch.device) -> torch.Tensor:

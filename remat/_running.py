@@ -14,10 +14,11 @@ from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _compat, _import_fx, _streams, _trackers
-from remat._errors import CapturedTensorError, TraceError, explain
+from remat._errors import CapturedTensorError, RematError, TraceError, explain
 from remat._graph import TensorMeta
 from remat._indexing import LookUps
 from remat._lines import user_line
@@ -41,6 +42,7 @@ class Running:
         inner: what is known of regions inside, by any key.
         in_parts: which tensors in parts were met, "given" or "made"; never both.
         look_ups: what `x[i]` gave where `i` is a number in a tensor.
+        refused: an error of ours that torch may have replaced by one of its own.
     """
 
     mode: Any
@@ -58,6 +60,7 @@ class Running:
     inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
     in_parts: set[str] = dataclasses.field(default_factory=set[str])
     look_ups: LookUps = dataclasses.field(default_factory=LookUps)
+    refused: RematError | None = None
 
     def is_aside(self, args: Any) -> bool:
         """Whether a call works on nothing but states that a tracker handles."""
@@ -189,12 +192,42 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
                 "a dict or an attribute that the function names.",
             )
         )
+    if is_lazy(tensor):
+        raise _uninitialized()
+    wanted = _compat.requires_grad_anywhere(tensor)
+    if wanted and torch.is_grad_enabled() and _compat.is_below_autograd():
+        # TorchScript raises its own error for any, and drops what it says.
+        running.refused = _out_of_sight(tensor)
+        raise running.refused
     name = f"captured_{len(running.captured)}"
-    meta = TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+    meta = TensorMeta.of(tensor, requires_grad=wanted)
     leaf = placeholder(meta, name)
     running.captured.append(tensor)
     running.leaves.append(leaf)
     return leaf
+
+
+def _uninitialized() -> TraceError:
+    return TraceError(
+        explain(
+            where=f"a lazy module's parameter, used at {user_line()}",
+            what="has no shape yet.",
+            why="The first call of a lazy module makes its parameters, and a trace has no "
+            "tensors to make them of.",
+            do="Call the model once before, inside `with remat.disabled():`.",
+        )
+    )
+
+
+def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+            what="is used by code that torch does not show to a trace: by TorchScript.",
+            why="Its gradient would be lost.",
+            do="Use what it was before torch.jit.script, or pass the tensor as an argument.",
+        )
+    )
 
 
 def _distributed(tensor: Tensor) -> TraceError:

@@ -418,6 +418,8 @@ def _record(run: _Run) -> fx.GraphModule:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         if isinstance(error, RematError):
             raise
+        if running.refused is not None:
+            raise running.refused from error
         if "Variable that requires grad is being used in an in-place" in str(error):
             raise mutates(error) from error
         if not _compat.needs_values(error):

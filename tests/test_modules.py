@@ -14,7 +14,9 @@ from torch.nn.utils import parametrizations, prune
 from remat import (
     RematWarning,
     SideEffectError,
+    TraceError,
     chain,
+    disabled,
     modules,
     policies,
     saved_residuals,
@@ -583,6 +585,32 @@ def test_to_another_dtype():
         for net in (plain, model):
             net.to(dtype).zero_grad()
         assert_bitwise(a_step(model), a_step(plain))
+
+
+def test_on_the_meta_device():
+    """Nothing is drawn there, and there is no generator to keep the state of."""
+    model = modules.apply(a_model(), Block).to("meta")
+    out = model(torch.empty(4, WIDTH, device="meta"))
+    out.sum().backward()
+
+    assert out.device.type == "meta"
+    assert all(each.grad.device.type == "meta" for each in model.parameters())
+
+
+def test_lazy_modules_are_called_once_before():
+    """A trace has no tensors to make parameters of; a region on the lazy module itself has."""
+    x = torch.randn(3, 5)
+    model = nn.Sequential(nn.Sequential(nn.LazyLinear(4), nn.Tanh()))
+    modules.apply(model, "0")
+    with pytest.raises(TraceError, match=r"with remat\.disabled"):
+        model(x)
+    with disabled():
+        model(x)
+    model(x).sum().backward()
+    alone = modules.apply(nn.Sequential(nn.LazyLinear(4)), "0")
+    alone(x).sum().backward()
+
+    assert model[0][0].weight.grad.shape == alone[0].weight.grad.shape == (4, 5)
 
 
 def test_hooks_of_a_module_with_a_region():

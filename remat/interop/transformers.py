@@ -3,6 +3,9 @@
 Each model of transformers hands its layers to a checkpointing function when it trains, and
 lets that function be set: `_set_gradient_checkpointing`, which `gradient_checkpointing_enable` calls.
 `enable` sets one that makes regions.
+
+What a caller asks for by `output_attentions`, `output_router_logits` and the like, hooks inside
+of the layers collect in lists. A region returns what it collected, so that it has its gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from remat._options import PolicyLike
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
+    from transformers.utils import (  # pyright: ignore[reportMissingTypeStubs]
+        output_capturing as _capturing,
+    )
 except ImportError as error:
     raise ImportError(
         "remat.interop.transformers needs transformers, which is not installed. Run "
@@ -29,6 +35,9 @@ except ImportError as error:
 _M = TypeVar("_M", bound=nn.Module)
 _HOOK = "_set_gradient_checkpointing"
 _FUNCTION = "_gradient_checkpointing_func"
+# What the hooks of this thread's call fill: key -> list, and which hidden states are kept.
+_active: Any = _capturing._active_collector  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+_SELECTED = "_hidden_states_layers"
 
 
 def enable(
@@ -38,7 +47,8 @@ def enable(
 
     As `model.gradient_checkpointing_enable()` does it, with regions of this package in the
     place of torch's checkpoint; what that takes out of a layer (a key/value cache) is taken
-    out here too. `Trainer` needs nothing: if `gradient_checkpointing` is set in its
+    out here too. What hooks inside of the layers collect (`output_router_logits`) is
+    returned by the regions, with its gradient. `Trainer` needs nothing: if `gradient_checkpointing` is set in its
     arguments, regions stay, and are what it uses. Equal layers share one trace.
 
     Args:
@@ -115,7 +125,47 @@ def _run(
     **kwargs: Any,
 ) -> Any:
     """What a layer calls: itself, as a region."""
-    return decorate(function)(*args, **kwargs)
+    collected: dict[str, Any] | None = _active.get()
+    if not collected:
+        return decorate(function)(*args, **kwargs)
+    keys = [key for key in collected if key != _SELECTED]
+    asked = tuple((key, _place(collected, key)) for key in keys)
+    chosen = tuple(sorted(collected[_SELECTED])) if _SELECTED in collected else None
+    region = decorate(functools.partial(_collecting, function, asked, chosen))
+    result, found = region(*args, **kwargs)
+    for key, each in zip(keys, found, strict=True):
+        collected[key].extend(each)
+    return result
+
+
+def _collecting(
+    function: Callable[..., Any],
+    asked: tuple[tuple[str, int], ...],
+    chosen: tuple[int, ...] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, list[list[Any]]]:
+    """What a layer returns, and what its hooks have collected for each key meanwhile."""
+    collected: dict[str, Any] = {key: [None] * place for key, place in asked}
+    if chosen is not None:
+        collected[_SELECTED] = chosen
+    token = _active.set(collected)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        _active.reset(token)
+    return result, [collected[key][place:] for key, place in asked]
+
+
+def _place(collected: dict[str, Any], key: str) -> int:
+    """How many a hook must find, to know the first layer, whose input is a hidden state.
+
+    No more than it asks for, so that equal layers share a trace.
+    """
+    if key != "hidden_states":
+        return 0
+    count = len(collected[key])
+    return count if _SELECTED in collected else min(count, 1)
 
 
 @final

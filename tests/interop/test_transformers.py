@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from remat import (
-    CapturedTensorError,
     RematWarning,
     SideEffectError,
     TraceError,
@@ -197,21 +196,32 @@ def test_experts_chosen_by_value(experts):
     )
 
 
-@pytest.mark.parametrize(
-    ("engine", "error", "text"),
-    [
-        ("trace", SideEffectError, "left a tensor of the trace"),
-        ("rerun", CapturedTensorError, "would be lost. Return the tensor"),
-    ],
-)
-def test_what_hooks_collect_inside_is_refused(engine, error, text):
-    """Router logits leave a layer by a hook: their gradient would be lost."""
-    model = enable(
-        a_model(functools.partial(mixtral, output_router_logits=True)), engine=engine
-    )
+COLLECTED = {
+    "router_logits": (mixtral, {"output_router_logits": True}),
+    "attentions": (llama, {"output_attentions": True}),
+    "hidden_states": (llama, {"output_hidden_states": True}),
+    "some_hidden_states": (llama, {"output_hidden_states": [0, -1]}),
+}
 
-    with pytest.raises(error, match=text):
-        gradients(model)
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(("build", "asked"), COLLECTED.values(), ids=COLLECTED)
+def test_what_hooks_collect_inside(build, asked, engine):
+    """It is returned, in the order of the layers, and has its gradient."""
+    plain, model = a_model(build), enable(a_model(build), engine=engine)
+    found = []
+    for each in (plain, model):
+        each.set_attn_implementation("eager")
+        torch.manual_seed(0)
+        out = each(**a_batch(each), use_cache=False, **asked)
+        (name,) = (key.removeprefix("output_") for key in asked)
+        collected = [value for value in out[name] if value is not None]
+        weighted = sum((k + 1) * value.sum() for k, value in enumerate(collected))
+        (out.loss + weighted).backward()
+        found.append([out.loss, *collected, *(p.grad for p in each.parameters())])
+
+    assert_close(found[1], found[0])
+    assert len(collected) > 1
 
 
 def held_and_recomputed(model):

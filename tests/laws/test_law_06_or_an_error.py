@@ -147,3 +147,26 @@ def test_an_array_that_changes_is_noticed_or_an_error() -> None:
             held.array = held.array * 2
     except CapturedTensorError:
         return
+
+
+def _scripted_module(w: Tensor) -> Callable[[Tensor], Tensor]:
+    layer = torch.nn.Linear(3, 3).to(w.dtype)
+    layer.weight = torch.nn.Parameter(w.detach())
+    return torch.jit.script(layer)
+
+
+def _scripted_function(w: Tensor) -> Callable[[Tensor], Tensor]:
+    scripted = torch.jit.script(mix)
+    return lambda x: scripted(x, w) + w
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("make", [_scripted_module, _scripted_function])
+def test_a_parameter_that_torchscript_uses_raises(make: Any) -> None:
+    """Its interpreter calls operators below autograd, where a gradient would be lost."""
+    fun = make(seeded(3, 3, seed=1).requires_grad_())
+    region = remat(lambda x: fun(x).sin())
+
+    with pytest.raises(CapturedTensorError, match=r"before torch\.jit\.script"):
+        region(seeded(3, 3).requires_grad_())
