@@ -96,9 +96,12 @@ def test_ladder_of_sines_under_torch_func(rung, transform):
 
 def test_the_argument_is_a_residual_with_a_path():
     """Arguments that the backward needs are listed by path, once, at their size."""
-    arguments, _ = split_residuals(remat(lambda p, x: (p["w"] * x).sin()), {"w": X}, X)
+    region = remat(lambda p, x: (p["w"] * x).sin())
+    arguments, _ = split_residuals(region, {"w": X}, X.clone())
+    twice, _ = split_residuals(region, {"w": X}, X)
 
     assert [a.path for a in arguments] == ["p.w", "x"]
+    assert [a.path for a in twice] == ["p.w"]
     assert [(tuple(a.shape), a.dtype, a.size_bytes) for a in arguments] == [
         ((5,), torch.float64, 40)
     ] * 2
