@@ -1266,6 +1266,20 @@ def register_fake(name: str, function: Callable[..., Tensor]) -> None:
     api.register_fake(f"remat::{name}", function, lib=library())
 
 
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+) -> Any:
+    """Makes an operator of this package, the same for every device."""
+    library().define(name + schema, tags=tags)
+    library().impl(name, kernel, "CompositeExplicitAutograd")
+    register_fake(name, fake)
+    return getattr(torch.ops.remat, name).default
+
+
 def register_vmap(name: str, function: Callable[..., Any]) -> None:
     """Says how an operator of this package is mapped."""
     api: Any = torch.library

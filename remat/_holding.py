@@ -127,7 +127,9 @@ class _Writing:
     def _copied(self, index: int) -> int | None:
         """Whose copy a step has to read, for it to wait; None where it waits as it is."""
         value = self._old[index]
-        if value.op is operator.getitem or operators.draws(value):
+        if value.op is operator.getitem:
+            return None
+        if operators.draws(value) and not value.is_redraw:
             return None
         owners = sorted({self._owners[use] for use in value.uses})
         is_late = not self._late.isdisjoint([self._places[each] for each in owners])

@@ -25,8 +25,6 @@ from remat import _compat
 from remat._entry import Entry
 from remat._errors import RematError, explain
 from remat._function import Roots
-from remat._graph import label
-from remat._operators import draws
 from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -128,17 +126,14 @@ def require_recordable(entry: Entry, roots: Roots) -> None:
     """Refuses a trace whose region does at run time what a graph cannot hold.
 
     Raises:
-        RematError: it draws from a generator, or something waits in a storage.
+        RematError: it draws from a tracker, or something waits in a storage.
     """
-    graph = entry.region.joint(roots).graph
-    drawn = [index for index, value in enumerate(graph.values) if draws(value)]
-    if drawn or entry.streams:
+    if entry.streams:
         raise _NotRecordable(
             explain(
-                where=label(graph, drawn[0]) if drawn else "a tracker's state",
-                what="draws from a generator, in a region under torch.compile.",
-                why="A compiled graph numbers its draws anew: the backward would draw "
-                "others than the forward.",
+                where="a region under torch.compile",
+                what=f"draws from the tracker's state {min(entry.streams)!r}.",
+                why="A compiled graph takes numbers from torch's own generators alone.",
                 do="Draw by keys (remat.random), or compile without fullgraph=True: "
                 "the region then runs between two graphs.",
             )

@@ -22,6 +22,7 @@ from remat import (
     _backend,
     _batching,
     _compat,
+    _drawing,
     _import_fx,
     _interpreted,
     _names,
@@ -322,7 +323,9 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = _compat.active_graph()
     before = len(traced.nodes)
-    if value.is_redraw:
+    if _compat.is_in_compiler() and _is_of_generator(value):
+        out = _whole_draw(value, args, dict(kwargs), env)
+    elif value.is_redraw:
         assert value.state is not None
         found = _rng.swap(env[value.state.index], _device(value))
         out = _draw(value, args, dict(kwargs))
@@ -335,6 +338,28 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
         out = _batching.batchable(value.op)(*args, **dict(kwargs))
     note = _import_fx.Note(value.source, value.function, stream=_stream_around(value))
     _import_fx.annotate(traced, before, note)
+    return out
+
+
+def _is_of_generator(value: Value) -> bool:
+    """Whether a step reads the state of a generator, or draws from a state."""
+    return value.state is not None or value.op is _rng.STATE
+
+
+def _whole_draw(
+    value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
+) -> Any:
+    """A draw as a compiler may take it; its state comes with it, not before."""
+    if value.state is None:
+        return None
+    place, device = value.state.index, _device(value)
+    if value.is_redraw:
+        return _drawing.from_state(
+            value.op, env[place], args, kwargs, device, in_place=value.in_place
+        )
+    out, env[place] = _drawing.with_state(
+        value.op, args, kwargs, device, in_place=value.in_place
+    )
     return out
 
 

@@ -71,7 +71,8 @@ _compat.keep_in_traces(STATE)
 _compat.keep_in_traces(SWAP)
 
 
-def _fake_state(device: torch.device) -> torch.Tensor:
+def fake_state(device: torch.device) -> torch.Tensor:
+    """A tensor like the state of a device's generator."""
     return torch.empty(size_bytes(device), dtype=torch.uint8)
 
 
@@ -79,7 +80,7 @@ def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
 
 
-_compat.register_fake("rng_state", _fake_state)
+_compat.register_fake("rng_state", fake_state)
 _compat.register_fake("rng_swap", _fake_swap)
 
 

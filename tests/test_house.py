@@ -46,7 +46,7 @@ LAYERS = (
     ("_trace",),
     ("_dynamic",),
     ("_partition", "_derived"),
-    ("_backend", "_bindings", "_holding", "_interpreted"),
+    ("_backend", "_bindings", "_drawing", "_holding", "_interpreted"),
     ("_composites",),
     ("_program",),
     ("_costs", "_peak"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
@@ -21,7 +22,7 @@ from remat import (
     storage,
 )
 from tests.benchmarks.memory import allocated
-from tests.support import assert_close, seeded
+from tests.support import assert_bitwise, assert_close, seeded, tensors_in
 
 pytestmark = [
     pytest.mark.contract,
@@ -288,6 +289,11 @@ def test_the_peak_is_no_higher_than_outside(name: str) -> None:
     assert all(a <= b for a, b in zip(inside, outside, strict=True)), (inside, outside)
 
 
+def _with_gradient(fun: Any, x: Tensor) -> list[Tensor]:
+    out = fun(x)
+    return [out, *torch.autograd.grad(out, x)]
+
+
 class Holder:
     """An object with state that a function reads."""
 
@@ -347,11 +353,6 @@ def test_state_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({each.item() for each in found}) == len(found)
 
 
-def _with_gradient(fun: Any, x: Tensor) -> list[Tensor]:
-    out = fun(x)
-    return [out, *torch.autograd.grad(out, x)]
-
-
 def test_sizes_that_change() -> None:
     """A graph holds for the sizes that it met."""
     inside = compiled(of_pytrees)
@@ -361,7 +362,79 @@ def test_sizes_that_change() -> None:
         assert_close(gradients(inside, x), gradients(of_pytrees, x))
 
 
-dropping = remat(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double())
+dropping = remat(
+    nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2)).double()
+)
+
+
+@remat(rng="preserve")
+def noisy(x: Tensor) -> Tensor:
+    """A region that draws in many ways, one of them twice from the same values."""
+    hidden = x @ weight
+    apart = F.dropout(hidden).sin() - F.dropout(hidden).cos()
+    heads = hidden[None, None]
+    mixed = F.scaled_dot_product_attention(heads, heads.sin(), heads, dropout_p=0.3)
+    return apart * torch.rand_like(x) + mixed[0, 0] * torch.randn(4, dtype=x.dtype)
+
+
+@remat(rng="preserve", policy=policies.everything_saveable)
+def noisy_twice(x: Tensor) -> Tensor:
+    """A region around regions that draw."""
+    return noisy(F.dropout(noisy(x), 0.1).sin()).sin()
+
+
+def mapped_gradient(fun: Any) -> Any:
+    """Gradients of single examples, of which each draws its own numbers."""
+    return torch.func.vmap(torch.func.grad(fun), randomness="different")
+
+
+DRAWING: dict[str, tuple[Any, Any]] = {
+    "a module": (lambda x: dropping(dropping(x.sin())).sum(), None),
+    "a function": (lambda x: noisy(x).sum(), None),
+    "nested, grad": (lambda x: noisy_twice(x).sum(), torch.func.grad),
+    "vmap(grad)": (lambda x: noisy(x).sum(), mapped_gradient),
+}
+
+
+@pytest.mark.parametrize(("fun", "transform"), DRAWING.values(), ids=DRAWING)
+def test_draws_in_a_graph_are_those_outside(fun: Any, transform: Any) -> None:
+    """To the bit: forward and recomputation draw the same, generators end where they did."""
+    x, found = seeded(2, 3, 4), list[Any]()
+    over = fun if transform is None else transform(fun)
+    given = x if transform is mapped_gradient else x[0].requires_grad_(not transform)
+
+    for run in (over, compiled(over)):
+        torch.manual_seed(3)
+        out = run(given) if transform else _with_gradient(run, given)
+        found.append(tensors_in((out, torch.get_rng_state())))
+
+    assert_bitwise(*found)
+
+
+def test_inductor_keeps_the_order_of_draws() -> None:
+    """It runs a step when it may: each draw reads the state before it."""
+    x, found = seeded(3, 4), list[Any]()
+    torch._dynamo.reset()
+    gradient = torch.func.grad(lambda x: noisy(noisy(x)).sum())
+
+    for run in (gradient, torch.compile(gradient, fullgraph=True)):
+        torch.manual_seed(3)
+        found.append((run(x), torch.get_rng_state()))
+
+    assert_close(found[1], found[0])
+
+
+def test_a_graph_keeps_states_of_generators_and_no_masks() -> None:
+    """5,056 bytes for each draw, beside the weight."""
+    region = remat(lambda x: F.dropout(torch.exp(x).sin(), 0.5).sin(), rng="preserve")
+    x = seeded(64, 64).requires_grad_()
+
+    out = compiled(region)(x)
+
+    saved = [each for each in out.grad_fn.saved_tensors if each is not x]
+    assert sum(each.nbytes for each in saved) == 5056
+
+
 offloaded = remat(lambda x: x.sin().sin(), saved_inputs=storage.Cast(torch.float32))
 by_name = remat(
     lambda x: x.sin().sin(), saved_inputs={"x": storage.Cast(torch.float32)}
@@ -371,7 +444,6 @@ compared = remat(
     lambda x: x.sin().sin(), verify=True, policy=policies.everything_saveable
 )
 APART: dict[str, tuple[Any, str]] = {
-    "draws": (dropping, "Draw by keys"),
     "storage": (offloaded, "wait in Cast"),
     "storage by name": (by_name, "saved_inputs"),
     "rerun": (run_again, "rerun"),

@@ -1,0 +1,174 @@
+"""Draws as torch.compile may take them into a graph: each with its generator's state.
+
+A program reads the state of a generator and draws then; a backward program puts the state
+back, draws again, and puts back what it found. A compiler orders steps by what they read
+of each other, which these do not. So in a graph that it gets, each is one operator: a draw
+that hands out the state too from which it started, and a draw from a state that it reads.
+The first kind reads the state of the one before, so that draws keep their order: the
+numbers are those that PyTorch draws outside of a graph, whatever the compiler.
+
+`torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation; they
+cannot be met by it in a graph that is still to be differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat, _operators as operators, _rng
+
+# The state that the last draw of a graph started from.
+_latest: weakref.WeakKeyDictionary[fx.Graph, Tensor] = weakref.WeakKeyDictionary()
+
+
+def with_state(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    in_place: bool,
+) -> tuple[Any, Tensor]:
+    """Draws as one step of the graph that is being recorded.
+
+    Args:
+        op: the operator that draws.
+        args: its arguments.
+        kwargs: those by keyword.
+        device: whose generator it draws from.
+        in_place: whether its in-place variant makes the numbers.
+
+    Returns:
+        What the operator returns, and the generator's state before it.
+    """
+    drawing, _ = _operators_of(op)
+    # Each reads the state before it, of which a compiler sees that it comes first.
+    graph = _compat.active_graph()
+    before = _latest.get(graph)
+    *drawn, state = drawing(
+        *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
+    )
+    _latest[graph] = state
+    return _result(op, drawn), state
+
+
+def from_state(
+    op: Any,
+    state: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    in_place: bool,
+) -> Any:
+    """Draws again, as one step; arguments as above, and the state that it starts from.
+
+    The generator is left as it was found.
+    """
+    _, redrawing = _operators_of(op)
+    return redrawing(state, *args, **kwargs, rng_device=device, rng_in_place=in_place)
+
+
+def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
+    return drawn[0] if len(_compat.schema_of(op).returns) == 1 else tuple(drawn)
+
+
+@functools.cache
+def _operators_of(op: Any) -> tuple[Any, Any]:
+    """The operators that draw so in place of another, defined when first needed."""
+    name = operators.full_name(op).replace("::", "_").replace(".", "_")
+    given, returned = _declared(op)
+    own = "Device rng_device, bool rng_in_place"
+    joined = f"{given}, " if "*" in given else f"{given}, *, "
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def draw(
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        rng_before: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        del rng_before
+        state = _rng.get(rng_device)
+        return (*_drawn(op, args, kwargs, rng_in_place), state)
+
+    def fake_draw(
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        rng_before: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        del rng_in_place, rng_before
+        return (*_drawn(op, args, kwargs, False), _rng.fake_state(rng_device))
+
+    def redraw(
+        state: Tensor,
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        **kwargs: Any,
+    ) -> Any:
+        found = _rng.get(rng_device)
+        _rng.put(state, rng_device)
+        try:
+            return _result(op, _drawn(op, args, kwargs, rng_in_place))
+        finally:
+            _rng.put(found, rng_device)
+
+    def fake_redraw(
+        state: Tensor,
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        **kwargs: Any,
+    ) -> Any:
+        del state, rng_device, rng_in_place
+        return _result(op, _drawn(op, args, kwargs, False))
+
+    drawing = _compat.define(
+        f"draw_{name}",
+        f"({joined}{own}, Tensor? rng_before) -> ({returned}, Tensor)",
+        draw,
+        fake_draw,
+        tags,
+    )
+    redrawing = _compat.define(
+        f"redraw_{name}",
+        f"(Tensor rng_state, {joined}{own}) -> ({returned})",
+        redraw,
+        fake_redraw,
+        (),
+    )
+    return drawing, redrawing
+
+
+def _declared(op: Any) -> tuple[str, str]:
+    """What an operator takes, and what it returns, as its schema says it."""
+    text = str(_compat.schema_of(op))
+    given, _, returned = text.partition("(")[2].rpartition(") -> ")
+    return given, returned.removeprefix("(").removesuffix(")")
+
+
+def _drawn(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool
+) -> list[Tensor]:
+    if in_place:
+        variant = operators.in_place_variant(op)
+        assert variant is not None, f"{op} has no in-place variant"
+        drawn = variant(torch.empty_like(args[0]), *args[1:], **kwargs)
+    else:
+        drawn = op(*args, **kwargs)
+    outputs = [drawn] if isinstance(drawn, Tensor) else list(drawn)
+    # Where nothing is dropped torch hands out what it was given.
+    return [
+        each.clone() if any(each is given for given in args) else each
+        for each in outputs
+    ]
