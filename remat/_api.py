@@ -47,6 +47,20 @@ _R = TypeVar("_R")
 _caches: dict[Hashable, Cache] = {}
 
 
+def call_in_graph(
+    kind: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: str = "",
+) -> Any:
+    """A call of a region as Dynamo traces it; see `_in_graph.call`."""
+    # Inference mode, of which Dynamo does not let one ask, has no grad mode either.
+    if is_disabled() or not torch.is_grad_enabled():
+        return fun(*args, **kwargs)
+    return _in_graph.call(kind, fun, args, kwargs, part)
+
+
 class Region(Generic[_P, _R]):
     """A function decorated with `remat`; see there."""
 
@@ -64,10 +78,7 @@ class Region(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
-            # Inference mode, of which Dynamo does not let one ask, has no grad mode either.
-            if is_disabled() or not torch.is_grad_enabled():
-                return self._fun(*args, **kwargs)
-            return _in_graph.call(self.kind, self._fun, args, kwargs)
+            return call_in_graph(self.kind, self._fun, args, kwargs)
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":

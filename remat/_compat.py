@@ -938,13 +938,27 @@ def make_fx(
             with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
                 return function(*inputs)
 
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), _compiled_functions_as_written():
         return proxy_tensor.make_fx(
             run,
             decomposition_table=dict(twins),
             tracing_mode="real",
             _error_on_data_dependent_ops=True,
         )(*args)
+
+
+@contextlib.contextmanager
+def _compiled_functions_as_written() -> Generator[None]:
+    """Has functions of torch.compile, which refuse to be traced, run what they compile.
+
+    Obsolete when they do so in a trace by themselves.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    config: Any = _torch._dynamo.config
+    with config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 class _ShapesAside(TorchDispatchMode):
@@ -1684,14 +1698,6 @@ def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-def without_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function as no graph of torch.compile holds it: one ends, and another begins.
-
-    Obsolete as the above is.
-    """
-    return _torch._disable_dynamo(function)
-
-
 def end_graph(why: str) -> None:
     """Ends the graph that Dynamo makes, or with `fullgraph=True` raises what says why.
 
@@ -1796,17 +1802,24 @@ def trace_again() -> Exception:
     return type("TraceAgain", kinds, {})()
 
 
-def outside_of_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same for a function that users call: it runs apart, and unseen."""
-    apart = without_dynamo(function)
+def traced_as(
+    other: Callable[..., Any],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Has Dynamo trace another function in place of one that users call.
 
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_dynamo_compiling():
-            return apart(*args, **kwargs)
-        return function(*args, **kwargs)
+    Where the other ends the graph, and outside of one, the function itself runs, unseen.
+    """
 
-    return unseen_by_dynamo(run)
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if torch.compiler.is_dynamo_compiling():
+                return other(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return unseen_by_dynamo(run)
+
+    return decorate
 
 
 # What runs a graph instead of Python: Inductor, and the interpreter in C.

@@ -83,16 +83,26 @@ def call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    part: str = "",
 ) -> Any:
-    """What Dynamo traces where a region is called."""
-    if key in _apart:
-        _compat.end_graph(f"{_apart[key]}")
+    """What Dynamo traces where a region is called.
+
+    Args:
+        key: of the region's kind.
+        function: what it is around.
+        args: of the call.
+        kwargs: those by keyword.
+        part: tells apart those of its kind that may stay apart by themselves.
+    """
+    name = key + part
+    if name in _apart:
+        _compat.end_graph(f"{_apart[name]}")
     _compat.take_floats_for_constants()
-    recorded = functools.partial(_recorded, key)
+    recorded = functools.partial(_recorded, key, name)
     return _compat.call_unseen(recorded, function, *args, **kwargs)
 
 
-def _recorded(key: str, module: fx.GraphModule) -> Callable[..., Any]:
+def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]:
     """The region around a graph of Dynamo's, for AOTAutograd to record."""
     kind = _kinds[key]
     region = kind.known.get(module)
@@ -107,7 +117,7 @@ def _recorded(key: str, module: fx.GraphModule) -> Callable[..., Any]:
             with _compat.dual_level_told():
                 return region(*map(_settled, args))
         except RematError as error:
-            stay_apart(key, str(error))
+            stay_apart(name, str(error))
             raise _compat.trace_again() from error
 
     return run

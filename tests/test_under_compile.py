@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
 from remat import (
+    CarryError,
     chain,
     checkpoint_name,
     modules,
@@ -175,12 +177,16 @@ def test_one_graph_holds_transforms(fun: Any) -> None:
 
 
 def test_inductor() -> None:
-    """The backend that torch.compile takes by default."""
-    x = seeded(3, 4).requires_grad_()
+    """The backend that torch.compile takes by default; draws keep their order there too."""
+    x, found = seeded(3, 4), list[Any]()
     torch._dynamo.reset()
-    fun: Any = torch.compile(of_pytrees, fullgraph=True)
+    gradient = torch.func.grad(lambda x: of_pytrees(noisy(noisy(x))))
 
-    assert_close(gradients(fun, x), gradients(of_pytrees, x))
+    for run in (gradient, torch.compile(gradient, fullgraph=True)):
+        torch.manual_seed(3)
+        found.append((run(x), torch.get_rng_state()))
+
+    assert_close(found[1], found[0])
 
 
 def test_modules_and_methods() -> None:
@@ -292,6 +298,39 @@ def test_the_peak_is_no_higher_than_outside(name: str) -> None:
 def _with_gradient(fun: Any, x: Tensor) -> list[Tensor]:
     out = fun(x)
     return [out, *torch.autograd.grad(out, x)]
+
+
+def narrow(w: Tensor, x: Tensor) -> Tensor:
+    """What autocast takes apart: casts, matmuls in bfloat16, and roundings between."""
+    return torch.tanh(x @ w).sin() @ w
+
+
+def step_of(over: Any, *, inside: bool) -> Any:
+    """Two calls under autocast, entered inside of what is compiled or around it."""
+
+    def steps(w: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if inside else nullcontext():
+            return over(w, over(w, x)).float().sum()
+
+    return steps
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_recomputation_runs_under_the_autocast_of_the_forward(inside: bool) -> None:
+    """The bits of the compiled plain function; a compiler that fuses rounds otherwise."""
+    w, x = (seeded(8, 8, seed=k).float().requires_grad_() for k in range(2))
+    found = list[Any]()
+
+    for over in (narrow, remat(narrow)):
+        run = compiled(step_of(over, inside=inside))
+        with nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
+            out = run(w, x)
+        found.append([out, *torch.autograd.grad(out, [w, x])])
+        if not inside:
+            out = run(w, x)  # without autocast now: it is guarded
+            found[-1] += [out, *torch.autograd.grad(out, [w, x])]
+
+    assert_bitwise(*found)
 
 
 class Holder:
@@ -411,19 +450,6 @@ def test_draws_in_a_graph_are_those_outside(fun: Any, transform: Any) -> None:
     assert_bitwise(*found)
 
 
-def test_inductor_keeps_the_order_of_draws() -> None:
-    """It runs a step when it may: each draw reads the state before it."""
-    x, found = seeded(3, 4), list[Any]()
-    torch._dynamo.reset()
-    gradient = torch.func.grad(lambda x: noisy(noisy(x)).sum())
-
-    for run in (gradient, torch.compile(gradient, fullgraph=True)):
-        torch.manual_seed(3)
-        found.append((run(x), torch.get_rng_state()))
-
-    assert_close(found[1], found[0])
-
-
 def test_a_graph_keeps_states_of_generators_and_no_masks() -> None:
     """5,056 bytes for each draw, beside the weight."""
     region = remat(lambda x: F.dropout(torch.exp(x).sin(), 0.5).sin(), rng="preserve")
@@ -492,27 +518,75 @@ def test_names_outside_of_regions_are_nothing() -> None:
     assert_close(fun(seeded(3)), seeded(3).sin().sum())
 
 
-def scanned(x: Tensor) -> Tensor:
-    """A stack under a schedule."""
-
-    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        carry = torch.tanh(carry @ weight + x)
-        return carry, carry.sum()
-
-    carry, ys = scan(step, x[0], x.exp(), schedule=schedules.Sqrt())
-    return carry.sum() + ys.sum()
+def step(carry: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """One of a stack's, with and without something to be stacked."""
+    carry = torch.tanh(carry @ weight + x["x"])
+    return carry, {"sum": carry.sum(), "none": None}
 
 
-def chained(x: Tensor) -> Tensor:
-    """Functions that differ, under a schedule."""
-    return chain([torch.sin, layer, torch.cos], schedules.Every(2))(x.exp()).sum()
+def scanned(x: Tensor, **options: Any) -> Tensor:
+    """A stack of like steps."""
+    carry, ys = scan(step, x[0], {"x": x.exp()}, **options)
+    return carry.sum() + (ys["sum"] * x[:, 0]).sum()
 
 
-@pytest.mark.parametrize("fun", [scanned, chained])
-def test_stacks(fun: Any) -> None:
-    """They run apart, like regions."""
-    x = seeded(5, 4).requires_grad_()
+def chained(x: Tensor, *schedule: Any) -> Tensor:
+    """A stack of functions and modules that differ, of which one draws."""
+    return chain([torch.sin, layer, dropping, lambda x: x @ weight], *schedule)(x).sum()
 
-    found = torch.autograd.grad(compiled(fun, fullgraph=False)(x), [x, weight])
 
-    torch.testing.assert_close(found, torch.autograd.grad(fun(x), [x, weight]))
+STACKED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "scan": (scanned, True),
+    "scan, reverse": (functools.partial(scanned, reverse=True), True),
+    "chain": (chained, True),
+    "scan, schedule": (
+        functools.partial(scanned, schedule=schedules.Sqrt()),
+        False,
+    ),
+    "chain, schedule": (
+        lambda x: chain([torch.sin, layer, torch.cos], schedules.Every(2))(x).sum(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "is_whole"), STACKED.values(), ids=STACKED)
+def test_stacks(fun: Any, is_whole: bool) -> None:
+    """In the graph they are loops of regions; under a schedule they run apart."""
+    x, found = seeded(5, 4).requires_grad_(), list[Any]()
+
+    for run in (fun, compiled(fun, fullgraph=is_whole)):
+        torch.manual_seed(3)
+        found.append(torch.autograd.grad(run(x), [x, weight]))
+
+    assert_close(found[1], found[0])
+
+
+def test_a_schedule_is_refused_in_one_graph() -> None:
+    """The error says what to do instead."""
+    fun = STACKED["scan, schedule"][0]
+
+    with pytest.raises(Unsupported, match=r"remat.scan: has a policy or a schedule"):
+        compiled(fun)(seeded(5, 4).requires_grad_())
+
+
+def test_a_scan_that_is_wrong_says_so_outside() -> None:
+    """A graph ends in front of it."""
+    fun = compiled(
+        lambda x: scan(lambda c, x: (c.sum(), x), x[0], x)[0], fullgraph=False
+    )
+
+    with pytest.raises(CarryError, match="before as float64"):
+        fun(seeded(5, 4).requires_grad_())
+
+
+def test_a_region_traces_through_a_compiled_function() -> None:
+    """It is one of the region's steps, whether a graph holds the region or not."""
+    within = torch.compile(lambda x: x.sin().exp(), backend="aot_eager")
+    region = remat(lambda x: within(x @ weight).sin())
+    x = seeded(3, 4).requires_grad_()
+
+    found = gradients(lambda x: region(x).sum(), x)
+
+    assert_close(found, gradients(lambda x: (x @ weight).sin().exp().sin().sum(), x))
+    torch._dynamo.reset()

@@ -15,6 +15,7 @@ from remat import _compat
 from remat._api import Region, RematModule, is_of_module, remat
 from remat._errors import MutationError, ScheduleError, explain
 from remat._graph import TensorMeta
+from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
     link_of,
@@ -99,7 +100,7 @@ class Chain:
             )
         )
 
-    @_compat.outside_of_dynamo
+    @_compat.traced_as(lambda self, x: _unrolled.chain(self.fs, self.schedule, x))
     def __call__(self, x: Any) -> Any:
         """Runs the functions in order."""
         leaves = _compat.tensor_leaves(x)

@@ -23,6 +23,7 @@ from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import PolicyLike
 from remat._running import is_running, lift
+from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
     link_of,
@@ -44,7 +45,7 @@ _X = TypeVar("_X")
 _Y = TypeVar("_Y")
 
 
-@_compat.outside_of_dynamo
+@_compat.traced_as(_unrolled.scan)
 def scan(
     f: Callable[[_Carry, _X], tuple[_Carry, _Y]],
     init: _Carry,

@@ -1,0 +1,141 @@
+"""Stacks as torch.compile traces them: a loop of regions, which the graph holds unrolled.
+
+Dynamo cannot follow a schedule, whose actions are worked out as it runs, nor make a region
+under a policy that it meets only now. A graph ends in front of such a stack, and of one
+that is called wrongly: outside of a graph it runs, or raises what is wrong.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._api import Region, RematModule, call_in_graph, is_of_module
+from remat._errors import explain
+from remat._options import Settings
+from remat._signature import Statics
+from remat.policies import nothing_saveable
+
+# The kinds of regions that they are made of: around modules, and around functions.
+_KINDS = {
+    rng: Region(
+        lambda *args: args,
+        Settings(nothing_saveable, rng, "trace", Statics(), verify=False),
+        "a step of a stack",
+    ).kind
+    for rng in ("preserve", "keys")
+}
+_OF_MODULES, _OF_FUNCTIONS = _KINDS["preserve"], _KINDS["keys"]
+
+
+def scan(
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    *,
+    policy: object = None,
+    schedule: object = None,
+) -> Any:
+    """`remat.scan` without a policy and a schedule, in a graph."""
+    _require_plain("scan", policy, schedule)
+    leaves, tree = _compat.flatten(xs)
+    sizes = [len(leaf) for leaf in leaves if _has_rows(leaf)]
+    count = _length(sizes, len(leaves), length)
+    if count == 0 or unroll != 1 or not _are_tensors(init):
+        _compat.end_graph(_OTHERWISE)
+    carry: Any = init
+    rows: list[Any] = []
+    for step in range(count):
+        place = count - 1 - step if reverse else step
+        x = _compat.unflatten([_row(leaf, place) for leaf in leaves], tree)
+        new, y = _region(f, carry, x)
+        if not _are_alike(carry, new) or not _are_tensors(y):
+            _compat.end_graph(_OTHERWISE)
+        carry = new
+        rows.append(y)
+    if reverse:
+        rows = rows[::-1]
+    columns = zip(*[_compat.flatten(row)[0] for row in rows], strict=True)
+    stacked = [None if each[0] is None else torch.stack(each) for each in columns]
+    return carry, _compat.unflatten(stacked, _compat.flatten(rows[0])[1])
+
+
+def chain(fs: Sequence[Callable[[Any], Any]], schedule: object, x: Any) -> Any:
+    """A `remat.chain` without a schedule, in a graph."""
+    _require_plain("chain", None, schedule)
+    for f in fs:
+        x = f(x) if isinstance(f, (Region, RematModule)) else _region(f, x)
+    return x
+
+
+def _region(f: Callable[..., Any], *args: Any) -> Any:
+    kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
+    name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
+    return call_in_graph(kind, f, args, {}, name)
+
+
+def _require_plain(what: str, policy: object, schedule: object) -> None:
+    if policy is not None or schedule is not None:
+        _compat.end_graph(_WITH_OPTIONS[what])
+
+
+_WITH_OPTIONS = {
+    what: explain(
+        where=f"remat.{what}",
+        what="has a policy or a schedule, and is called under torch.compile.",
+        why="What it keeps is worked out from what it traces, which is no part of a "
+        "graph.",
+        do="Leave both out; or decorate the steps with remat(policy=...) and call them "
+        "in a loop; or compile without fullgraph=True: the stack then runs between two "
+        "graphs.",
+    )
+    for what in ("scan", "chain")
+}
+_OTHERWISE = explain(
+    where="remat.scan",
+    what="is called under torch.compile with no step to run, with `unroll`, or with what "
+    "is no tensor; or its function does not return what it takes.",
+    why="A graph holds the plain loop alone.",
+    do="Call it outside of torch.compile: it runs there, or says what is wrong.",
+)
+
+
+def _has_rows(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _length(sizes: Sequence[int], num_leaves: int, length: int | None) -> int:
+    """How many steps there are; none where the arguments do not agree."""
+    wanted = sizes[:1] if length is None else [length]
+    is_known = len(wanted) == 1 and all(size == wanted[0] for size in sizes)
+    return wanted[0] if is_known and len(sizes) in (0, num_leaves) else 0
+
+
+def _row(leaf: Any, place: int) -> Any:
+    return leaf[place] if isinstance(leaf, Tensor) else leaf
+
+
+def _are_tensors(tree: Any) -> bool:
+    leaves = _compat.flatten(tree)[0]
+    return all(each is None or isinstance(each, Tensor) for each in leaves)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two pytrees of tensors have one structure, with the same metadata."""
+    leaves, tree = _compat.flatten(one)
+    others, other_tree = _compat.flatten(other)
+    if tree != other_tree or not _are_tensors(other):
+        return False
+    return all(_meta(a) == _meta(b) for a, b in zip(leaves, others, strict=True))
+
+
+def _meta(leaf: Tensor | None) -> Any:
+    return None if leaf is None else (leaf.shape, leaf.dtype, leaf.device)
