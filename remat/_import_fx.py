@@ -37,6 +37,7 @@ class Note:
         is_backward: whether that was in the backward.
         in_place: whether it wrote to an argument.
         stream: whose numbers a draw takes; None is for the generator to say.
+        rank: of a step that a backward program repeats, as in `Value`; else -1.
     """
 
     source: str
@@ -44,6 +45,7 @@ class Note:
     is_backward: bool = True
     in_place: bool = False
     stream: str | None = None
+    rank: int = -1
 
 
 @final
@@ -310,6 +312,7 @@ class _Importer:
             source=note.source,
             function=note.function,
             in_place=note.in_place and operators.in_place_variant(target) is not None,
+            rank=note.rank,
         )
         if operators.draws(value):
             value = self._draw(value, note.stream or "")

@@ -336,7 +336,12 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
         out = _state_around(args[0])
     else:
         out = _batching.batchable(value.op)(*args, **dict(kwargs))
-    note = _import_fx.Note(value.source, value.function, stream=_stream_around(value))
+    note = _import_fx.Note(
+        value.source,
+        value.function,
+        stream=_stream_around(value),
+        rank=value.rank if value.is_repeat else -1,
+    )
     _import_fx.annotate(traced, before, note)
     return out
 

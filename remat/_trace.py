@@ -558,7 +558,10 @@ def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
 
 
 def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
-    """The graph of a function without a backward: a program, mapped."""
+    """The graph of a function without a backward: a program, mapped.
+
+    What a backward program repeats of the forward is known there still.
+    """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
     with _compat.isolated(), mode, torch.no_grad():
@@ -567,7 +570,8 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
         if _in_place.has_mutations(module.graph):
             module = _import_fx.functionalize(module, fakes)
     imported = _import_fx.import_graph(module)
+    repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
-        dataclasses.replace(value, is_backward=False) for value in imported.values
+        dataclasses.replace(value, is_backward=repeats) for value in imported.values
     )
     return check(Graph(values, imported.num_inputs, imported.outputs))

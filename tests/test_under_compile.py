@@ -333,6 +333,19 @@ def test_recomputation_runs_under_the_autocast_of_the_forward(inside: bool) -> N
     assert_bitwise(*found)
 
 
+def test_the_inner_bound_holds_for_a_mapped_gradient() -> None:
+    """What the outer backward repeats for the regions inside is still known there."""
+    fun, _ = STACKS["nested"]
+    ws, x = weights(), torch.stack([seeded(64, WIDTH, seed=k) for k in range(2)])
+    outside = torch.func.vmap(torch.func.grad(fun), in_dims=(None, 0))
+    inside = compiled(outside)
+
+    assert_close(inside(ws, x), outside(ws, x))
+    peaks = [allocated(lambda run=run: run(ws, x)).peak for run in (inside, outside)]
+
+    assert peaks[0] <= peaks[1]
+
+
 class Holder:
     """An object with state that a function reads."""
 
