@@ -308,9 +308,9 @@ def narrow(w: Tensor, x: Tensor) -> Tensor:
 def step_of(over: Any, *, inside: bool) -> Any:
     """Two calls under autocast, entered inside of what is compiled or around it."""
 
-    def steps(w: Tensor, x: Tensor) -> Tensor:
+    def steps(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if inside else nullcontext():
-            return over(w, over(w, x)).float().sum()
+            return over(second, over(first, x)).float().sum()
 
     return steps
 
@@ -318,17 +318,17 @@ def step_of(over: Any, *, inside: bool) -> Any:
 @pytest.mark.parametrize("inside", [True, False])
 def test_recomputation_runs_under_the_autocast_of_the_forward(inside: bool) -> None:
     """The bits of the compiled plain function; a compiler that fuses rounds otherwise."""
-    w, x = (seeded(8, 8, seed=k).float().requires_grad_() for k in range(2))
+    given = [seeded(8, 8, seed=k).float().requires_grad_() for k in range(3)]
     found = list[Any]()
 
     for over in (narrow, remat(narrow)):
         run = compiled(step_of(over, inside=inside))
         with nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
-            out = run(w, x)
-        found.append([out, *torch.autograd.grad(out, [w, x])])
+            out = run(*given)
+        found.append([out, *torch.autograd.grad(out, given)])
         if not inside:
-            out = run(w, x)  # without autocast now: it is guarded
-            found[-1] += [out, *torch.autograd.grad(out, [w, x])]
+            out = run(*given)  # without autocast now: it is guarded
+            found[-1] += [out, *torch.autograd.grad(out, given)]
 
     assert_bitwise(*found)
 

@@ -100,7 +100,7 @@ class Chain:
             )
         )
 
-    @_compat.traced_as(lambda self, x: _unrolled.chain(self.fs, self.schedule, x))
+    @_compat.traced_as(_unrolled.chain)
     def __call__(self, x: Any) -> Any:
         """Runs the functions in order."""
         leaves = _compat.tensor_leaves(x)

@@ -68,12 +68,20 @@ def scan(
     return carry, _compat.unflatten(stacked, _compat.flatten(rows[0])[1])
 
 
-def chain(fs: Sequence[Callable[[Any], Any]], schedule: object, x: Any) -> Any:
-    """A `remat.chain` without a schedule, in a graph."""
-    _require_plain("chain", None, schedule)
-    for f in fs:
-        x = f(x) if isinstance(f, (Region, RematModule)) else _region(f, x)
+def chain(stack: Any, x: Any) -> Any:
+    """A `remat.chain`, the first argument, without a schedule, in a graph."""
+    _require_plain("chain", None, stack.schedule)
+    for f in stack.fs:
+        x = _stage(f, x)
     return x
+
+
+def _stage(f: Callable[[Any], Any], state: Any) -> Any:
+    return f(state) if _is_region(f) else _region(f, state)
+
+
+def _is_region(f: object) -> bool:
+    return isinstance(f, (Region, RematModule))
 
 
 def _region(f: Callable[..., Any], *args: Any) -> Any:
