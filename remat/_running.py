@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
