@@ -102,6 +102,7 @@ class Forward:
         verification: compares what was saved with what is recomputed, if asked for.
         numerics: the switches under which it runs; its casts are part of the program.
         storages: how each saved value waits; empty if all are kept as they are.
+        mapped: the dimensions that vmap added to each saved value; empty if none.
         calls: numbers the runs that store something.
         placements: how each output and mutation is spread, as a DTensor; None where none
             is, nor any operand. The program itself computes with the parts of this rank.
@@ -115,6 +116,7 @@ class Forward:
     untracked: tuple[int, ...] = ()
     verification: Verification | None = None
     storages: tuple[AbstractStorage, ...] = ()
+    mapped: tuple[tuple[int, ...], ...] = ()
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     placements: tuple[Any, ...] | None = None
 
@@ -160,7 +162,8 @@ class Forward:
             first = self.shape[0] + self.shape[1]
             call = next(self.calls)
             for place, storage in enumerate(self.storages):
-                where = Place(place, call)
+                added = self.mapped[place] if self.mapped else ()
+                where = Place(place, call, mapped=added)
                 found[first + place] = wait(found[first + place], storage, where)
         return found
 

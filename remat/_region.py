@@ -542,7 +542,11 @@ class Region:
             nothing_saveable,
             given=Given(
                 dataclasses.replace(
-                    forward, program=program, untracked=(), verification=None
+                    forward,
+                    program=program,
+                    untracked=(),
+                    verification=None,
+                    mapped=tuple(map(_with_mapped, before, added)),
                 ),
                 views,
             ),

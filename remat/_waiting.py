@@ -129,10 +129,13 @@ def wait(
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
     is_dense = dense.is_contiguous()
+    own = iter(range(value.dim()))
+    users = [None if dim in place.mapped else next(own) for dim in range(value.dim())]
     if is_dense:
-        place = dataclasses.replace(place, order=tuple(order))
+        place = dataclasses.replace(place, order=tuple([users[dim] for dim in order]))
         stored = _store_once(dense, storage, place, {} if twins is None else twins)
     else:
+        place = dataclasses.replace(place, order=tuple(users))
         stored = storage.store(numbers.contiguous(), place)
     waiting = stored.tensors
     if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):

@@ -47,7 +47,8 @@ class Shard(AbstractStorage):
 
     Laws: exact where the value is the same on all ranks of the mesh. Of n elements
     ceil(n / t) wait on each of t ranks; with a pattern, the axis that it cuts is
-    ceil(length / t) long. A replicated DTensor waits likewise and comes back as one; one
+    ceil(length / t) long. Axes are the value's own: a dimension that `vmap(grad)` adds is
+    not among them. A replicated DTensor waits likewise and comes back as one; one
     that is sharded along this mesh is kept as it is.
 
     Args:
@@ -119,20 +120,25 @@ class Shard(AbstractStorage):
         stored = self.store(value.to_local().contiguous(), place)
         return Stored((stored,), decode)
 
-    def _cut(self, value: Tensor, order: tuple[int, ...] | None) -> "_Cut":
+    def _cut(self, value: Tensor, order: tuple[int | None, ...] | None) -> "_Cut":
         """How the value is cut."""
         if self.pattern is None:
             return _Cut(value.shape, None, is_dealt=False)
+        if order is None or len(order) != value.dim():
+            # Not the user's value, but what an earlier storage made of it.
+            order = tuple(range(value.dim()))
+        count = sum(dim is not None for dim in order)
         groups = _groups(self.pattern)
         if "…" in groups:
             place = groups.index("…")
-            groups[place : place + 1] = [[]] * max(value.dim() + 1 - len(groups), 0)
-        if len(groups) != value.dim():
-            raise _other_dimensions(self.pattern, len(groups), value, self.mesh)
+            groups[place : place + 1] = [[]] * max(count + 1 - len(groups), 0)
+        if len(groups) != count:
+            shape = [value.shape[order.index(dim)] for dim in range(count)]
+            raise _other_dimensions(self, len(groups), value.dtype, shape)
         name = _name_of(self.mesh)
         axis = next(axis for axis, group in enumerate(groups) if name in group)
         is_dealt = len(groups[axis]) > 1 and groups[axis][-1] == name
-        return _Cut(value.shape, order.index(axis) if order else axis, is_dealt)
+        return _Cut(value.shape, order.index(axis), is_dealt)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -222,15 +228,15 @@ def _groups(pattern: str) -> list[Any]:
 
 
 def _other_dimensions(
-    pattern: str, count: int, value: Tensor, mesh: "DeviceMesh"
+    shard: Shard, count: int, dtype: torch.dtype, shape: list[int]
 ) -> ValueError:
     return refuse(
         "Shard(pattern=...)",
-        pattern,
-        why=f"It has {count} axes, and the value to be stored has {value.dim()}: "
-        f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}.",
+        shard.pattern,
+        why=f"It has {count} axes, and the value to be stored has {len(shape)}: "
+        f"{str(dtype).removeprefix('torch.')}{shape}.",
         do="Write one axis for each dimension, name the inputs that have these in "
-        f"`saved_inputs`, or pass None, which takes any value: Shard({mesh!r}).",
+        f"`saved_inputs`, or pass None, which takes any value: Shard({shard.mesh!r}).",
     )
 
 

@@ -23,13 +23,15 @@ class Place:
     Attributes:
         index: of the value, among the region's inputs or its saved values.
         call: how many times values of the function were stored before, at any signature.
-        order: the dimensions of the user's value, in the order in which `store` sees them;
-            None if that is their own.
+        order: the dimensions of the user's value, in the order in which `store` sees them,
+            None for one that vmap added; None if that is their own order.
+        mapped: the dimensions that vmap added to the value, as it is outside of `store`.
     """
 
     index: int = 0
     call: int = 0
-    order: tuple[int, ...] | None = None
+    order: tuple[int | None, ...] | None = None
+    mapped: tuple[int, ...] = ()
 
 
 FIRST = Place()

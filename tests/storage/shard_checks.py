@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Place
 
 from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
 from remat.reporting._gpt import GPTShape
-from remat.storage import Cast, Keep, Offload, Quantize, Shard, Sparse
+from remat.storage import Cast, Keep, Offload, Place, Quantize, Shard, Sparse
 from tests.benchmarks.storage import measured
 from tests.storage.parallel import (
     WIDTH,
@@ -271,6 +271,27 @@ def check_transforms(mesh: Any) -> None:
     grad = lambda f: torch.func.grad(lambda x: f(x).sum())  # noqa: E731
     compare(lambda f: lambda x: torch.func.jvp(grad(f), (x,), (x,))[1])
     compare(lambda f: torch.func.grad(lambda x: grad(f)(x).square().sum()))
+
+
+def check_patterns_leave_out_what_vmap_adds(mesh: Any) -> None:
+    pattern = Shard(mesh, "(tp seq) d")
+    region = remat(curve, policy=policies.save_only_these_names("mid").stored(pattern))
+
+    def per_example(f: Any, x: Tensor, depth: int) -> Tensor:
+        found = torch.func.grad(lambda x: f(x).sum())
+        for dim in range(depth):
+            found = torch.func.vmap(found, in_dims=dim)
+        return found(x)
+
+    for depth, shape in enumerate([(7, 3), (4, 7, 3), (2, 4, 7, 3)]):
+        x = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).view(shape)
+        torch.testing.assert_close(
+            per_example(region, x, depth), per_example(curve, x, depth)
+        )
+    value = torch.randn(5, 7, 3)
+    stored = pattern.store(value, Place(order=(None, 0, 1)))
+    assert stored.tensors[0].shape == (5, math.ceil(7 / mesh.size()), 3)
+    assert torch.equal(stored.restore(), value)
 
 
 def check_nested_regions(mesh: Any) -> None:
