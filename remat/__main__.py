@@ -15,25 +15,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat._errors import RematError
 from remat._lines import line_of
-
-# What a function of the user's may raise, argument and import errors included.
-_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RematError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
@@ -45,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _one_line_warnings():
             return options.run(options)
-    except _ERRORS as error:
+    except Exception as error:  # noqa: BLE001  # what the user's code raises may be any
         return _fail(_told(error))
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
@@ -234,10 +216,9 @@ def _report(options: argparse.Namespace) -> int:
     from remat.reporting._arguments import keywords, load
     from remat.reporting._measure import report
 
-    function = load(options.function)
-    kwargs = keywords(options.arguments, options.device)
-    with patience("running one step"):
-        found = report(function, **kwargs)
+    with _printing_apart(), patience("running one step"):
+        function = load(options.function)
+        found = report(function, **keywords(options.arguments, options.device))
     if options.html is not None:
         found.to_html(options.html)
     return _give(found, found.to_json() if options.json else str(found), options)
@@ -247,9 +228,9 @@ def _plan(options: argparse.Namespace) -> int:
     from remat._plan import plan
     from remat.reporting._arguments import keywords, load
 
-    function = load(options.function)
-    kwargs = keywords(options.arguments, options.device)
-    with patience("planning"):
+    with _printing_apart(), patience("planning"):
+        function = load(options.function)
+        kwargs = keywords(options.arguments, options.device)
         found = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
     return _give(found, found.to_json() if options.json else str(found), options)
 
@@ -259,13 +240,14 @@ def _compare(options: argparse.Namespace) -> int:
     from remat.reporting._compare import compare
     from remat.reporting._gpt import one_layer
 
-    if options.function is None:
-        function, kwargs = one_layer(options.device)
-    else:
-        function = load(options.function)
-        kwargs = keywords(options.arguments, options.device)
-    peers = {each.rpartition(":")[2]: load(each) for each in options.peer}
-    found = compare(function, kwargs, options.steps, peers=peers)
+    with _printing_apart():
+        if options.function is None:
+            function, kwargs = one_layer(options.device)
+        else:
+            function = load(options.function)
+            kwargs = keywords(options.arguments, options.device)
+        peers = {each.rpartition(":")[2]: load(each) for each in options.peer}
+        found = compare(function, kwargs, options.steps, peers=peers)
     return _give(found, found.to_json() if options.json else str(found), options)
 
 
@@ -294,6 +276,11 @@ def _show_richly(found: Any) -> bool:
 
     Console().print(found)
     return True
+
+
+def _printing_apart() -> contextlib.AbstractContextManager[Any]:
+    """What the user's code prints goes to standard error, beside the result."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextlib.contextmanager

@@ -562,6 +562,13 @@ def _are_outputs(views: Sequence[View]) -> bool:
     return list(views) == outputs
 
 
+def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
+    """The mapped dimensions of a value when one more has been put in front of `new`."""
+    if new is None:
+        return dims
+    return (new, *[dim + (dim >= new) for dim in dims])
+
+
 def _wanting(meta: TensorMeta) -> TensorMeta:
     return dataclasses.replace(meta, requires_grad=meta.is_differentiable)
 

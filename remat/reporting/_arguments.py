@@ -52,8 +52,7 @@ def _is_module_class(thing: Any) -> bool:
 
 def _module(place: str, target: str) -> Any:
     if not place.endswith(".py"):
-        if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
+        _search(Path.cwd())
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -65,12 +64,32 @@ def _module(place: str, target: str) -> Any:
     path = Path(place)
     if not path.is_file():
         raise _refused(target, f"there is no file `{place}`.", "Correct the path.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    return _file(path.resolve())
+
+
+def _search(folder: Path) -> None:
+    """Has imports look into a folder first, as Python does for a script's own."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _file(path: Path) -> Any:
+    """The module that a file is, run once; it hides no other module of its name."""
+    loaded = sys.modules.get(path.stem)
+    is_taken = loaded is not None and getattr(loaded, "__file__", None) != str(path)
+    name = str(path) if is_taken else path.stem
+    if name in sys.modules:
+        return sys.modules[name]
+    _search(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -113,6 +132,8 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
                     "Give it one name or the other.",
                 )
             owner = cast("dict[str, Any]", below)
+        if last in owner:
+            raise _refused(word, f"`{name}` is given twice.", "Leave one out.")
         owner[last] = value
     return found
 

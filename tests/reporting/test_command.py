@@ -36,6 +36,14 @@ def fails(x):
     raise ValueError("of the\\nuser's")
 
 
+class Odd(Exception):
+    pass
+
+
+def fails_oddly(x):
+    raise Odd("neither")
+
+
 class Line(torch.nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
@@ -198,12 +206,15 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["{}:loss", "x=2:float33"], "`float33` is no dtype."),
         (["{}:loss", "n==oops"], "`oops` is no Python literal."),
         (["{}:loss", "x=2", "x.y=3"], "`x` is a value already, no dict."),
+        (["{}:loss", "x=2", "x=3"], "`x` is given twice."),
+        (["{}:loss", "x.y=2", "x=3"], "`x` is given twice."),
         (["{}:los"], "has no `los`."),
         (["{}:number"], "cannot be called."),
         (["{}"], "is not MODULE:FUNCTION."),
         (["no_such_module:f"], "there is no module `no_such_module`."),
         (["no_such_file.py:f"], "there is no file `no_such_file.py`."),
         (["{}:fails", "x=2"], "ValueError: of the user's (a_model.py:"),
+        (["{}:fails_oddly", "x=2"], "Odd: neither"),
         (["{}:loss"], "TypeError: "),
         (["{}:loss", *SIZES, "--out", "/no/such/folder/r.txt"], "FileNotFoundError"),
     ],
@@ -238,6 +249,44 @@ def test_warnings_are_one_line(
 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("remat: the region <lambda>")
+
+
+def test_a_file_is_run_as_python_runs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is searched for imports, it hides no module, its prints stay apart."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "beside_it.py").write_text("SCALE = 3.0\n")
+    path = folder / "json.py"  # as a module that is loaded long before
+    path.write_text(
+        "import beside_it, dataclasses\nprint('once')\n"
+        "@dataclasses.dataclass\nclass Shape:\n    size: int\n"
+        "def f(x):\n    print('at work')\n    return (x * beside_it.SCALE).sin().sum()\n"
+        "def peer(g):\n    return g\n"
+    )
+
+    assert main(["report", f"{path}:f", "x=2", "--json"]) == 0
+
+    out, err = capsys.readouterr()
+    assert sys.modules["json"] is json
+    assert json.loads(out)["function"] == "f"
+    assert "at work" in err
+    assert load(f"{path}:f").__globals__ is load(f"{path}:peer").__globals__
+    assert err.count("once") == 1
+
+
+def test_a_file_that_fails_is_no_module(tmp_path: Path) -> None:
+    """What is left of it is not taken for it the next time."""
+    path = tmp_path / "half_a_module.py"
+    path.write_text("x = 1\nraise ImportError('half way')\n")
+
+    for _ in range(2):
+        with pytest.raises(ImportError, match="half way"):
+            load(f"{path}:x")
+    assert "half_a_module" not in sys.modules
 
 
 def test_arguments() -> None:
