@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from remat._errors import RematError
 from remat._lines import line_of
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -80,7 +80,7 @@ class _Configuration:
         whole: AbstractStorage = Offload() if self.checkpoint_in_cpu else Keep()
         if not self.partition_activations or self.mpu is None:
             return whole
-        part = shard_over(_group_of(self.mpu), args, kwargs)
+        part = shard_over(_group_getter(self.mpu)(), args, kwargs)
         return part >> whole if self.checkpoint_in_cpu else part
 
 
@@ -159,6 +159,8 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         profile: has no effect.
 
     Raises:
+        TypeError: `mpu_` is to be used and has neither of these, or `deepspeed_config` is neither a mapping
+            nor a path.
         ValueError: the section has an entry that DeepSpeed does not know.
 
     Example:
@@ -182,7 +184,9 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
             _warn(name, options[name], why, do)
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
-    if options.get("partition_activations") and mpu is None:
+    if options.get("partition_activations") and mpu is not None:
+        _group_getter(mpu)
+    elif options.get("partition_activations"):
         _warn(
             "partition_activations",
             True,
@@ -228,6 +232,15 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         return {}
     if isinstance(config, (str, Path)):
         config = cast("Mapping[str, Any]", json.loads(Path(config).read_text()))
+    if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            explain(
+                where="interop.deepspeed.configure(deepspeed_config=...)",
+                what=f"got {config!r}, of type {type(config).__name__}.",
+                why='Its section "activation_checkpointing" is read.',
+                do="Pass the configuration as a dict, or the path of its JSON file.",
+            )
+        )
     section: Mapping[str, Any] = config.get("activation_checkpointing", {})
     unknown = sorted(set(section) - set(_ENTRIES))
     if unknown:
@@ -251,8 +264,20 @@ def _warn(name: str, value: object, why: str, do: str) -> None:
     )
 
 
-def _group_of(mpu: Any) -> Any:
-    """The model-parallel group, by the newer of DeepSpeed's two names if it is there."""
-    names = ("get_tensor_model_parallel_group", "get_model_parallel_group")
-    found = next(name for name in names if hasattr(mpu, name))
-    return getattr(mpu, found)()
+def _group_getter(mpu: Any) -> Callable[[], Any]:
+    """What gives the model-parallel group: the newer of DeepSpeed's two names, if there.
+
+    Raises:
+        TypeError: the object has neither.
+    """
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)
+    raise TypeError(
+        explain(
+            where="interop.deepspeed.configure(mpu_=...)",
+            what=f"got {mpu!r}, of type {type(mpu).__name__}.",
+            why="It says which ranks hold the same activations.",
+            do="Pass an object with get_model_parallel_group().",
+        )
+    )

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from remat._errors import explain
 from remat._lines import warn
 from remat.interop._calls import call_as_region, preserve
@@ -46,7 +48,9 @@ def checkpoint(
 
     Args:
         function: a module, a function or a region, called with what follows.
-        *args: its arguments; pytrees of tensors and other values.
+        *args: its arguments; pytrees of tensors and other values. As in TransformerEngine
+            a bool, a function and a group in front of them, which is how Megatron-LM calls
+            it, are the three options that follow; that is deprecated there, and warns.
         distribute_saved_activations: whether each rank of `tp_group` keeps its part of the
             arguments of a floating dtype, as `storage.Shard` does, parameters aside.
         get_rng_state_tracker: gives the tracker of named generator states from which the
@@ -74,6 +78,10 @@ def checkpoint(
         >>> linear.weight.grad.shape
         torch.Size([4, 4])
     """
+    if _has_options_in_front(args):
+        _warn_of_options_in_front()
+        distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
+        args = tuple(rest)
     kwargs = _without_options_of_torch(kwargs)
     if get_rng_state_tracker is not None:
         preserve(get_rng_state_tracker())
@@ -81,6 +89,28 @@ def checkpoint(
     if distribute_saved_activations:
         storage = shard_over(tp_group, args, kwargs)
     return call_as_region(function, args, kwargs, storage)
+
+
+def _has_options_in_front(args: tuple[Any, ...]) -> bool:
+    """Whether positional arguments begin with options, by TransformerEngine's own test."""
+    if len(args) <= 3 or not isinstance(args[0], bool) or not callable(args[1]):
+        return False
+    group: Any = getattr(torch.distributed, "ProcessGroup", None)
+    return args[2] is None or (group is not None and isinstance(args[2], group))
+
+
+def _warn_of_options_in_front() -> None:
+    warnings.warn(
+        explain(
+            where="interop.transformer_engine.checkpoint(function, *args)",
+            what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
+            "by position.",
+            why="TransformerEngine takes them so, and calls it deprecated.",
+            do="Pass them by keyword.",
+        ),
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:

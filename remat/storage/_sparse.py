@@ -66,7 +66,10 @@ class Sparse(AbstractStorage):
         if value.dtype is torch.bool or value.is_complex() or not flat.numel():
             return Stored.whole(value)
         is_there = flat != 0
-        is_negative = flat[~is_there].signbit()
+        zeros = flat[~is_there]
+        if value.dtype.is_floating_point and value.dtype.itemsize == 1:
+            zeros = zeros.float()  # torch tells no signs of eight-bit numbers
+        is_negative = zeros.signbit()
         parts = [flat[is_there], pack(is_there.view(torch.uint8), 1)]
         if is_negative.any():
             parts.append(pack(is_negative.view(torch.uint8), 1))

@@ -300,6 +300,28 @@ def test_transformer_engines_tracker_is_kept_by_value(use_reentrant: bool) -> No
     assert sum(each is tracker for each in _trackers.registered.values()) == 1
 
 
+def test_transformer_engines_options_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM passes them by position, which TransformerEngine reads and deprecates."""
+    tracker = Tracker()
+    x = torch.randn(3, requires_grad=True)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        transformer_engine,
+        "shard_over",
+        lambda group, args, kwargs: asked.append((group, args, kwargs)) or Keep(),
+    )
+    for sharded in (False, True):
+        with pytest.warns(DeprecationWarning, match="by position.*by keyword"):
+            y = TE(
+                lambda x, scale: x.sin() * scale, sharded, lambda: tracker, None, x, 2
+            )
+        assert_bitwise(gradients(y, x), gradients(x.sin() * 2, x))
+    assert asked == [(None, (x, 2), {})]
+    assert any(each is tracker for each in _trackers.registered.values())
+    calls = TE(lambda flag, f, rest, x: f(x), True, torch.sin, "no group", x)
+    assert torch.equal(calls, x.sin())
+
+
 def test_a_registration_of_the_users_is_left_alone() -> None:
     """It is neither doubled nor ended."""
     tracker = Tracker()
@@ -471,7 +493,7 @@ def test_deepspeed_is_configured_by_keyword_mapping_and_file(tmp_path) -> None:
     deepspeed.configure(deepspeed_config=path, checkpoint_in_cpu=False)
     assert _Current.value == _Configuration()
     assert deepspeed.is_configured()
-    mpu = object()
+    mpu = types.SimpleNamespace(get_model_parallel_group=None)
     deepspeed.configure(mpu, partition_activations=True)
     deepspeed.configure(partition_activations=True)
 
@@ -485,6 +507,21 @@ def test_an_entry_that_deepspeed_does_not_know_is_refused() -> None:
         ValueError, match=r"has an entry 'cpu_checkpoint'.*cpu_checkpoi"
     ):
         deepspeed.configure(deepspeed_config=config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mpu_": 3, "partition_activations": True}, r"mpu_=.*\): got 3, of type int"),
+        ({"deepspeed_config": 3}, r"deepspeed_config=.*\): got 3, of type int"),
+    ],
+    ids=["mpu_", "deepspeed_config"],
+)
+def test_deepspeed_is_configured_by_what_it_can_use(options: Any, message: str) -> None:
+    """What is of another kind raises there, not in the first checkpoint."""
+    with pytest.raises(TypeError, match=message):
+        deepspeed.configure(**options)
+    assert not deepspeed.is_configured()
 
 
 def test_deepspeeds_host_memory_is_offload() -> None:

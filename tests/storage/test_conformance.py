@@ -43,7 +43,7 @@ class Twice(AbstractStorage):
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """The value's double, where doubling is exact."""
         type(self).count += 1
-        if not value.dtype.is_floating_point:
+        if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
             return Stored.whole(value)
         return Stored((value + value,), lambda parts: parts[0] / 2)
 
@@ -100,7 +100,7 @@ VALUES = {
         str(dtype): lambda dtype=dtype: numbers(5, 7, dtype=dtype)
         for dtype in (
             *(torch.float64, torch.float16, torch.bfloat16, torch.complex64),
-            *(torch.int64, torch.int8, torch.uint8, torch.bool),
+            *(torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn),
         )
     },
 }
