@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -77,7 +77,8 @@ def scan(
         f: (carry, x) -> (carry, y), each a pytree of tensors; None is an empty one, and
             Python numbers become tensors. A module will do. Under a schedule it may change
             no buffers, and draw by keys alone.
-        init: the first carry. Structure, shapes and dtypes stay from step to step.
+        init: the first carry. Structure, shapes and dtypes stay from step to step; but a
+            Python number takes on the dtype that the first step gives it, as in JAX.
         xs: a pytree of tensors of shape (length, ...), sliced along dimension 0; keys of
             `random.split` may be among them. An iterator of slices is read to its end.
             None where `f` needs none.
@@ -116,18 +117,11 @@ def scan(
     _advise_of_unroll(unroll)
     require_schedule(schedule, "scan")
     call = _Scan.of(f, init, xs, length, reverse)
-    if call.length == 0:
-        return call.without_steps()
-    if not records((f,), [*call.carry, *call.scanned]):
-        return call.loop(call.step)
-    chosen = policy
-    if policy is None and schedule is not None:
-        chosen = everything_saveable
-    rng = "preserve" if is_of_module(f) and schedule is None else "keys"
-    region = remat(call.step, policy=chosen, rng=rng)
-    if schedule is None:
-        return call.by_regions(region)
-    return call.by_schedule(region, schedule)
+    while True:
+        try:
+            return call.run(f, policy, schedule)
+        except _OtherDtype as error:
+            call = call.promoted(error)
 
 
 class _Scan(NamedTuple):
@@ -141,6 +135,7 @@ class _Scan(NamedTuple):
         xs_tree: how they are put together.
         length: the number of steps.
         is_reversed: whether the last slice comes first.
+        numbers: the Python numbers that leaves of the first carry were, by their places.
     """
 
     step: Callable[[Any, Any], Any]
@@ -150,11 +145,13 @@ class _Scan(NamedTuple):
     xs_tree: Tree
     length: int
     is_reversed: bool
+    numbers: dict[int, complex]
 
     @classmethod
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         """Checks the arguments."""
         carry, carry_tree = Tree.of(as_tensors(init, "init"))
+        given = [leaf for leaf in _compat.flatten(init)[0] if leaf is not None]
         if isinstance(xs, Iterator):
             xs = _stacked(list(cast("Iterator[Any]", xs)))
         scanned, xs_tree = Tree.of(xs)
@@ -166,7 +163,38 @@ class _Scan(NamedTuple):
             xs_tree,
             _length_of(scanned, xs, length),
             reverse,
+            {place: leaf for place, leaf in enumerate(given) if _is_number(leaf)},
         )
+
+    def run(self, f: Any, policy: PolicyLike, schedule: AbstractSchedule | None) -> Any:
+        """All steps."""
+        if self.length == 0:
+            return self.without_steps()
+        if not records((f,), [*self.carry, *self.scanned]):
+            return self.loop(self.step)
+        chosen = policy
+        if policy is None and schedule is not None:
+            chosen = everything_saveable
+        rng = "preserve" if is_of_module(f) and schedule is None else "keys"
+        region = remat(self.step, policy=chosen, rng=rng)
+        if schedule is None:
+            return self.by_regions(region)
+        return self.by_schedule(region, schedule)
+
+    def promoted(self, error: _OtherDtype) -> _Scan:
+        """The call with the number that did not fit in the dtype that it takes on.
+
+        Raises:
+            CarryError: what changed its dtype was no number, or one takes on no other.
+        """
+        place, carry, numbers = error.place, [*self.carry], {**self.numbers}
+        number, dtype = numbers.pop(place, None), carry[place].dtype
+        if number is not None:
+            dtype = torch.result_type(torch.empty(1, dtype=error.dtype), number)
+        if number is None or dtype == carry[place].dtype:
+            raise CarryError(str(error)) from None
+        carry[place] = torch.tensor(number, dtype=dtype)
+        return self._replace(carry=carry, numbers=numbers)
 
     def slices(self) -> list[Any]:
         """What each step takes; all at once, or their backward were quadratic."""
@@ -306,16 +334,40 @@ def _next_carry(old: Any, new: Any) -> Any:
     if [each is not None for each in made] != list(tree.is_tensor):
         raise _changed("has None where it had a tensor, or the other way round")
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
-    for name, one, other in zip(kept, tensors, found, strict=True):
-        if (one.shape, one.dtype, one.device) != (
+    for place, (one, other) in enumerate(zip(tensors, found, strict=True)):
+        if (one.shape, one.dtype, one.device) == (
             other.shape, other.dtype, other.device,
         ):  # fmt: skip
-            before, after = TensorMeta.of(one), TensorMeta.of(other)
-            raise _changed(
-                f"has the leaf `{name}` as {after} on {other.device}, and before as "
-                f"{before} on {one.device}"
-            )
+            continue
+        before, after = TensorMeta.of(one), TensorMeta.of(other)
+        error = _changed(
+            f"has the leaf `{kept[place]}` as {after} on {other.device}, and before as "
+            f"{before} on {one.device}"
+        )
+        if one.dtype == other.dtype:
+            raise error
+        raise _OtherDtype(str(error), place, other.dtype)
     return tree.put_together(found)
+
+
+@final
+class _OtherDtype(CarryError):
+    """A leaf of the carry came back in another dtype.
+
+    Attributes:
+        place: of the leaf.
+        dtype: that of what came back.
+    """
+
+    def __init__(self, text: str, place: int, dtype: torch.dtype) -> None:
+        super().__init__(text)
+        self.place = place
+        self.dtype = dtype
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number that takes on dtypes; a truth value has its own."""
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
 def _changed(how: str) -> CarryError:

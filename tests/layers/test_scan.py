@@ -215,6 +215,32 @@ def test_refusals(name: str, wanted: bool):
         scan(f, init, xs)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+@with_and_without
+def test_a_number_takes_on_a_dtype(schedule: AbstractSchedule | None, wanted: bool):
+    """Of the first step, as JAX's weak types do; tensors and truth values keep theirs."""
+    x = torch.arange(5, dtype=torch.float64).requires_grad_(wanted)
+
+    def step(c: Any, x: Tensor) -> Any:
+        count, total = c
+        return (count + 1, total * 0.5 + x), count * x
+
+    (count, total), ys = scan(step, (0, 0), x, schedule=schedule)
+
+    expected = torch.tensor([0.5**4, 0.5**3, 0.5**2, 0.5, 1], dtype=torch.float64)
+    assert (count.dtype, count.item()) == (torch.int64, 5)
+    assert total.dtype == torch.float64
+    assert torch.equal(total, expected @ x)
+    assert torch.equal(ys, torch.arange(5) * x)
+    if wanted:
+        assert torch.equal(torch.autograd.grad(total, x)[0], expected)
+    ones = torch.func.grad(lambda x: scan(step, (0, 0), x, schedule=schedule)[0][1])
+    assert torch.equal(ones(x.detach()), expected)
+    for start in (True, torch.tensor(0)):
+        with pytest.raises(CarryError, match=r"float64\[\] on cpu, and before as"):
+            scan(lambda c, x: (c + x, None), start, x, schedule=schedule)
+
+
 def test_length_is_checked_against_xs():
     """An equal length is fine."""
     step = tanh_cell(weight())
