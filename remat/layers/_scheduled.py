@@ -63,6 +63,11 @@ class Held:
         self._versions = [each._version for each in tensors]  # noqa: SLF001  # public in all but name
         self._is_filled = True
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What waits, to be looked at."""
+        return tuple(self._tensors or ())
+
     def take(self) -> list[Tensor] | None:
         """What waits; None the second time.
 

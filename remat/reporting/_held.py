@@ -1,7 +1,8 @@
 """What autograd holds between a forward and its backward, read from autograd's own graph.
 
 Each node of the graph says what it saved: a node of a region as `saved_tensors`, a node of
-one of torch's operators in attributes that begin with `_saved_`.
+one of torch's operators in attributes that begin with `_saved_`. What a scheduled stack holds
+waits beside its node.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from remat import _compat
 from remat._bind import Call
 from remat._waiting import storages
+from remat.layers._scheduled import Swept
 
 
 @final
@@ -89,7 +91,10 @@ def _leaf_node(leaf: Tensor) -> Any:
 def _node(raw: Any) -> Node:
     call = getattr(raw, "call", None)
     call = call if isinstance(call, Call) else None
-    return Node(raw, _compat.node_number(raw), call, tuple(_saved_by(raw)))
+    saved = tuple(_saved_by(raw))
+    if call is not None and isinstance(call.region, Swept):
+        saved += call.region.held.tensors
+    return Node(raw, _compat.node_number(raw), call, saved)
 
 
 def _saved_by(raw: Any) -> Iterator[Tensor]:

@@ -514,7 +514,7 @@ def test_an_object_that_the_pytree_does_not_know_is_named() -> None:
 
 @pytest.mark.parametrize("schedule", [schedules.Every(2), schedules.Sqrt()])
 def test_a_scheduled_stack_is_a_row(schedule: Any) -> None:
-    """It is called after its stage; what it runs again it does not tell."""
+    """It is called after its stage, and holds what waits; what runs again it does not tell."""
 
     def stage(c: Tensor, w: Tensor) -> tuple[Tensor, None]:
         return torch.tanh(c @ w), None
@@ -526,6 +526,11 @@ def test_a_scheduled_stack_is_a_row(schedule: Any) -> None:
 
     rows = {row.name.rpartition(".")[2]: row for row in found.regions}
     assert rows["stage"].policy == "a schedule"
+    assert rows["stage"].held_bytes == found.held_bytes - found.output_bytes
+    states = [value for value in found.values if value.shape == (4, 8)]
+    assert sum(value.size_bytes for value in states) >= 2 * 4 * 8 * 4
+    assert all(value.region == rows["stage"].name for value in states)
+    assert sum(value.size_bytes for value in found.values) == rows["stage"].held_bytes
     assert found.recompute_flops is None
     assert found.gradient_bytes == (32 + 256) * 4
 
