@@ -118,13 +118,15 @@ def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
     return found
 
 
-def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def require_choice(
+    name: str, value: object, choices: tuple[object, ...], of: str = "remat"
+) -> None:
     """Refuses a value that an option cannot have."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(
             explain(
-                where=f"remat({name}={value!r})",
+                where=f"{of}({name}={value!r})",
                 what="is no value of this option.",
                 why=f"It can be {listed}.",
                 do="Choose one of these.",

@@ -252,12 +252,13 @@ class Plan:
         read: Any = json.loads(text)
         found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
         version = found.pop("version", None)
-        if version != _VERSION:
+        wanted = {each.name for each in dataclasses.fields(cls)}
+        if version != _VERSION or set(found) != wanted:
             raise ValueError(
                 explain(
                     where="Plan.from_json(text)",
                     what=f"the text is no plan of version {_VERSION}.",
-                    why=f"Its version is {version!r}.",
+                    why=f"Its version is {version!r}, and it has {sorted(found)}.",
                     do="Pass what `Plan.to_json` returned, or plan again.",
                 )
             )
@@ -352,8 +353,8 @@ def plan(
         https://arxiv.org/abs/1911.13214; torch's `activation_memory_budget` chooses for
         compiled functions, by a knapsack that leaves the closure out.
     """
-    require_choice("solver", solver, tuple(_SOLVERS))
-    require_choice("costs", costs, tuple(_UNITS))
+    require_choice("solver", solver, tuple(_SOLVERS), of="plan")
+    require_choice("costs", costs, tuple(_UNITS), of="plan")
     policy = budget if isinstance(budget, Budget) else make_budget(_size(budget))
     assert isinstance(policy, Budget)
     region = undecided(fun)

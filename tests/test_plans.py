@@ -353,9 +353,18 @@ def test_json() -> None:
         assert again.policy == found.policy
         assert again.frontier() == found.frontier()
         assert str(again) == str(found)
-    for text in ("[]", "{}", json.dumps({"version": 0})):
+    for text in ("[]", "{}", json.dumps({"version": 0}), json.dumps({"version": 1})):
         with pytest.raises(ValueError, match="no plan of version 1"):
             Plan.from_json(text)
+
+
+@pytest.mark.parametrize("option", ["solver", "costs"])
+def test_an_unknown_option_names_the_function(option: str) -> None:
+    """It is `plan` that was called."""
+    options: Any = {option: "best"}
+
+    with pytest.raises(ValueError, match=rf"^plan\({option}='best'\): is no value"):
+        plan(mlp, budget=0.5, **options)
 
 
 def test_what_cannot_be_written() -> None:

@@ -225,7 +225,8 @@ def test_a_number_takes_on_a_dtype(schedule: AbstractSchedule | None, wanted: bo
         count, total = c
         return (count + 1, total * 0.5 + x), count * x
 
-    (count, total), ys = scan(step, (0, 0), x, schedule=schedule)
+    start: Any = (0, 0)
+    (count, total), ys = scan(step, start, x, schedule=schedule)
 
     expected = torch.tensor([0.5**4, 0.5**3, 0.5**2, 0.5, 1], dtype=torch.float64)
     assert (count.dtype, count.item()) == (torch.int64, 5)
@@ -234,11 +235,11 @@ def test_a_number_takes_on_a_dtype(schedule: AbstractSchedule | None, wanted: bo
     assert torch.equal(ys, torch.arange(5) * x)
     if wanted:
         assert torch.equal(torch.autograd.grad(total, x)[0], expected)
-    ones = torch.func.grad(lambda x: scan(step, (0, 0), x, schedule=schedule)[0][1])
+    ones = torch.func.grad(lambda x: scan(step, start, x, schedule=schedule)[0][1])
     assert torch.equal(ones(x.detach()), expected)
-    for start in (True, torch.tensor(0)):
+    for kept in (True, torch.tensor(0)):
         with pytest.raises(CarryError, match=r"float64\[\] on cpu, and before as"):
-            scan(lambda c, x: (c + x, None), start, x, schedule=schedule)
+            scan(lambda c, x: (c + x, None), kept, x, schedule=schedule)
 
 
 def test_length_is_checked_against_xs():
