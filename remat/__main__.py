@@ -18,6 +18,7 @@ from typing import Any
 from remat._errors import RematError
 from remat._lines import line_of
 
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 

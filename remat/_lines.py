@@ -27,11 +27,18 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
-def warn(*, where: str, what: str, why: str, do: str) -> None:
+def warn(
+    *,
+    where: str,
+    what: str,
+    why: str,
+    do: str,
+    category: type[Warning] = RematWarning,
+) -> None:
     """Warns at the user's line, however deep in this package the reason is found."""
     _, num_calls = _user_frame()
     text = explain(where=where, what=what, why=why, do=do)
-    warnings.warn(text, RematWarning, stacklevel=num_calls + 1)
+    warnings.warn(text, category, stacklevel=num_calls + 1)
 
 
 def _user_frame() -> tuple[FrameType | None, int]:

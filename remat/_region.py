@@ -535,6 +535,9 @@ class Region:
         forward = self.forward(roots, save)
         skip = forward.num_leading
         program, dims = map_program(forward, batch)
+        first = forward.shape[0] + forward.shape[1]
+        added = dims[first : first + forward.shape[2]]
+        before = forward.mapped or ((),) * len(added)
         views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
         region = Region(
             self._mapped(chosen, batch, skip, are_apart=True),

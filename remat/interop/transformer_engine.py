@@ -100,16 +100,13 @@ def _has_options_in_front(args: tuple[Any, ...]) -> bool:
 
 
 def _warn_of_options_in_front() -> None:
-    warnings.warn(
-        explain(
-            where="interop.transformer_engine.checkpoint(function, *args)",
-            what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
-            "by position.",
-            why="TransformerEngine takes them so, and calls it deprecated.",
-            do="Pass them by keyword.",
-        ),
-        DeprecationWarning,
-        stacklevel=3,
+    warn(
+        where="interop.transformer_engine.checkpoint(function, *args)",
+        what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
+        "by position.",
+        why="TransformerEngine takes them so, and calls it deprecated.",
+        do="Pass them by keyword.",
+        category=DeprecationWarning,
     )
 
 
