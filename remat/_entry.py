@@ -37,6 +37,7 @@ from remat._errors import (
 from remat._forward import Calls
 from remat._function import Function, Roots
 from remat._graph import TensorMeta, label, layout_of
+from remat._memoized import keeper_of, remedy
 from remat._numerics import Numerics
 from remat._region import Region
 from remat._running import is_taken_whole, substituting
@@ -537,15 +538,25 @@ def _require_no_effects(
         )
     leaked = _survivor(traced.fakes)
     if leaked is not None:
-        raise SideEffectError(
-            explain(
-                where=where,
-                what=f"left a tensor of the trace, {TensorMeta.of(leaked)}, in "
-                f"{_holder(leaked)}.",
-                why="It has no data, and would fail wherever it is used next.",
-                do="Return the tensor from the function instead.",
-            )
+        raise _leak(leaked, where)
+
+
+def _leak(tensor: Tensor, where: str) -> SideEffectError:
+    """What is raised for a tensor of the trace that was left; a cache that has it is cleared."""
+    keeper = keeper_of(tensor)
+    holder, do = _holder(tensor), "Return the tensor from the function instead."
+    if keeper is not None:
+        keeper.cache_clear()
+        holder = f"the cache of `{keeper.__name__}`, which is now empty"
+        do = remedy(keeper)
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
+            why="It has no data, and would fail wherever it is used next.",
+            do=do,
         )
+    )
 
 
 def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:

@@ -23,6 +23,7 @@ from remat._errors import CapturedTensorError, RematError, TraceError, explain
 from remat._graph import TensorMeta
 from remat._indexing import LookUps
 from remat._lines import user_line
+from remat._memoized import keeper_of, remedy
 from remat.policies._operators import function_name
 
 
@@ -183,16 +184,7 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     if not running.find(tensor):
         if _streams.looks_like_state(tensor):
             raise _streams.unregistered(f"at {user_line()}")
-        raise CapturedTensorError(
-            explain(
-                where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-                what="is reached by a way that cannot be followed at the next call.",
-                why="It would be frozen into the trace: its gradient would be lost, and "
-                "a later value of it never seen.",
-                do="Pass it as an argument, or keep it in a closure, a global, a list, "
-                "a dict or an attribute that the function names.",
-            )
-        )
+        raise _out_of_reach(tensor)
     if is_lazy(tensor):
         raise _uninitialized()
     wanted = _compat.requires_grad_anywhere(tensor)
@@ -206,6 +198,24 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     running.captured.append(tensor)
     running.leaves.append(leaf)
     return leaf
+
+
+def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
+    keeper = keeper_of(tensor)
+    whose = "" if keeper is None else f" from the cache of `{keeper.__name__}`"
+    do = (
+        "Pass it as an argument, or keep it in a closure, a global, a list, a dict or an "
+        "attribute that the function names."
+    )
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
+            what="is reached by a way that cannot be followed at the next call.",
+            why="It would be frozen into the trace: its gradient would be lost, and a later "
+            "value of it never seen.",
+            do=do if keeper is None else remedy(keeper),
+        )
+    )
 
 
 def _uninitialized() -> TraceError:

@@ -24,6 +24,7 @@ LAYERS = (
         "_batching",
         "_host",
         "_lines",
+        "_memoized",
         "_operators",
         "_rng",
         "_trackers",

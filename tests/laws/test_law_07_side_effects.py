@@ -5,6 +5,7 @@ covered state while it is traced, or leaves a fake tensor in a user's object, ra
 `SideEffectError`."
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from remat import RematError, SideEffectError, remat
+from remat import CapturedTensorError, RematError, SideEffectError, remat
 from tests.support import assert_bitwise, grads, seeded
 
 Effect = Callable[[Any], Callable[[Tensor], Tensor]]
@@ -204,3 +206,40 @@ def test_a_restored_effect_of_rerun_runs_again() -> None:
     grads(remat(counts(held), engine="rerun"), [seeded(3)])
 
     assert held.calls >= 1
+
+
+CACHES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "endless": functools.cache,
+    "limited": functools.lru_cache(maxsize=2),
+}
+
+
+@pytest.mark.parametrize("memoize", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("pack", [lambda t: t, lambda t: {"mask": (t,)}], ids=str)
+def test_a_tensor_in_a_cache_of_functools(
+    memoize: Callable[[Callable[..., Any]], Callable[..., Any]],
+    pack: Callable[[Tensor], Any],
+) -> None:
+    """A trace's tensor does not stay in it, one of before cannot be followed; named in both."""
+
+    @memoize
+    def masked(n: int) -> Any:
+        return pack(torch.ones(n, n).tril())
+
+    def fun(x: Tensor) -> Tensor:
+        (mask,) = tree_leaves(masked(x.shape[0]))
+        return (x * mask).sin()
+
+    def repaired(x: Tensor) -> Tensor:
+        made: Any = masked
+        (mask,) = tree_leaves(made.__wrapped__(x.shape[0]))
+        return (x * mask).sin()
+
+    inputs = [seeded(3, 3)]
+    with pytest.raises(SideEffectError, match=r"in the cache of `masked`, .*`masked\."):
+        grads(remat(fun), inputs)
+    right = grads(fun, inputs)
+    with pytest.raises(CapturedTensorError, match=r"cache of `masked`.*__wrapped__"):
+        grads(remat(fun), inputs)
+
+    assert_bitwise(grads(remat(repaired), inputs), right)

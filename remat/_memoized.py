@@ -1,0 +1,55 @@
+"""Functions of the user's that keep what they return, by `functools.lru_cache`.
+
+Nobody can look into such a cache from outside: a tensor that comes out of it cannot be found
+again at the next call, and one of a trace that goes in has no data. Both are refused, and
+the error names the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+from torch import Tensor
+
+_Memoized: Any = type(functools.lru_cache(len))
+_CONTAINERS = (dict, list, tuple)
+_DEPTH = 4  # of containers inside of a cache, a heuristic
+
+
+def keeper_of(tensor: Tensor) -> Any:
+    """The function in whose cache a tensor is, None if it is in none."""
+    for each in gc.get_objects():
+        if type(each) is _Memoized and _keeps(each, tensor):
+            return each
+    return None
+
+
+def remedy(keeper: Any) -> str:
+    """What to do about it."""
+    name = keeper.__name__
+    return (
+        f"Call `{name}.__wrapped__` inside of the function, which makes the tensor anew, or "
+        f"call `{name}` outside and pass what it returns."
+    )
+
+
+def _keeps(keeper: Any, tensor: Tensor) -> bool:
+    around: list[Any] = [keeper.__wrapped__, keeper.__dict__]
+    found = [
+        each
+        for each in gc.get_referents(keeper)
+        if not any(each is other for other in around)
+    ]
+    for _ in range(_DEPTH):
+        if any(each is tensor for each in found):
+            return True
+        inner = [each for each in found if _is_part(each)]
+        found = gc.get_referents(*inner) if inner else []
+    return False
+
+
+def _is_part(thing: object) -> bool:
+    # Where its size is limited, a cache is a ring of links of a type without a name.
+    return isinstance(thing, _CONTAINERS) or type(thing).__name__ == "_lru_list_elem"
