@@ -37,7 +37,7 @@ from remat._errors import (
 from remat._forward import Calls
 from remat._function import Function, Roots
 from remat._graph import TensorMeta, label, layout_of
-from remat._memoized import keeper_of, remedy
+from remat._memoized import holds, keeper_of, remedy
 from remat._numerics import Numerics
 from remat._region import Region
 from remat._running import is_taken_whole, substituting
@@ -379,6 +379,7 @@ class _FirstCall:
             traced, reads, template = self._trace(survey, flattened, fixed)
             hooked = _hooked.put_back(survey)
             _require_no_effects(survey, reads, traced, self.where)
+            _require_nothing_left(traced.fakes, flattened.output, self.where)
         used = [id(tensor) for tensor in traced.captured]
         covered = _captures.cover(survey, reads, used)
         joints, output = traced.joints, flattened.output
@@ -536,9 +537,32 @@ def _require_no_effects(
                 'engine="rerun".',
             )
         )
-    leaked = _survivor(traced.fakes)
-    if leaked is not None:
-        raise _leak(leaked, where)
+
+
+def _require_nothing_left(
+    fakes: Sequence[weakref.ref[Tensor]], output: Output | None, where: str
+) -> None:
+    leaked = _survivor(fakes)
+    if leaked is None:
+        return
+    for returned in () if output is None else output.statics:
+        if holds(returned, leaked):
+            raise _unknown_container(returned, leaked, where)
+    raise _leak(leaked, where)
+
+
+def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
+    name = type(returned).__name__
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside of a {name}.",
+            why="torch's pytree does not know that class: the tensor would be none of the "
+            "outputs, and have no data.",
+            do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
+            "or return a tuple, a dict or a named tuple.",
+        )
+    )
 
 
 def _leak(tensor: Tensor, where: str) -> SideEffectError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +22,10 @@ _DEPTH = 4  # of containers inside of a cache, a heuristic
 def keeper_of(tensor: Tensor) -> Any:
     """The function in whose cache a tensor is, None if it is in none."""
     for each in gc.get_objects():
-        if type(each) is _Memoized and _keeps(each, tensor):
-            return each
+        if type(each) is _Memoized:
+            around: list[Any] = [each.__wrapped__, each.__dict__]
+            if holds(each, tensor, around):
+                return each
     return None
 
 
@@ -35,11 +38,11 @@ def remedy(keeper: Any) -> str:
     )
 
 
-def _keeps(keeper: Any, tensor: Tensor) -> bool:
-    around: list[Any] = [keeper.__wrapped__, keeper.__dict__]
+def holds(thing: object, tensor: Tensor, around: Sequence[object] = ()) -> bool:
+    """Whether a tensor is in an object, a few containers deep; not by way of `around`."""
     found = [
         each
-        for each in gc.get_referents(keeper)
+        for each in gc.get_referents(thing)
         if not any(each is other for other in around)
     ]
     for _ in range(_DEPTH):

@@ -5,6 +5,7 @@ covered state while it is traced, or leaves a fake tensor in a user's object, ra
 `SideEffectError`."
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -215,7 +216,9 @@ CACHES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("memoize", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("pack", [lambda t: t, lambda t: {"mask": (t,)}], ids=str)
+@pytest.mark.parametrize(
+    "pack", [lambda t: t, lambda t: {"mask": (t,)}], ids=["alone", "deep"]
+)
 def test_a_tensor_in_a_cache_of_functools(
     memoize: Callable[[Callable[..., Any]], Callable[..., Any]],
     pack: Callable[[Tensor], Any],
@@ -243,3 +246,27 @@ def test_a_tensor_in_a_cache_of_functools(
         grads(remat(fun), inputs)
 
     assert_bitwise(grads(remat(repaired), inputs), right)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    """A dataclass that nobody told torch's pytree about."""
+
+    hidden: Tensor
+    size: int = 3
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "a dataclass": Unregistered,
+    "an object": lambda t: SimpleNamespace(hidden=[t]),
+    "beside a tensor": lambda t: (t, Unregistered(t.cos())),
+}
+
+
+@pytest.mark.parametrize("pack", RETURNED.values(), ids=RETURNED)
+def test_a_tensor_returned_where_pytree_does_not_look(
+    pack: Callable[[Tensor], Any],
+) -> None:
+    """The error names the class, and says how it is registered."""
+    with pytest.raises(SideEffectError, match=r"inside of a \w+\..*Register it"):
+        remat(lambda x: pack(x.sin()))(seeded(3).requires_grad_())
