@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +89,21 @@ def test_jax_takes_its_steps_in_a_process_of_its_own(
     assert found == {"jax": timing.Elapsed(0.5), nothing: timing.Elapsed(0.25)}
     assert peaks == {"jax": 9, nothing: 8}
     assert set(missing) == {jax_peer.NAME.format(k) for k in ("matmuls", "everything")}
+
+
+def test_jax_is_handed_all_that_a_step_reads(tmp_path: Path) -> None:
+    """Each parameter of each block by its name, and the input."""
+    made = work.blocks(2, 1, 2, 8)
+
+    jax_peer._hand_over(tmp_path, made)
+
+    found = dict(np.load(tmp_path / "arrays.npz"))
+    right = {
+        f"{k}.{name}": t for k, own in enumerate(made.params) for name, t in own.items()
+    }
+    right["x"] = made.x
+    assert found.keys() == right.keys()
+    assert all(torch.equal(torch.from_numpy(found[k]), right[k]) for k in right)
 
 
 @pytest.mark.parametrize("row", ["tiny", "convolutions"])

@@ -93,8 +93,8 @@ def _hand_over(folder: Path, work: Work) -> None:
         for k, own in enumerate(work.params)
         for name, tensor in own.items()
     }
-    np.savez(folder / "arrays.npz", **arrays)
     arrays["x"] = work.x.numpy()
+    np.savez(folder / "arrays.npz", **arrays)
     given = {
         "names": list(work.params[0]),
         "layers": len(work.params),
