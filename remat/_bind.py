@@ -586,7 +586,6 @@ def _gradients_straight(
     if torch.is_grad_enabled() or not _compat.is_quiet():
         return _gradients(ctx, *cotangents)
     straight: Straight = ctx.straight
-    present = [each for each in cotangents if each is not None]
     program = straight.backward(ctx.needs_input_grad, cotangents)
     if program is None:
         derived = _pulled_back(ctx, cotangents)
@@ -594,6 +593,7 @@ def _gradients_straight(
             return _through(derived, ctx, cotangents)
         program = derived.program
         straight.learn(ctx.needs_input_grad, cotangents, program)
+    present = [each for each in cotangents if each is not None]
     return _consumed(program, ctx, present)
 
 

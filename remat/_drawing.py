@@ -47,11 +47,10 @@ def with_state(
     Returns:
         What the operator returns, and the generator's state before it.
     """
-    drawing, _ = _operators_of(op)
     # Each reads the state before it, of which a compiler sees that it comes first.
     graph = _compat.active_graph()
     before = _latest.get(graph)
-    *drawn, state = drawing(
+    *drawn, state = _drawing(op)(
         *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
     )
     _latest[graph] = state
@@ -71,8 +70,9 @@ def from_state(
 
     The generator is left as it was found.
     """
-    _, redrawing = _operators_of(op)
-    return redrawing(state, *args, **kwargs, rng_device=device, rng_in_place=in_place)
+    return _redrawing(op)(
+        state, *args, **kwargs, rng_device=device, rng_in_place=in_place
+    )
 
 
 def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
@@ -80,13 +80,9 @@ def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
 
 
 @functools.cache
-def _operators_of(op: Any) -> tuple[Any, Any]:
-    """The operators that draw so in place of another, defined when first needed."""
-    name = operators.full_name(op).replace("::", "_").replace(".", "_")
+def _drawing(op: Any) -> Any:
+    """The operator that draws as another does, and hands out the state; defined when met."""
     given, returned = _declared(op)
-    own = "Device rng_device, bool rng_in_place"
-    joined = f"{given}, " if "*" in given else f"{given}, *, "
-    tags = (torch.Tag.nondeterministic_seeded,)
 
     def draw(
         *args: Any,
@@ -99,7 +95,7 @@ def _operators_of(op: Any) -> tuple[Any, Any]:
         state = _rng.get(rng_device)
         return (*_drawn(op, args, kwargs, rng_in_place), state)
 
-    def fake_draw(
+    def fake(
         *args: Any,
         rng_device: torch.device,
         rng_in_place: bool,
@@ -108,6 +104,20 @@ def _operators_of(op: Any) -> tuple[Any, Any]:
     ) -> tuple[Tensor, ...]:
         del rng_in_place, rng_before
         return (*_drawn(op, args, kwargs, False), _rng.fake_state(rng_device))
+
+    return _compat.define(
+        f"draw_{_name(op)}",
+        f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
+        draw,
+        fake,
+        (torch.Tag.nondeterministic_seeded,),
+    )
+
+
+@functools.cache
+def _redrawing(op: Any) -> Any:
+    """The operator that draws as another did from a state; defined when met."""
+    given, returned = _declared(op)
 
     def redraw(
         state: Tensor,
@@ -123,7 +133,7 @@ def _operators_of(op: Any) -> tuple[Any, Any]:
         finally:
             _rng.put(found, rng_device)
 
-    def fake_redraw(
+    def fake(
         state: Tensor,
         *args: Any,
         rng_device: torch.device,
@@ -133,27 +143,25 @@ def _operators_of(op: Any) -> tuple[Any, Any]:
         del state, rng_device, rng_in_place
         return _result(op, _drawn(op, args, kwargs, False))
 
-    drawing = _compat.define(
-        f"draw_{name}",
-        f"({joined}{own}, Tensor? rng_before) -> ({returned}, Tensor)",
-        draw,
-        fake_draw,
-        tags,
-    )
-    redrawing = _compat.define(
-        f"redraw_{name}",
-        f"(Tensor rng_state, {joined}{own}) -> ({returned})",
+    return _compat.define(
+        f"redraw_{_name(op)}",
+        f"(Tensor rng_state, {given}) -> ({returned})",
         redraw,
-        fake_redraw,
+        fake,
         (),
     )
-    return drawing, redrawing
+
+
+def _name(op: Any) -> str:
+    return operators.full_name(op).replace("::", "_").replace(".", "_")
 
 
 def _declared(op: Any) -> tuple[str, str]:
-    """What an operator takes, and what it returns, as its schema says it."""
+    """What an operator takes, with what its draws are told, and returns, as schemas say it."""
     text = str(_compat.schema_of(op))
     given, _, returned = text.partition("(")[2].rpartition(") -> ")
+    joint = ", " if "*" in given else ", *, "
+    given = f"{given}{joint}Device rng_device, bool rng_in_place"
     return given, returned.removeprefix("(").removesuffix(")")
 
 

@@ -1,8 +1,8 @@
-"""Functions of the user's that keep what they return, by `functools.lru_cache`.
+"""Where a tensor is that no container of pytree's holds, so that an error can name the place.
 
-Nobody can look into such a cache from outside: a tensor that comes out of it cannot be found
-again at the next call, and one of a trace that goes in has no data. Both are refused, and
-the error names the function.
+Most often that is the cache of a function under `functools.lru_cache`. Nobody can look into
+it from outside: a tensor that comes out of it cannot be found again at the next call, and
+one of a trace that goes in has no data. Both are refused.
 """
 
 from __future__ import annotations
