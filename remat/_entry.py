@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
-import types
-import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 from torch import Tensor
@@ -31,13 +28,17 @@ from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
-    SideEffectError,
     explain,
 )
 from remat._forward import Calls
 from remat._function import Function, Roots
 from remat._graph import TensorMeta, label, layout_of
-from remat._memoized import holds, keeper_of, remedy
+from remat._leaks import (
+    require_no_effects,
+    require_nothing_left,
+    undone,
+    undone_on_error,
+)
 from remat._numerics import Numerics
 from remat._region import Region
 from remat._running import is_taken_whole, substituting
@@ -213,7 +214,9 @@ class _Flattened:
                     captured, operands[self.num_tensors :], strict=False
                 )
             }
-            with substituting(mapping), _left_alone(roots, fetch is not None):
+            # The first trace looks at the changes itself.
+            around = contextlib.nullcontext() if fetch is None else undone(roots)
+            with substituting(mapping), around:
                 returned = self._apart(function(*args, **kwargs))
             # A captured tensor that no operator of the user has met is still the real one.
             return [mapping.get(id(each), each) for each in returned]
@@ -228,20 +231,6 @@ class _Flattened:
             is_leaf = isinstance(result, Tensor)
             self.output = Output(spec, statics, is_tensor, is_leaf)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-@contextlib.contextmanager
-def _left_alone(roots: Roots, applies: bool) -> Generator[None]:
-    """Puts back what the function assigns: a later trace must leave no stand-ins."""
-    if not applies:
-        # The first trace looks at the changes itself.
-        yield
-        return
-    survey = _captures.survey(roots)
-    try:
-        yield
-    finally:
-        survey.restore()
 
 
 def make_entry(
@@ -375,15 +364,16 @@ class _FirstCall:
         signature, roots = self.signature, self.roots
         survey = _captures.survey(roots)
         flattened = _Flattened(signature.layout, len(signature.tensors))
-        with _undone_on_error(survey), _host.told(self.where):
+        with undone_on_error(survey), _host.told(self.where):
             traced, reads, template = self._trace(survey, flattened, fixed)
+            output = flattened.output
+            assert output is not None, "a trace calls the function"
             hooked = _hooked.put_back(survey)
-            _require_no_effects(survey, reads, traced, self.where)
-            _require_nothing_left(traced.fakes, flattened.output, self.where)
+            require_no_effects(survey, reads, traced, self.where)
+            require_nothing_left(traced.fakes, output.statics, self.where)
         used = [id(tensor) for tensor in traced.captured]
         covered = _captures.cover(survey, reads, used)
-        joints, output = traced.joints, flattened.output
-        assert output is not None
+        joints = traced.joints
         if template is not None:
             filled = template.at(signature.metas)
             assert filled is not None, "the trace does not hold for its own call"
@@ -508,107 +498,6 @@ def _metas(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
         TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
         for tensor in tensors
     )
-
-
-@contextlib.contextmanager
-def _undone_on_error(survey: _captures.Survey) -> Generator[None]:
-    try:
-        yield
-    except BaseException:
-        survey.restore()
-        raise
-
-
-def _require_no_effects(
-    survey: _captures.Survey, reads: _captures.Reads, traced: Traced, where: str
-) -> None:
-    # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
-    survey.put_back(traced.stand_ins, traced.captured)
-    traced.stand_ins.clear()
-    changed = survey.changes(reads=reads)
-    if changed is not None:
-        raise SideEffectError(
-            explain(
-                where=where,
-                what=f"{changed} while it was traced.",
-                why="A trace runs Python once: at the next call the change would not "
-                "happen, and what depends on it would be stale.",
-                do="Return the new value instead, keep it in a buffer, or use "
-                'engine="rerun".',
-            )
-        )
-
-
-def _require_nothing_left(
-    fakes: Sequence[weakref.ref[Tensor]], output: Output | None, where: str
-) -> None:
-    leaked = _survivor(fakes)
-    if leaked is None:
-        return
-    for returned in () if output is None else output.statics:
-        if holds(returned, leaked):
-            raise _unknown_container(returned, leaked, where)
-    raise _leak(leaked, where)
-
-
-def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
-    name = type(returned).__name__
-    return SideEffectError(
-        explain(
-            where=where,
-            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside of a {name}.",
-            why="torch's pytree does not know that class: the tensor would be none of the "
-            "outputs, and have no data.",
-            do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
-            "or return a tuple, a dict or a named tuple.",
-        )
-    )
-
-
-def _leak(tensor: Tensor, where: str) -> SideEffectError:
-    """What is raised for a tensor of the trace that was left; a cache that has it is cleared."""
-    keeper = keeper_of(tensor)
-    holder, do = _holder(tensor), "Return the tensor from the function instead."
-    if keeper is not None:
-        keeper.cache_clear()
-        holder = f"the cache of `{keeper.__name__}`, which is now empty"
-        do = remedy(keeper)
-    return SideEffectError(
-        explain(
-            where=where,
-            what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
-            why="It has no data, and would fail wherever it is used next.",
-            do=do,
-        )
-    )
-
-
-def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
-    if all(fake() is None for fake in fakes):
-        return None
-    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
-    # holds: operators that save their output do (torch 2.15).
-    gc.collect()
-    alive = [found for fake in fakes if (found := fake()) is not None]
-    holders = [each for each in _referrers(alive) if each is not alive]
-    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
-    return next((each for each in alive if id(each) in held), None)
-
-
-def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
-    found = gc.get_referrers(*tensors) if tensors else []
-    return [each for each in found if not isinstance(each, types.FrameType)]
-
-
-def _holder(tensor: Tensor) -> str:
-    for referrer in _referrers([tensor]):
-        if isinstance(referrer, dict):
-            for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
-                if value is tensor and isinstance(key, str):
-                    return f"a name or attribute `{key}`"
-        if isinstance(referrer, (list, set)):
-            return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
-    return "an object outside of the function"
 
 
 def _require_random_by_keys(joint: Joint, rng: str) -> None:

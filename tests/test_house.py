@@ -45,7 +45,7 @@ LAYERS = (
     ("_guards", "_hooked", "_sharded"),
     ("_running",),
     ("_trace",),
-    ("_dynamic",),
+    ("_dynamic", "_leaks"),
     ("_partition", "_derived"),
     ("_backend", "_bindings", "_drawing", "_holding", "_interpreted"),
     ("_composites",),

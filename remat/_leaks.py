@@ -1,0 +1,150 @@
+"""What a trace leaves behind in the caller's objects: changes, and tensors of its own.
+
+A trace runs the function once, on stand-ins. What that changes is put back, and is an error
+where a call would have changed it too; a stand-in that stays somewhere has no data, and
+would fail far from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+import weakref
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._captures import Reads, Survey, survey
+from remat._errors import SideEffectError, explain
+from remat._graph import TensorMeta
+from remat._memoized import holds, keeper_of, remedy
+from remat._trace import Traced
+
+
+@contextlib.contextmanager
+def undone(roots: tuple[object, ...]) -> Generator[None]:
+    """Puts back what is assigned inside to what these roots reach."""
+    found = survey(roots)
+    try:
+        yield
+    finally:
+        found.restore()
+
+
+@contextlib.contextmanager
+def undone_on_error(found: Survey) -> Generator[None]:
+    """Puts back what was assigned to what was surveyed, if something fails inside."""
+    try:
+        yield
+    except BaseException:
+        found.restore()
+        raise
+
+
+def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) -> None:
+    """Refuses a function that changed, while it was traced, what later calls rest on.
+
+    Raises:
+        SideEffectError: it did.
+    """
+    # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+    found.put_back(traced.stand_ins, traced.captured)
+    traced.stand_ins.clear()
+    changed = found.changes(reads=reads)
+    if changed is None:
+        return
+    raise SideEffectError(
+        explain(
+            where=where,
+            what=f"{changed} while it was traced.",
+            why="A trace runs Python once: at the next call the change would not "
+            "happen, and what depends on it would be stale.",
+            do="Return the new value instead, keep it in a buffer, or use "
+            'engine="rerun".',
+        )
+    )
+
+
+def require_nothing_left(
+    fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
+) -> None:
+    """Refuses a function that has left a tensor of the trace where it outlives it.
+
+    Args:
+        fakes: the tensors of the trace.
+        statics: what the function returned besides tensors.
+        where: the function, as messages call it.
+
+    Raises:
+        SideEffectError: one of them is alive; the text says where.
+    """
+    leaked = _survivor(fakes)
+    if leaked is None:
+        return
+    for returned in statics:
+        if holds(returned, leaked):
+            raise _unknown_container(returned, leaked, where)
+    raise _leak(leaked, where)
+
+
+def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
+    if all(fake() is None for fake in fakes):
+        return None
+    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
+    # holds: operators that save their output do (torch 2.15).
+    gc.collect()
+    alive = [found for fake in fakes if (found := fake()) is not None]
+    holders = [each for each in _referrers(alive) if each is not alive]
+    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
+    return next((each for each in alive if id(each) in held), None)
+
+
+def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
+    found = gc.get_referrers(*tensors) if tensors else []
+    return [each for each in found if not isinstance(each, types.FrameType)]
+
+
+def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
+    name = type(returned).__name__
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside of a {name}.",
+            why="torch's pytree does not know that class: the tensor would be none of the "
+            "outputs, and have no data.",
+            do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
+            "or return a tuple, a dict or a named tuple.",
+        )
+    )
+
+
+def _leak(tensor: Tensor, where: str) -> SideEffectError:
+    """The error for a tensor that was left; a cache that has it is emptied."""
+    keeper = keeper_of(tensor)
+    if keeper is None:
+        holder, do = _holder(tensor), "Return the tensor from the function instead."
+    else:
+        keeper.cache_clear()
+        holder = f"the cache of `{keeper.__name__}`, which is now empty"
+        do = remedy(keeper)
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
+            why="It has no data, and would fail wherever it is used next.",
+            do=do,
+        )
+    )
+
+
+def _holder(tensor: Tensor) -> str:
+    for referrer in _referrers([tensor]):
+        if isinstance(referrer, dict):
+            for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
+                if value is tensor and isinstance(key, str):
+                    return f"a name or attribute `{key}`"
+        if isinstance(referrer, (list, set)):
+            return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
+    return "an object outside of the function"
