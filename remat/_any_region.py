@@ -1,4 +1,4 @@
-"""What `_bind` asks of a region, whether it is traced or runs its function again."""
+"""A call of a region, and what `_bind` asks of one, whether it is traced or runs again."""
 
 from __future__ import annotations
 
@@ -98,3 +98,63 @@ class AnyRegion(Protocol):
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
+
+
+class Call(NamedTuple):
+    """One call of a region: what stays the same at every level.
+
+    Attributes:
+        region: what is called: a `Region`, or one that runs again.
+        roots: the function and the objects among its arguments.
+        numerics: the switches in force on this thread.
+        labels: what messages call the operands.
+        is_last: whether its own reverse derivative is refused, and nothing waits for it.
+    """
+
+    region: AnyRegion
+    roots: Roots
+    numerics: Numerics
+    labels: tuple[str, ...] = ()
+    is_last: bool = False
+
+    def of(self, region: AnyRegion) -> Call:
+        """The call of a region derived from this one's."""
+        return self._replace(region=region)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutProgram:
+    """What regions have in common that run Python, and not a program."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """No state of a generator is an operand, or saved."""
+        return ()
+
+    @property
+    def inputs(self) -> dict[int, AbstractStorage]:
+        """They are kept as they are."""
+        return {}
+
+    @property
+    def calls(self) -> Calls:
+        """They are not counted."""
+        return Calls()
+
+    @property
+    def runs_first(self) -> bool:
+        """What the outputs rest on is known without a run."""
+        return False
+
+    @property
+    def program(self) -> None:
+        """It has none."""
+        return
+
+    def straight(self, roots: Roots, numerics: Numerics) -> None:
+        """It has no program."""
+        return
+
+    def num_draws(self, roots: Roots) -> int:
+        """No state of a generator is handed from the forward to what is derived."""
+        return 0

@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _ahead, _compat, _orders, _shortage
-from remat._any_region import AnyRegion, Asked
+from remat._any_region import AnyRegion, Asked, Call
+from remat._backward import (
+    consumed,
+    require_recordable,
+    saved,
+    second_derivative,
+    spread,
+)
 from remat._derived import Batch
-from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
+from remat._errors import explain
 from remat._forward import Results, Straight
-from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
@@ -44,28 +50,6 @@ _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright
 
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
-
-
-class Call(NamedTuple):
-    """One call of a region: what stays the same at every level.
-
-    Attributes:
-        region: what is called: a `Region`, or one that runs again.
-        roots: the function and the objects among its arguments.
-        numerics: the switches in force on this thread.
-        labels: what messages call the operands.
-        is_last: whether its own reverse derivative is refused, and nothing waits for it.
-    """
-
-    region: AnyRegion
-    roots: Roots
-    numerics: Numerics
-    labels: tuple[str, ...] = ()
-    is_last: bool = False
-
-    def of(self, region: AnyRegion) -> Call:
-        """The call of a region derived from this one's."""
-        return self._replace(region=region)
 
 
 def bind(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -423,7 +407,7 @@ def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
     """The region of the gradients that are wanted for these cotangents."""
     call: Call = ctx.call
     if call.is_last:
-        raise _second(call)
+        raise second_derivative(call)
     layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
     wanted = ctx.needs_input_grad[1:]
     asked = Asked(layouts, wanted, ctx.num_states, Numerics.current())
@@ -437,96 +421,22 @@ def _through(
     present = [each for each in cotangents if each is not None]
     is_recorded = torch.is_grad_enabled() or not _is_untransformed()
     if derived.program is not None and not is_recorded:
-        return _consumed(derived.program, ctx, present)
-    saved, call = _saved(ctx), ctx.call
+        return consumed(derived.program, ctx, present)
+    kept, call = saved(ctx), ctx.call
     try:
-        _require_recordable(present)
+        require_recordable(present)
         below = Call(
             derived, call.roots, Numerics.current(), call.labels, ctx.is_first_order
         )
-        found = bind(below, [*saved, *present])
+        found = bind(below, [*kept, *present])
     except RuntimeError as error:
         _shortage.note(error, "backward", call, [ctx])
         raise
-    return _spread(ctx.needs_input_grad, found)
-
-
-def _consumed(
-    program: Program, ctx: Any, cotangents: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """The gradients by a program."""
-    read = [*_saved(ctx), *cotangents]
-    # Unless the graph is kept, each is let go after its last use, not at the end.
-    ctx.maybe_clear_saved_tensors()
-    try:
-        found = program.consume(read)
-    except RuntimeError as error:
-        _shortage.note(error, "backward", ctx.call, [ctx])
-        raise
-    return _spread(ctx.needs_input_grad, found)
-
-
-def _spread(
-    wanted: Sequence[bool], found: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted in the places of their operands, after the job's."""
-    if False not in wanted[1:]:
-        return (None, *found)
-    rest = iter(found)
-    return (None, *[next(rest) if each else None for each in wanted[1:]])
-
-
-def _require_recordable(cotangents: Sequence[Tensor]) -> None:
-    """Refuses what autograd would record on a wrapper that it then throws away."""
-    if torch.is_grad_enabled() and any(map(_compat.is_batched_by_autograd, cotangents)):
-        raise NotImplementedError(
-            explain(
-                where="a region under torch.autograd.grad(is_grads_batched=True, "
-                "create_graph=True)",
-                what="gives gradients that could not be differentiated again.",
-                why="autograd records them on a wrapper that it then throws away.",
-                do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
-            )
-        )
+    return spread(ctx.needs_input_grad, found)
 
 
 def _is_untransformed() -> bool:
     return _compat.is_quiet() or _compat.is_only_watched()
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    """What the forward kept, in the order in which the backward reads it."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise _modified(ctx) from error
-
-
-def _modified(ctx: Any) -> SavedTensorModifiedError:
-    labels = ", ".join(ctx.call.labels) or "none"
-    return SavedTensorModifiedError(
-        explain(
-            where=f"the backward of a region with the operands {labels}",
-            what="a tensor that waits for it was changed in place since the forward.",
-            why="The recomputation would start from other numbers.",
-            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
-        )
-    )
-
-
-def _second(call: Call) -> SecondDerivativeError:
-    labels = ", ".join(call.labels) or "none"
-    return SecondDerivativeError(
-        explain(
-            where=f"the gradient of a region with the operands {labels}",
-            what="is differentiated in reverse mode.",
-            why="The region was called under first_order(), which keeps nothing that a "
-            "second derivative reads.",
-            do="Call it outside of first_order(), or use forward mode over the gradient.",
-        )
-    )
 
 
 @_compat.unseen_by_dynamo
@@ -594,7 +504,7 @@ def _gradients_straight(
         program = derived.program
         straight.learn(ctx.needs_input_grad, cotangents, program)
     present = [each for each in cotangents if each is not None]
-    return _consumed(program, ctx, present)
+    return consumed(program, ctx, present)
 
 
 class _StraightFunction(torch.autograd.Function):

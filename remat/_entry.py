@@ -23,7 +23,8 @@ from remat import (
     _operators as operators,
     _streams,
 )
-from remat._bind import Call, apply_straight, bind_all
+from remat._any_region import Call
+from remat._bind import apply_straight, bind_all
 from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
     ImplicitRandomnessError,

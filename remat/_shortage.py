@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from remat import _compat
+from remat._any_region import Call
 from remat._graph import TensorMeta
 from remat._region import Region
 from remat._waiting import storages
@@ -25,7 +26,7 @@ _MOST_VALUES = 10
 _MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
 
 
-def note(error: RuntimeError, phase: str, call: Any, nodes: Iterable[Any]) -> None:
+def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
     """Adds to an error what regions held, if memory ran out and nobody has said so yet.
 
     Args:
@@ -36,8 +37,7 @@ def note(error: RuntimeError, phase: str, call: Any, nodes: Iterable[Any]) -> No
     """
     is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
     if is_shortage(error) and not is_noted:
-        kind = cast("type[object]", type(call))
-        error.add_note(_text(phase, call, list(_values(nodes, kind))))
+        error.add_note(_text(phase, call, list(_values(nodes))))
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -63,7 +63,7 @@ class _Value:
     size_bytes: int
 
 
-def _text(phase: str, call: Any, values: list[_Value]) -> str:
+def _text(phase: str, call: Call, values: list[_Value]) -> str:
     total = sum(value.size_bytes for value in values)
     regions = dict.fromkeys(value.region for value in values)
     lines = [
@@ -88,15 +88,14 @@ def _text(phase: str, call: Any, values: list[_Value]) -> str:
     return "\n".join(lines)
 
 
-def _values(nodes: Iterable[Any], kind: type[object]) -> Iterator[_Value]:
+def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
     for node in _below(nodes):
         call = getattr(node, "call", None)
-        if not isinstance(call, kind):
+        if not isinstance(call, Call):
             continue
-        found: Any = call
-        labels = _labels(found)
+        labels = _labels(call)
         for position, tensor in enumerate(_saved(node)):
             label, is_operand = (
                 labels[position] if position < len(labels) else ("a state", False)
@@ -108,7 +107,7 @@ def _values(nodes: Iterable[Any], kind: type[object]) -> Iterator[_Value]:
             seen |= keys.keys()
             if size:
                 text = f"{label} {TensorMeta.of(tensor)}".strip()
-                yield _Value(name_of(found.roots[0]), text, size)
+                yield _Value(name_of(call.roots[0]), text, size)
 
 
 def _below(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -131,7 +130,7 @@ def _saved(node: Any) -> tuple[Tensor, ...]:
         return ()
 
 
-def _labels(call: Any) -> list[tuple[str, bool]]:
+def _labels(call: Call) -> list[tuple[str, bool]]:
     """What the tensors that a call saved are called, and whether each is an operand."""
     region = call.region
     saved: list[tuple[str, bool]] = []

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from remat import (
     RematError,
     _compat,
-    _rerun,
     _rng,
     checkpoint_name,
     policies,
     remat,
 )
 from remat._graph import TensorMeta
+from remat._run_state import RunState
 from remat._trace import Request, trace
 from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
 
@@ -374,7 +374,7 @@ def test_a_rerun_puts_a_devices_generator_back(fake_device: FakeDevice) -> None:
     """Also of a device that only an operand shows; and where the run raises."""
     with _compat.fake_mode(torch.device("cuda", 0)):
         operand = torch.empty(3, device=torch.device("cuda", 0))
-    state = _rerun._State([], [operand])
+    state = RunState([], [operand])
     starts: list[int] = []
 
     def draw() -> None:

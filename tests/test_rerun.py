@@ -21,7 +21,8 @@ from remat import (
     policies,
     remat,
 )
-from remat._bind import Call, bind
+from remat._any_region import Call
+from remat._bind import bind
 from remat._numerics import Numerics
 from remat._rerun import rerun_of
 from remat._trace import Flat

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._any_region import Asked
-from remat._bind import Call, bind, bind_all, make_view, run_saving
+from remat._any_region import Asked, Call
+from remat._bind import bind, bind_all, make_view, run_saving
 from remat._derived import Pull, pullback
 from remat._function import Roots
 from remat._graph import TensorMeta, layout_of

@@ -22,19 +22,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._any_region import AnyRegion, Asked, Batched
+from remat._any_region import AnyRegion, Asked, Batched, WithoutProgram
 from remat._derived import Batch, mapped
 from remat._errors import SavedTensorModifiedError, explain
-from remat._forward import Calls, Results
+from remat._forward import Results
 from remat._function import Roots
 from remat._numerics import Numerics
-from remat._program import Program
 from remat._rerun import Rerun, rerun_of
 from remat._trace import View
 from remat.layers._executor import Executor
 from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger
-from remat.storage import AbstractStorage
 
 #: (operands, whether to hold what the backward needs) -> outputs, new values of buffers,
 #: and with it a mark and what waits.
@@ -89,47 +87,9 @@ class Held:
         return tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scheduled:
-    """What the regions here have in common: no program, no states, no storages."""
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        """Random numbers come from keys."""
-        return ()
-
-    @property
-    def inputs(self) -> dict[int, AbstractStorage]:
-        """They are kept as they are."""
-        return {}
-
-    @property
-    def calls(self) -> Calls:
-        """They are not counted."""
-        return Calls()
-
-    @property
-    def runs_first(self) -> bool:
-        """Its links are traced."""
-        return False
-
-    @property
-    def program(self) -> Program | None:
-        """It has none."""
-        return None
-
-    def straight(self, roots: Roots, numerics: Numerics) -> None:
-        """It has no program."""
-        return
-
-    def num_draws(self, roots: Roots) -> int:
-        """Random numbers come from keys."""
-        return 0
-
-
 @final
 @dataclasses.dataclass(frozen=True)
-class Swept(_Scheduled):
+class Swept(WithoutProgram):
     """The region of a scheduled stack.
 
     Attributes:
@@ -216,7 +176,7 @@ class Swept(_Scheduled):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Pulled(_Scheduled):
+class Pulled(WithoutProgram):
     """The region of a scheduled stack's gradients.
 
     Attributes:

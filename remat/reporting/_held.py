@@ -14,7 +14,7 @@ from typing import Any, cast, final
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import Call
+from remat._any_region import Call
 from remat._waiting import storages
 from remat.layers._scheduled import Swept
 

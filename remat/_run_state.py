@@ -1,0 +1,167 @@
+"""What a run of a function changes outside itself, so that a later run starts from the same.
+
+Generators, registered trackers and buffers. The first run notes them by value; each later
+one starts from there, and then puts back what stood when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat, _host, _rng, _sharded, _streams, _trackers
+from remat._lines import user_line
+from remat._running import is_running
+from remat.policies._operators import function_name
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Randomness:
+    """The states of generators and trackers at one moment, by value.
+
+    Attributes:
+        devices: the states of the default generators.
+        trackers: those of the registered trackers.
+        explicit: those of generators of the user's.
+    """
+
+    devices: dict[torch.device, Tensor]
+    trackers: _trackers.Snapshot
+    explicit: dict[torch.Generator, Tensor]
+
+    @classmethod
+    def take(
+        cls,
+        devices: Iterable[torch.device],
+        explicit: Iterable[torch.Generator] = (),
+    ) -> _Randomness:
+        """As they are now."""
+        return cls(
+            {device: _rng.record(device) for device in devices},
+            _trackers.Snapshot.take(),
+            {each: each.get_state() for each in explicit},
+        )
+
+    def has_moved(self) -> bool:
+        """Whether some generator has been drawn from, or set, since."""
+        now = [_rng.get(each) for each in self.devices]
+        now += [each.get_state() for each in self.explicit]
+        before = [*self.devices.values(), *self.explicit.values()]
+        with _compat.leave_functorch(), _compat.without_torch_function():
+            return not all(map(torch.equal, before, now))
+
+    def put_back(self) -> None:
+        """Sets all of them to these states."""
+        for device, state in self.devices.items():
+            _rng.swap(state, device)
+        self.trackers.put_back()
+        for generator, state in self.explicit.items():
+            generator.set_state(state)
+
+
+@final
+class RunState:
+    """What a run changes outside itself, as the forward found it, by value.
+
+    Attributes:
+        buffers: what the function may change.
+        devices: whose generators it may draw from.
+        draws: whether it may at all.
+        engine: of the modules that `fully_shard` drives and that it may call.
+        start: the states of these, and of trackers, while the first run runs.
+        before: the states of these, and of trackers, when the first run began.
+        host: those of Python's and numpy's generators, if the first run drew from them.
+        explicit: generators that were handed to an operator, with their states then.
+        found: the buffers that the first run changed, with what they held.
+        resting: for each leaf the outputs that rest on it, a bit for each.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        *,
+        draws: bool = True,
+        engine: _sharded.Engine | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.engine = engine
+        self.draws = draws
+        self.start: _Randomness | None = None
+        kinds = {tensor.device for tensor in operands}
+        self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
+        self.before: _Randomness | None = None
+        self.host: tuple[Any, ...] | None = None
+        self.explicit: dict[torch.Generator, Tensor] = {}
+        self.found: list[tuple[Tensor, Tensor]] = []
+        self.resting: tuple[int, ...] | None = None
+
+    def meet(self, generator: torch.Generator) -> None:
+        """Notes the state of a generator of the user's before it is first drawn from."""
+        if generator not in self.explicit and not _rng.is_default(generator):
+            self.explicit[generator] = generator.get_state()
+
+    def watch(self, func: Callable[..., Any] | None = None) -> None:
+        """Refuses a draw of the first run that should come from a key, and undoes it."""
+        # A trace draws nothing, and looks at what is in it itself.
+        if self.draws or self.start is None or is_running():
+            return
+        if not self.start.has_moved():
+            return
+        self.start.put_back()
+        name = "the function" if func is None else f"torch.{function_name(func)}"
+        raise _streams.implicit(f"{name} at {user_line()}")
+
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        """The first run changes the state; each later one starts from the same."""
+        if self.before is None:
+            with self._noted():
+                yield
+        else:
+            with self._put_back(self.before):
+                yield
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        taken = _Randomness.take(self.devices)
+        start = dataclasses.replace(taken, explicit=self.explicit)
+        host = _host.states()
+        before = [(each, each.clone()) for each in self.buffers]
+        self.start = start
+        try:
+            yield
+            self.watch()
+        finally:
+            self.start = None
+        self.before = start
+        self.host = None if host == _host.states() else host
+        # batch_norm changes its statistics without telling: values are compared.
+        self.found = [
+            (buffer, old)
+            for buffer, old in before
+            if not _compat.same_bits(buffer, old)
+        ]
+
+    @contextlib.contextmanager
+    def _put_back(self, randomness: _Randomness) -> Generator[None]:
+        with torch.no_grad():
+            now = [(buffer, buffer.clone()) for buffer, _ in self.found]
+            for buffer, old in self.found:
+                buffer.copy_(old)
+        ended = _Randomness.take(self.devices, self.explicit)
+        randomness.put_back()
+        try:
+            with _host.set_to(self.host):
+                yield
+        finally:
+            ended.put_back()
+            with torch.no_grad():
+                for buffer, value in now:
+                    buffer.copy_(value)
