@@ -11,79 +11,61 @@ from remat._errors import PolicyError, explain
 from remat.policies._contract import AbstractPolicy, Value
 
 
-@final
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveOnlyTheseNames(AbstractPolicy):
-    """What `save_only_these_names` makes."""
+class _ByNames(AbstractPolicy):
+    """What is decided by globs of names, and called like the function that makes it."""
 
+    MAKER = ""  # each class has its own; with an annotation it would count as a field
     _globs: tuple[str, ...]
 
     def __post_init__(self) -> None:
         """Checks the globs."""
-        require_globs(self._globs, where="save_only_these_names(*globs)")
+        require_globs(self._globs, where=f"{self.MAKER}(*globs)")
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of the names that count."""
+        return self._globs
+
+    def __repr__(self) -> str:
+        """The code that makes this policy."""
+        return show_call(self.MAKER, self._globs)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveOnlyTheseNames(_ByNames):
+    """What `save_only_these_names` makes."""
+
+    MAKER = "save_only_these_names"
 
     def __call__(self, value: Value, /) -> bool:
         """Decides about one value."""
         return has_name(value, self._globs)
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of the names to save."""
-        return self._globs
-
-    def __repr__(self) -> str:
-        """The code that makes this policy."""
-        return show_call("save_only_these_names", self._globs)
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveAnyNamesButThese(AbstractPolicy):
+class SaveAnyNamesButThese(_ByNames):
     """What `save_any_names_but_these` makes."""
 
-    _globs: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """Checks the globs."""
-        require_globs(self._globs, where="save_any_names_but_these(*globs)")
+    MAKER = "save_any_names_but_these"
 
     def __call__(self, value: Value, /) -> bool:
         """Decides about one value."""
         return bool(value.names) and not has_name(value, self._globs)
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of the names not to save."""
-        return self._globs
-
-    def __repr__(self) -> str:
-        """The code that makes this policy."""
-        return show_call("save_any_names_but_these", self._globs)
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveAnythingExceptTheseNames(AbstractPolicy):
+class SaveAnythingExceptTheseNames(_ByNames):
     """What `save_anything_except_these_names` makes."""
 
-    _globs: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """Checks the globs."""
-        require_globs(self._globs, where="save_anything_except_these_names(*globs)")
+    MAKER = "save_anything_except_these_names"
 
     def __call__(self, value: Value, /) -> bool:
         """Decides about one value."""
         return not has_name(value, self._globs)
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of the names not to save."""
-        return self._globs
-
-    def __repr__(self) -> str:
-        """The code that makes this policy."""
-        return show_call("save_anything_except_these_names", self._globs)
 
 
 def save_only_these_names(*globs: str) -> AbstractPolicy:
