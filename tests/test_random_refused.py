@@ -48,15 +48,19 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize(("fun", "operator"), DRAWS.values(), ids=DRAWS)
 def test_keys_refuse_a_generator(
-    fun: Callable[[Tensor], Tensor], operator: str
+    fun: Callable[[Tensor], Tensor], operator: str, engine: str
 ) -> None:
-    """The default for functions raises, with operator and line, and says what to do."""
+    """The default for functions raises, with operator and line, and says what to do.
+
+    A run without a graph sees the generator move, and says after which call.
+    """
     state = torch.get_rng_state()
 
     with pytest.raises(ImplicitRandomnessError, match=operator) as error:
-        remat(fun)(seeded(2, 3).requires_grad_())
+        remat(fun, engine=engine)(seeded(2, 3).requires_grad_())
 
     assert "test_random_refused.py:" in str(error.value)
     assert 'rng="preserve"' in str(error.value)
@@ -107,22 +111,6 @@ def test_modules_may_ask_for_keys() -> None:
         nn.Sequential(nn.Tanh(), nn.Dropout(0.5), nn.Tanh()).eval(), rng="keys"
     )
     region(seeded(2, 3).requires_grad_()).sum().backward()
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(("fun", "operator"), DRAWS.values(), ids=DRAWS)
-def test_keys_refuse_a_generator_that_would_run_again(
-    fun: Callable[[Tensor], Tensor], operator: str
-) -> None:
-    """The engine that has no graph sees the generator move, and says after which call."""
-    state = torch.get_rng_state()
-
-    with pytest.raises(ImplicitRandomnessError, match=operator) as error:
-        remat(fun, engine="rerun")(seeded(2, 3).requires_grad_())
-
-    assert "test_random_refused.py:" in str(error.value)
-    assert 'rng="preserve"' in str(error.value)
-    assert_bitwise(torch.get_rng_state(), state)
 
 
 def test_keys_refuse_an_explicit_generator_that_would_run_again() -> None:

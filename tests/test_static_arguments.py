@@ -93,7 +93,7 @@ def test_the_tenth_value_warns(static: Any) -> None:
         texts += [(i, str(warning.message)) for warning in caught]
 
     ((when, text),) = texts
-    assert when in (9, 10)  # the tenth value, or the tenth trace that is a retrace
+    assert when == 9
     assert "factor" in text
     assert "0-d tensor" in text
 
@@ -106,11 +106,10 @@ def test_a_numpy_array_is_an_error(nest: Any) -> None:
     """It says which argument, and how to convert it."""
     region = remat(lambda x, array: torch.sin(x))
 
-    with pytest.raises((TypeError, StaticArgumentError), match="array") as error:
+    with pytest.raises(
+        StaticArgumentError, match=r"`array.*Pass torch\.from_numpy\(array\)"
+    ):
         region(seeded(3).requires_grad_(), nest(np.ones(3)))
-    assert "torch.from_numpy" in str(error.value) or "torch.as_tensor" in str(
-        error.value
-    )
 
 
 class Narrow:

@@ -271,17 +271,24 @@ def test_a_region_inside_bounds_the_recomputation() -> None:
     assert_bitwise(gradients(y, x), gradients(x.sin().exp().tanh(), x))
 
 
+def trackers() -> tuple[Tracker, Tracker]:
+    """Two trackers in one state."""
+    found = Tracker(), Tracker()
+    for each in found:
+        each.add("tp", 7)
+    return found
+
+
+def dropped(x: Tensor, forked: Tracker) -> Tensor:
+    """Draws from the state of a tracker."""
+    with forked.fork("tp"):
+        return F.dropout(x.sin(), 0.5).exp()
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_transformer_engines_tracker_is_kept_by_value(use_reentrant: bool) -> None:
     """Draws come again, whatever happens to the tracker between forward and backward."""
-    tracker, twin = Tracker(), Tracker()
-    for each in (tracker, twin):
-        each.add("tp", 7)
-
-    def dropped(x: Tensor, forked: Tracker) -> Tensor:
-        with forked.fork("tp"):
-            return F.dropout(x.sin(), 0.5).exp()
-
+    tracker, twin = trackers()
     x = torch.randn(64, requires_grad=True)
     for _ in range(2):
         y = TE(
@@ -336,13 +343,7 @@ def test_a_registration_of_the_users_is_left_alone() -> None:
 
 def test_a_tracker_inside_a_region_is_registered_before_it() -> None:
     """The error says so; then the draws come again."""
-    tracker, twin = Tracker(), Tracker()
-    for each in (tracker, twin):
-        each.add("tp", 7)
-
-    def dropped(x: Tensor, forked: Tracker) -> Tensor:
-        with forked.fork("tp"):
-            return F.dropout(x.sin(), 0.5).exp()
+    tracker, twin = trackers()
 
     @remat(rng="preserve")
     def outer(x: Tensor) -> Tensor:

@@ -47,25 +47,28 @@ def makes_constants(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def switched(
+    read: Callable[[], Any], put: Callable[[Any], None], value: Any
+) -> Iterator[None]:
+    """Another value of a switch, for a while."""
+    before = read()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """Another default dtype, for a while."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return switched(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
-@contextlib.contextmanager
-def matmul_precision(value: str) -> Iterator[None]:
+def matmul_precision(value: str) -> contextlib.AbstractContextManager[None]:
     """Another precision of float32 matmuls, for a while."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(value)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return switched(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value
+    )
 
 
 @contextlib.contextmanager

@@ -111,8 +111,8 @@ def test_one_trace_serves_all_steps(schedule: AbstractSchedule | None):
 
 
 @with_and_without
-def test_a_region_inside_is_traced_once(schedule: AbstractSchedule | None):
-    """The cache of a decorated step tells it."""
+def test_a_region_inside_is_traced_at_most_once(schedule: AbstractSchedule | None):
+    """The cache of a decorated step tells it; the trace of the scan may hold the step."""
     w, c, xs = arguments()
     step = remat(tanh_cell(w.requires_grad_()))
     step.cache_clear()
@@ -304,9 +304,7 @@ def test_buffers_change_once():
 
     chain(layers, Every(2))(x).sum().backward()
     found, x.grad = x.grad, None
-    nn.Sequential(norms[1], nn.Identity())(x)
-    norms[1].load_state_dict(nn.BatchNorm1d(WIDTH).state_dict())
-    chain(twin)(x).sum().backward()
+    Chained(twin)(x).sum().backward()
     assert_bitwise(found, x.grad)
     assert_bitwise(dict(norms[0].named_buffers()), dict(norms[1].named_buffers()))
     with pytest.raises(MutationError, match="more than one stage"):

@@ -119,24 +119,27 @@ def test_bytes_are_those_that_were_held() -> None:
     assert "`p.qkv`" not in note
 
 
-def test_another_error_has_no_note() -> None:
-    """What is no shortage passes as it is."""
+def failing(error: Exception) -> Any:
+    """A region of a sine whose backward raises."""
 
     class Failing(torch.autograd.Function):
-        """The identity, whose backward fails."""
-
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.sin()
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            raise RuntimeError("no luck")
+            raise error
 
     def fails(x: Tensor) -> Tensor:
         return Failing.apply(x)  # pyright: ignore[reportUnknownMemberType, reportReturnType]
 
-    region: Any = remat(fails, engine="rerun")
+    return remat(fails, engine="rerun")
+
+
+def test_another_error_has_no_note() -> None:
+    """What is no shortage passes as it is."""
+    region = failing(RuntimeError("no luck"))
 
     with pytest.raises(RuntimeError, match="no luck") as caught:
         region(torch.ones(2, requires_grad=True)).sum().backward()
@@ -162,22 +165,7 @@ def test_what_runs_again_in_python_is_named_too() -> None:
 
 def test_an_accelerators_error_is_recognized() -> None:
     """`torch.OutOfMemoryError`, raised in a backward, gets the note."""
-
-    class Full(torch.autograd.Function):
-        """The identity, whose backward finds the device full."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def full(x: Tensor) -> Tensor:
-        return Full.apply(x)  # pyright: ignore[reportUnknownMemberType, reportReturnType]
-
-    region: Any = remat(full, engine="rerun")
+    region = failing(torch.OutOfMemoryError("CUDA out of memory."))
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         region(torch.ones(2, requires_grad=True) * 2).sum().backward()
