@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol, final
 from torch import Tensor
 
 from remat._derived import Batch
-from remat._forward import Calls, Results, Straight
+from remat._forward import Calls, Results
 from remat._function import Roots
 from remat._graph import Layout, TensorMeta, whole_layout
 from remat._numerics import Numerics
 from remat._program import Program
+from remat._straight import Straight
 from remat._trace import View
 from remat.storage import AbstractStorage
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from remat import _captures, _compat, _in_graph, _rerun
 from remat._any_region import Asked
-from remat._cache import Cache, CacheInfo, holding
+from remat._cache import Cache, CacheInfo
 from remat._entry import Entry
 from remat._errors import explain
 from remat._function import Roots
@@ -35,6 +35,7 @@ from remat._options import (
 )
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
+from remat._routes import MISSED
 from remat._running import has_open_sizes, is_running, lift, set_aside
 from remat._signature import Signature, Statics, sign
 from remat._switch import is_disabled, is_inert
@@ -79,28 +80,24 @@ class Region(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if torch.compiler.is_dynamo_compiling():
             return call_in_graph(self.kind, self._fun, args, kwargs)
+        cache = self._cache
+        routes = cache.routes
+        for route in routes:
+            returned = route.run(self._fun, args, kwargs)
+            if returned is not MISSED:
+                cache.hits += 1
+                if route is not routes[0]:
+                    cache.prefer(route)
+                return returned
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call that is not recognized: its signature is looked up, or traced."""
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs, self._rng)
         numerics = Numerics.current()
-        if _compat.is_quiet():
-            cache, roots = self._cache, (self._fun,)
-            for known in cache.guards:
-                tensors = known.guard.tensors(args, kwargs)
-                if tensors is not None and known.numerics == numerics:
-                    found = holding(known.entries, roots)
-                    if found is None:
-                        break
-                    cache.recognized(known)
-                    entry, captured = found
-                    return entry.call_quietly(roots, (*tensors, *captured), numerics)
-        return self._call(args, kwargs, numerics)
-
-    def _call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numerics: Numerics
-    ) -> Any:
-        """A call that is not recognized: its signature is looked up, or traced."""
         signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)
         if has_open_sizes():
@@ -111,13 +108,15 @@ class Region(Generic[_P, _R]):
         entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
         if _compat.is_in_compiler():
             _in_graph.require_recordable(entry, roots)
-        self._cache.learn(args, kwargs, signature, numerics)
         tensors = [*signature.tensors, *captured]
         if is_running():
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
             return self._fun(*args, **kwargs)
+        # What is compared as a whole is not told apart by its type.
+        if not (signature.objects and self.settings.statics.are_given):
+            self._cache.learn(args, kwargs, signature, numerics)
         return entry.call(roots, tensors, numerics)
 
     def _call_inside(

@@ -31,10 +31,11 @@ from remat._backward import (
 )
 from remat._derived import Batch
 from remat._errors import explain
-from remat._forward import Results, Straight
+from remat._forward import Results
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
+from remat._straight import Straight
 from remat._trace import View
 from remat._waiting import (
     Twins,
@@ -68,7 +69,8 @@ def bind_all(
             and not call.is_last
             and _is_differentiated(call, tensors)
         ):
-            return [*apply_straight(call, straight, tensors)], ()
+            job = (call, straight, _wants_first_order())
+            return [*apply_straight(job, *_compat.unwrap_dead(tensors))], ()
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
@@ -467,25 +469,24 @@ class _PlainFunction(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
+# What is called, what runs, and whether no second derivative is wanted.
+_Job = tuple[Call, Straight, bool]
+
+
 @_compat.unseen_by_dynamo
-def _forward_straight(
-    ctx: Any, job: tuple[Call, Straight], *operands: Tensor
-) -> tuple[Tensor, ...]:
+def _forward_straight(ctx: Any, job: _Job, *operands: Tensor) -> tuple[Tensor, ...]:
     """What `_forward` comes to where a program is all that runs."""
-    ctx.call, ctx.straight = job
-    forward = ctx.straight.forward
-    num_outputs, _, num_saved, num_states = forward.shape
+    ctx.job = job
+    ctx.call, straight, _ = job
     try:
-        found = forward.program.consume_quietly([*operands])
+        found = straight.program.consume_quietly([*operands])
     except RuntimeError as error:
         _shortage.note(error, "forward", ctx.call, _made_by(operands))
         raise
-    last = num_outputs + num_saved
-    ctx.is_first_order = _wants_first_order()
-    ctx.num_states = num_states
-    ctx.save_for_backward(*found[num_outputs:last], *operands, *found[last:])
+    first, last = straight.num_outputs, straight.num_kept
+    ctx.save_for_backward(*found[first:last], *operands, *found[last:])
     ctx.set_materialize_grads(False)
-    return tuple(found[:num_outputs])
+    return tuple(found[:first])
 
 
 @_compat.unseen_by_dynamo
@@ -493,18 +494,25 @@ def _gradients_straight(
     ctx: Any, *cotangents: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """`_gradients` after a straight forward: most often by the same program as before."""
-    if torch.is_grad_enabled() or not _compat.is_quiet():
-        return _gradients(ctx, *cotangents)
-    straight: Straight = ctx.straight
-    program = straight.backward(ctx.needs_input_grad, cotangents)
-    if program is None:
-        derived = _pulled_back(ctx, cotangents)
-        if derived.program is None:
-            return _through(derived, ctx, cotangents)
-        program = derived.program
-        straight.learn(ctx.needs_input_grad, cotangents, program)
-    present = [each for each in cotangents if each is not None]
-    return consumed(program, ctx, present)
+    straight: Straight = ctx.job[1]
+    wanted: tuple[bool, ...] = ctx.needs_input_grad
+    for check, was_wanted, same_thread, program in straight.followed:
+        if check(*cotangents) and was_wanted == wanted and same_thread():
+            return consumed(program, ctx, cotangents)
+    return _gradients_looked_up(ctx, cotangents)
+
+
+def _gradients_looked_up(
+    ctx: Any, cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The same for a backward that is like none before; the next like it is known."""
+    _, straight, ctx.is_first_order = ctx.job
+    ctx.num_states = straight.num_states
+    derived = _pulled_back(ctx, cotangents)
+    is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
+    if derived.program is not None and not is_recorded:
+        straight.learn(ctx.needs_input_grad, cotangents, derived.program)
+    return _through(derived, ctx, cotangents)
 
 
 class _StraightFunction(torch.autograd.Function):
@@ -514,15 +522,10 @@ class _StraightFunction(torch.autograd.Function):
     backward = staticmethod(_gradients_straight)
 
 
-def apply_straight(
-    call: Call, straight: Straight, tensors: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """The outputs of a region that is `straight`, recorded by plain autograd."""
-    return _apply_straight((call, straight), *_compat.unwrap_dead(tensors))
-
-
 _apply_plainly = _compat.plain_apply(_PlainFunction)
-_apply_straight = _compat.plain_apply(_StraightFunction)
+
+# From a `_Job` and the operands to the outputs, recorded by plain autograd.
+apply_straight = _compat.plain_apply(_StraightFunction)
 
 
 class _LevelFunction(_compat.SingleLevelFunction):

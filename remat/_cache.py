@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, final
-
-from torch import Tensor
+from collections.abc import Hashable, Mapping
+from typing import Any, final
 
 from remat import _compat
 from remat._entry import Entry
 from remat._families import Family
 from remat._forward import Calls
-from remat._guards import Guard, is_simple
+from remat._guards import is_simple
 from remat._numerics import Numerics
+from remat._routes import Found, Route, holding, route_of
 from remat._signature import Signature
 
 
@@ -47,7 +46,7 @@ class Cache:
         self.entries: dict[Hashable, list[Entry]] = {}
         self.families: dict[Hashable, Family] = {}
         self.calls = Calls()
-        self.guards: list[Known] = []
+        self.routes: list[Route] = []
         self.hits = 0
         self.misses = 0
         self.statics_seen: dict[int, set[Hashable]] = {}
@@ -57,11 +56,9 @@ class Cache:
         entries = self.entries.get(key)
         return None if entries is None else holding(entries, roots)
 
-    def recognized(self, known: Known) -> None:
-        """Counts a hit; the next layer is likely to be called like this one."""
-        self.hits += 1
-        if known is not self.guards[0]:
-            self.guards = [known, *_without(known, self.guards)]
+    def prefer(self, route: Route) -> None:
+        """Tries a route first: the next layer is likely to be called like this one."""
+        self.routes = [route, *self._others(route.entries)]
 
     def learn(
         self,
@@ -72,46 +69,22 @@ class Cache:
     ) -> None:
         """Recognizes calls like this one from now on, if it is one of the first kinds."""
         entries = self.entries.get((signature.key, numerics))
+        if entries is None or not signature.tensors or not _compat.is_quiet():
+            return
+        others = self._others(entries)
+        # One that the number of threads has made useless is replaced.
+        is_known = any(
+            route.entries is entries and route.same_thread() for route in self.routes
+        )
         if (
-            entries is not None
-            and len(self.guards) < _MOST_GUARDS
-            and all(known.entries is not entries for known in self.guards)
-            and signature.wants_gradient
-            and _compat.is_quiet()
-            and is_simple((args, kwargs))
+            not is_known
+            and len(others) < _MOST_ROUTES
+            and is_simple((args, kwargs), signature.objects)
         ):
-            self.guards.append(Known(Guard(args, kwargs), numerics, entries))
+            self.routes = [*others, route_of(args, kwargs, numerics, entries)]
+
+    def _others(self, entries: list[Entry]) -> list[Route]:
+        return [route for route in self.routes if route.entries is not entries]
 
 
-class Known(NamedTuple):
-    """Calls that are recognized: some tensor wants a gradient, no object is looked into.
-
-    Attributes:
-        guard: recognizes them.
-        numerics: the switches that were in force.
-        entries: their traces.
-    """
-
-    guard: Guard
-    numerics: Numerics
-    entries: list[Entry]
-
-
-# An entry and the captured tensors of a call that it holds for.
-Found = tuple[Entry, tuple[Tensor, ...]]
-_MOST_GUARDS = 8  # a heuristic: each one that fails costs half a microsecond
-
-
-def holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:
-    """The first trace that holds, which is then the first of all."""
-    for entry in entries:
-        captured = entry.gather(roots)
-        if captured is not None:
-            if entry is not entries[0]:
-                entries[:] = [entry, *_without(entry, entries)]
-            return entry, captured
-    return None
-
-
-def _without(one: object, things: Sequence[Any]) -> list[Any]:
-    return [each for each in things if each is not one]
+_MOST_ROUTES = 8  # a heuristic: each one that is missed costs half a microsecond

@@ -491,6 +491,33 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
+def thread_guard() -> Callable[[], bool]:
+    """A check that a thread is in no forward mode, and its switches are as here and now.
+
+    The switches: grad mode, and all that decides what operators compute. With it goes
+    `tensor_guard`, which fails under every transform and dispatch mode. It may fail where
+    nothing has changed but the number of threads.
+    """
+    same_state, levels, read = state_guard(), _forward_ad, torch._C
+    precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled
+    efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
+    cudnn = read._get_cudnn_sdp_enabled
+    was_precision, was_flash, was_efficient, was_math, was_cudnn = kernel_choices()
+
+    def check() -> bool:
+        return (
+            levels._current_level < 0
+            and same_state()
+            and precision() == was_precision
+            and flash() is was_flash
+            and efficient() is was_efficient
+            and math() is was_math
+            and cudnn() is was_cudnn
+        )
+
+    return check
+
+
 def state_guard() -> Callable[[], bool]:
     """A check that this thread's autocast, default dtype and determinism are as now.
 
@@ -549,14 +576,13 @@ def load_tracer() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Runs the body below autograd: nothing is recorded, and no view knows its base.
-
-    Cheaper than `torch.no_grad` by a tenth of an operator's overhead. What shares memory
-    shares no version counter. Obsolete when torch has a public name for it; inference mode
-    is none, because its tensors may not be saved for a backward.
-    """
-    return torch._C._AutoDispatchBelowADInplaceOrView()
+# Runs the body below autograd: nothing is recorded, and no view knows its base. Cheaper
+# than `torch.no_grad` by a tenth of an operator's overhead. What shares memory shares no
+# version counter. Obsolete when torch has a public name for it; inference mode is none,
+# because its tensors may not be saved for a backward.
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C._AutoDispatchBelowADInplaceOrView
+)
 
 
 def bindings(op: Any) -> Iterator[Callable[..., Any]]:

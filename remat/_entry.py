@@ -41,9 +41,11 @@ from remat._leaks import (
     undone_on_error,
 )
 from remat._numerics import Numerics
+from remat._orders import is_first_order
 from remat._region import Region
 from remat._running import is_taken_whole, substituting
 from remat._signature import Layout, Signature
+from remat._straight import Straight
 from remat._trace import Flat, Joint, Request, Traced, trace
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage, Keep
@@ -132,10 +134,11 @@ class Entry:
     streams: frozenset[str]
     hooked: tuple[_hooked.Hooked, ...]
     trace_s: float | None
+    _straight: Any = dataclasses.field(default=..., init=False, repr=False)
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of these roots, None if the trace does not hold there."""
-        if not all(map(_streams.exists, self.streams)):
+        if self.streams and not all(map(_streams.exists, self.streams)):
             return None
         tensors = self.covered.gather(roots)
         if not tensors or (self.guard is not None and self.guard(*tensors)):
@@ -149,13 +152,33 @@ class Entry:
         self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
     ) -> Any:
         """`call` where no transform and no mode is active, and a gradient is wanted."""
-        is_more = self.written or self.hooked
-        straight = None if is_more else self.region.straight(roots, numerics)
+        straight = self.straight(roots, numerics)
         if straight is None:
             return self.call(roots, tensors, numerics)
         call = Call(self.region, roots, numerics, self.labels)
-        outputs = apply_straight(call, straight, tensors)
+        job = (call, straight, is_first_order())
+        outputs = apply_straight(job, *_compat.unwrap_dead(tensors))
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether some operand is to be differentiated by plain autograd."""
+        return any(meta.requires_grad for meta in self.region.operands)
+
+    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
+        """What runs, if one program is all that a call comes to that wants a gradient.
+
+        It is the same at every call: a trace holds for one set of switches.
+        """
+        found = self._straight
+        if found is ...:
+            is_more = self.written or self.hooked or not self.wants_gradient
+            # Of what no guard accepts, something may be wrapped.
+            is_guarded = self.guard is not None or not self.captured
+            is_straight = is_guarded and not is_more
+            found = self.region.straight(roots, numerics) if is_straight else None
+            self._straight = found
+        return found
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -195,69 +195,3 @@ def map_program(
         forward.program, graph=graph, title=f"mapped_{forward.program.title}"
     )
     return program, tuple(dims)
-
-
-# A stack's last block gets the loss's cotangent, which is often spread from one number, and
-# its first block has no gradient for its input.
-_MOST_FOLLOWED = 4
-
-
-class _Followed(NamedTuple):
-    """A backward that followed a straight forward.
-
-    Attributes:
-        check: whether cotangents have the metadata of those that it was for.
-        wanted: which arguments' gradients it gave, as autograd says it.
-        numerics: the switches that were in force.
-        program: from what waited, and the cotangents, to the gradients.
-    """
-
-    check: Callable[..., bool]
-    wanted: tuple[bool, ...]
-    numerics: Numerics
-    program: Program
-
-
-@final
-class Straight:
-    """A forward whose run is all that a call comes to, and the backwards that followed it.
-
-    Nearly every backward of a region is like one before: to look it up by what is asked
-    takes longer than to see that.
-
-    Attributes:
-        forward: the program.
-    """
-
-    __slots__ = ("_followed", "forward")
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
-        self._followed: tuple[_Followed, ...] = ()
-
-    def backward(
-        self, wanted: tuple[bool, ...], cotangents: Sequence[Tensor | None]
-    ) -> Program | None:
-        """The program of a backward that is known and is asked for on this thread."""
-        numerics = Numerics.current()
-        for known in self._followed:
-            if (
-                known.wanted == wanted
-                and known.numerics is numerics
-                and known.check(*cotangents)
-            ):
-                return known.program
-        return None
-
-    def learn(
-        self,
-        wanted: tuple[bool, ...],
-        cotangents: Sequence[Tensor | None],
-        program: Program,
-    ) -> None:
-        """Notes the backward for these cotangents, if all came back."""
-        present = [each for each in cotangents if each is not None]
-        if len(present) == len(cotangents) and all(map(_compat.is_plain, present)):
-            check = _compat.tensor_guard(present)
-            known = _Followed(check, wanted, Numerics.current(), program)
-            self._followed = (known, *self._followed[: _MOST_FOLLOWED - 1])

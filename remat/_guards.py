@@ -3,6 +3,7 @@
 Most calls of a region are like the last one or the one before. Whether a call is takes a
 walk over its containers, written out for their shape, and one check of all its tensors by
 torch's own guards; nothing is hashed. What a guard does not recognize is signed in full.
+A guard holds metadata, static values and types; nothing of the user's is kept alive.
 """
 
 from __future__ import annotations
@@ -12,61 +13,65 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _compat
+from remat import _captures, _compat
 from remat._signature import static_key
 
 _Args = tuple[Any, ...]
-_Take = Callable[[_Args, Mapping[str, Any]], "tuple[Tensor, ...] | None"]
+
+# From a function and its (args, kwargs) to the tensors among the leaves, in their order, and
+# the roots: the function, and the leaves that must be looked into. None if it is another
+# call.
+Guard = Callable[
+    [object, _Args, Mapping[str, Any]],
+    "tuple[tuple[Tensor, ...], tuple[object, ...]] | None",
+]
 
 
-@final
-class Guard:
-    """Recognizes calls that have one signature, all of its leaves tensors or static.
+def guard_of(args: _Args, kwargs: Mapping[str, Any]) -> Guard:
+    """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
+    return _Writer().function(args, kwargs)
 
-    Holds metadata and static values; nothing of the user's is kept alive.
 
-    Attributes:
-        tensors: from a call's (args, kwargs) to its tensors in the order of its leaves;
-            None if it is another call.
+def is_simple(tree: Any, objects: Sequence[object] = ()) -> bool:
+    """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart.
+
+    Args:
+        tree: of a call's arguments.
+        objects: the leaves of which the signature holds nothing but the type.
     """
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, args: _Args, kwargs: Mapping[str, Any]) -> None:
-        """Learns a call, whose leaves `is_simple` has accepted."""
-        self.tensors: _Take = _Writer().function(args, kwargs)
-
-
-def is_simple(tree: Any) -> bool:
-    """Whether a tree is made of tuples, lists, dicts, tensors and static leaves alone."""
     if isinstance(tree, Tensor):
         return _compat.is_plain(tree)
     if type(tree) in {tuple, list}:
-        return all(map(is_simple, tree))
+        return all(is_simple(each, objects) for each in tree)
     if type(tree) is dict:
-        return all(map(is_simple, tree.values()))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-    return static_key(tree) is not None
+        return all(is_simple(each, objects) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if static_key(tree) is not None:
+        return True
+    is_object = any(tree is each for each in objects) and not isinstance(tree, type)
+    return is_object and _captures.shows_contents(type(tree))
 
 
 @final
 class _Writer:
-    """Writes a function from (args, kwargs) to the tensors of a call."""
+    """Writes the guard of a call."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._places: list[str] = []
+        self._objects: list[str] = []
         self._lines: list[str] = []
         self._space: dict[str, Any] = {"static_key": static_key}
 
-    def function(self, args: _Args, kwargs: Mapping[str, Any]) -> _Take:
-        """The function that recognizes the containers and static leaves of this call."""
+    def function(self, args: _Args, kwargs: Mapping[str, Any]) -> Guard:
+        """The function that recognizes the containers and the leaves of this call."""
         self._tree("args", args)
         self._tree("kwargs", dict(kwargs))
         self._space["check"] = _compat.tensor_guard(self.tensors)
-        places = ", ".join(self._places)
-        self._require(f"check({places})")
-        body = "".join(f"    {line}\n" for line in self._lines)
-        text = f"def take(args, kwargs):\n{body}    return ({places},)\n"
+        self._require(f"check({', '.join(self._places)})")
+        tensors, roots = _tuple(self._places), _tuple(["fun", *self._objects])
+        lines = [*self._lines, f"return {tensors}, {roots}"]
+        body = "".join(f"    {line}\n" for line in lines)
+        text = f"def take(fun, args, kwargs):\n{body}"
         exec(compile(text, "<remat guard>", "exec"), self._space)
         return self._space["take"]
 
@@ -87,9 +92,11 @@ class _Writer:
             keys = self._constant(tuple(tree))  # pyright: ignore[reportUnknownArgumentType]
             self._require(f"type({place}) is dict and tuple({place}) == {keys}")
             self._items(place, f"{place}.values()", list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
+        elif (key := static_key(tree)) is not None:
+            self._require(f"static_key({place}) == {self._constant(key)}")
         else:
-            key = self._constant(static_key(tree))
-            self._require(f"static_key({place}) == {key}")
+            self._objects.append(place)
+            self._require(f"type({place}) is {self._constant(type(tree))}")
 
     def _items(self, place: str, source: str, items: Sequence[Any]) -> None:
         if not items:
@@ -106,3 +113,7 @@ class _Writer:
         name = f"c{len(self._space)}"
         self._space[name] = value
         return name
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names) + ")"

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from remat import _captures, _compat
 from remat._advice import advise
-from remat._cache import Cache, Found, holding
+from remat._cache import Cache
 from remat._dynamic import CANNOT_OPEN
 from remat._entry import Entry, Options, make_entry, make_open_entry
 from remat._errors import RematError, TraceError
@@ -21,6 +21,7 @@ from remat._graph import named
 from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import Settings
+from remat._routes import Found, holding
 from remat._running import known_inside
 from remat._signature import Signature, labels
 

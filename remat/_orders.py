@@ -11,6 +11,8 @@ import contextlib
 import threading
 from collections.abc import Generator
 
+from remat._departures import departing
+
 
 class _Switch(threading.local):
     depth = 0
@@ -45,7 +47,8 @@ def first_order() -> Generator[None]:
     """
     _switch.depth += 1
     try:
-        yield
+        with departing():
+            yield
     finally:
         _switch.depth -= 1
 

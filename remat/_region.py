@@ -23,7 +23,7 @@ from typing import Any, final
 from remat._any_region import Asked, Batched
 from remat._derived import Batch, Pull, mapped, pullback, pushforward
 from remat._errors import RecomputationError, TraceError, explain
-from remat._forward import Calls, Forward, Straight, map_program
+from remat._forward import Calls, Forward, map_program
 from remat._function import Function, Roots
 from remat._graph import Ref, TensorMeta, is_open, named
 from remat._numerics import Numerics
@@ -41,6 +41,7 @@ from remat._partition import (
 )
 from remat._planning import decisions as decisions_of
 from remat._program import Program
+from remat._straight import Straight
 from remat._trace import Joint, Request, View, with_states
 from remat._verification import Verification, verification
 from remat.policies import AbstractPolicy, nothing_saveable
@@ -285,7 +286,7 @@ class Region:
                 forward.is_straight and not self.inputs and self.views(roots) is None
             )
             found = self._made["straight"] = Straight(forward) if is_straight else None
-        if found is None or not found.forward.numerics.are_met_by(numerics):
+        if found is None or not found.numerics.are_met_by(numerics):
             return None
         return found
 

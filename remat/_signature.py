@@ -35,6 +35,11 @@ class Statics:
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
+    @property
+    def are_given(self) -> bool:
+        """Whether there are any."""
+        return bool(self.positions or self.names)
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ def sign(
         StaticArgumentError: if a leaf can be neither traced nor compared.
         TraceError: if a tensor is sparse.
     """
-    if statics.positions or statics.names:
+    if statics.are_given:
         args, kwargs = _wrapped(function, args, kwargs, statics)
     arguments = (args, dict(kwargs))
     leaves = _Leaves()

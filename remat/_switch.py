@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from remat.random._checking import is_checking
+from remat._departures import departing
 
 
 class _Switch(threading.local):
@@ -37,14 +37,15 @@ def disabled() -> Generator[None]:
     """
     _switch.depth += 1
     try:
-        yield
+        with departing():
+            yield
     finally:
         _switch.depth -= 1
 
 
 def is_disabled() -> bool:
     """Whether regions are switched off on this thread."""
-    return _DISABLED or _switch.depth > 0 or is_checking()
+    return _DISABLED or _switch.depth > 0
 
 
 def is_inert() -> bool:

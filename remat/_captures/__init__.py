@@ -17,7 +17,7 @@ classes hold in containers, a builtin's name that becomes a global later, time, 
 """
 
 from remat._captures._code_key import code_key
-from remat._captures._contents import hides_contents
+from remat._captures._contents import hides_contents, shows_contents
 from remat._captures._cover import cover, describe_unreachable
 from remat._captures._covered import Covered
 from remat._captures._library import user_bases
@@ -38,6 +38,7 @@ __all__ = [
     "look",
     "put",
     "recording",
+    "shows_contents",
     "survey",
     "user_bases",
 ]

@@ -280,18 +280,19 @@ def hides_contents(value: object) -> bool:
 
     Neither do the values' own equalities tell: they are compared nowhere.
     """
-    return _hides_contents(type(value)) and not is_simple(value)
+    return not shows_contents(type(value)) and not is_simple(value)
 
 
 @cached_by_class
-def _hides_contents(kind: type) -> bool:
+def shows_contents(kind: type) -> bool:
+    """Whether the walk sees all that the values of a class hold, whatever they are."""
     if not {set, frozenset}.isdisjoint(kind.__mro__):
-        return True
-    if not hasattr(kind, "__iter__") or type in kind.__mro__:
         return False
+    if not hasattr(kind, "__iter__") or type in kind.__mro__:
+        return True
     look = _sort_of_type(kind)
     has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
-    return look is _of_wrapper or (look is _of_object and not has_places)
+    return look is not _of_wrapper and (look is not _of_object or has_places)
 
 
 def _look_for_function(function: types.FunctionType, step: Step) -> Look:

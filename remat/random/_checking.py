@@ -18,6 +18,7 @@ from torch import Tensor
 from remat import _compat
 from remat._errors import KeyReuseError, explain
 from remat._lines import user_line
+from remat._switch import disabled
 
 # The bits of (seed, offset) -> the line that consumed them.
 _Record = dict[tuple[int, int], str]
@@ -62,14 +63,10 @@ def checking() -> Generator[None]:
     """
     outer, _thread.record = _thread.record, {}
     try:
-        yield
+        with disabled():
+            yield
     finally:
         _thread.record = outer
-
-
-def is_checking() -> bool:
-    """Whether keys are being checked on this thread."""
-    return _thread.record is not None
 
 
 def consume(keys: Tensor) -> None:

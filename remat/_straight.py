@@ -1,0 +1,76 @@
+"""A forward whose run is all that a call comes to, and the backwards that followed it.
+
+Nearly every backward of a region is like one before: to look it up by what is asked takes
+longer than to see that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from remat import _compat
+from remat._forward import Forward
+from remat._program import Program
+
+# A stack's last block gets the loss's cotangent, which is often spread from one number, and
+# its first block has no gradient for its input.
+_MOST_FOLLOWED = 4
+
+
+class Followed(NamedTuple):
+    """A backward that followed a straight forward.
+
+    Attributes:
+        check: whether cotangents have the metadata of those that it was for; fails under
+            every transform and dispatch mode.
+        wanted: which arguments' gradients it gave, as autograd says it.
+        same_thread: whether the switches are those that were in force.
+        program: from what waited, and the cotangents, to the gradients.
+    """
+
+    check: Callable[..., bool]
+    wanted: tuple[bool, ...]
+    same_thread: Callable[[], bool]
+    program: Program
+
+
+@final
+class Straight:
+    """A forward that is one program, and the backwards that followed it.
+
+    Attributes:
+        program: the forward's.
+        num_outputs: how many of what it gives are the outputs.
+        num_kept: how many are these or saved values.
+        num_states: how many are generator states: the rest.
+        numerics: the switches under which it runs.
+        followed: the latest backwards of each kind.
+    """
+
+    __slots__ = (
+        *("num_kept", "num_outputs", "num_states"),
+        *("followed", "numerics", "program"),
+    )
+
+    def __init__(self, forward: Forward) -> None:
+        self.program = forward.program
+        self.numerics = forward.numerics
+        self.num_outputs, _, num_saved, self.num_states = forward.shape
+        self.num_kept = self.num_outputs + num_saved
+        self.followed: tuple[Followed, ...] = ()
+
+    def learn(
+        self,
+        wanted: tuple[bool, ...],
+        cotangents: Sequence[Tensor | None],
+        program: Program,
+    ) -> None:
+        """Notes the backward for these cotangents, if all came back."""
+        present = [each for each in cotangents if each is not None]
+        if len(present) == len(cotangents) and all(map(_compat.is_plain, present)):
+            check, same_thread = _compat.tensor_guard(present), _compat.thread_guard()
+            known = Followed(check, wanted, same_thread, program)
+            self.followed = (known, *self.followed[: _MOST_FOLLOWED - 1])
