@@ -110,6 +110,8 @@ class Call(NamedTuple):
         numerics: the switches in force on this thread.
         labels: what messages call the operands.
         is_last: whether its own reverse derivative is refused, and nothing waits for it.
+        is_first_order: whether that of its gradient is.
+        straight: what runs, where one program is all that the call comes to.
     """
 
     region: AnyRegion
@@ -117,10 +119,12 @@ class Call(NamedTuple):
     numerics: Numerics
     labels: tuple[str, ...] = ()
     is_last: bool = False
+    is_first_order: bool = False
+    straight: Straight | None = None
 
     def of(self, region: AnyRegion) -> Call:
         """The call of a region derived from this one's."""
-        return self._replace(region=region)
+        return self._replace(region=region, straight=None)
 
 
 @dataclasses.dataclass(frozen=True)

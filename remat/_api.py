@@ -12,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from remat import _captures, _compat, _in_graph, _rerun
 from remat._any_region import Asked
@@ -46,6 +47,7 @@ _R = TypeVar("_R")
 
 
 _caches: dict[Hashable, Cache] = {}
+_NOTHING_KNOWN = Cache()
 
 
 def call_in_graph(
@@ -75,12 +77,14 @@ class Region(Generic[_P, _R]):
         self.__wrapped__ = fun
         self._where = where or _where(fun)
         self.kind = self._registered()
+        # What `_cache` is from the first call that is looked up: found without a look.
+        self._known = _NOTHING_KNOWN
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return call_in_graph(self.kind, self._fun, args, kwargs)
-        cache = self._cache
+        cache = self._known
         routes = cache.routes
         for route in routes:
             returned = route.run(self._fun, args, kwargs)
@@ -97,6 +101,7 @@ class Region(Generic[_P, _R]):
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
             return _rerun.call(self._fun, args, kwargs, self._rng)
+        self._known = self._cache
         numerics = Numerics.current()
         signature = sign(self._fun, args, kwargs, self.settings.statics)
         roots = (self._fun, *signature.objects)

@@ -23,9 +23,8 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise _modified(ctx) from error
+        explain_failure(error, ctx)
+        raise
 
 
 def consumed(
@@ -38,9 +37,20 @@ def consumed(
     try:
         found = program.consume(read)
     except RuntimeError as error:
-        _shortage.note(error, "backward", ctx.call, [ctx])
+        explain_failure(error, ctx)
         raise
     return spread(ctx.needs_input_grad, found)
+
+
+def explain_failure(error: RuntimeError, ctx: Any) -> None:
+    """Says why what was saved cannot be read, or what fills the memory that a run wants.
+
+    Raises:
+        SavedTensorModifiedError: if autograd found that a saved tensor was changed.
+    """
+    if "modified by an inplace operation" in str(error):
+        raise _modified(ctx) from error
+    _shortage.note(error, "backward", ctx.call, [ctx])
 
 
 def spread(

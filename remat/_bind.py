@@ -24,6 +24,7 @@ from remat import _ahead, _compat, _orders, _shortage
 from remat._any_region import AnyRegion, Asked, Call
 from remat._backward import (
     consumed,
+    explain_failure,
     require_recordable,
     saved,
     second_derivative,
@@ -69,8 +70,8 @@ def bind_all(
             and not call.is_last
             and _is_differentiated(call, tensors)
         ):
-            job = (call, straight, _wants_first_order())
-            return [*apply_straight(job, *_compat.unwrap_dead(tensors))], ()
+            call = call._replace(is_first_order=_wants_first_order(), straight=straight)
+            return [*apply_straight(call, *_compat.unwrap_dead(tensors))], ()
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
@@ -469,19 +470,17 @@ class _PlainFunction(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
-# What is called, what runs, and whether no second derivative is wanted.
-_Job = tuple[Call, Straight, bool]
-
-
 @_compat.unseen_by_dynamo
-def _forward_straight(ctx: Any, job: _Job, *operands: Tensor) -> tuple[Tensor, ...]:
+def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
     """What `_forward` comes to where a program is all that runs."""
-    ctx.job = job
-    ctx.call, straight, _ = job
+    ctx.call = call
+    straight: Any = call.straight
+    around, run = straight.quiet
     try:
-        found = straight.program.consume_quietly([*operands])
+        with around():
+            found = run([*operands])
     except RuntimeError as error:
-        _shortage.note(error, "forward", ctx.call, _made_by(operands))
+        _shortage.note(error, "forward", call, _made_by(operands))
         raise
     first, last = straight.num_outputs, straight.num_kept
     ctx.save_for_backward(*found[first:last], *operands, *found[last:])
@@ -494,11 +493,20 @@ def _gradients_straight(
     ctx: Any, *cotangents: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """`_gradients` after a straight forward: most often by the same program as before."""
-    straight: Straight = ctx.job[1]
+    straight: Straight = ctx.call.straight
     wanted: tuple[bool, ...] = ctx.needs_input_grad
-    for check, was_wanted, same_thread, program in straight.followed:
+    for check, was_wanted, same_thread, quiet in straight.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
-            return consumed(program, ctx, cotangents)
+            # What `consumed` does, written out.
+            try:
+                read = [*ctx.saved_tensors, *cotangents]
+                ctx.maybe_clear_saved_tensors()
+                with quiet.around():
+                    found = quiet.run(read)
+            except RuntimeError as error:
+                explain_failure(error, ctx)
+                raise
+            return spread(wanted, found) if False in wanted[1:] else (None, *found)
     return _gradients_looked_up(ctx, cotangents)
 
 
@@ -506,8 +514,8 @@ def _gradients_looked_up(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The same for a backward that is like none before; the next like it is known."""
-    _, straight, ctx.is_first_order = ctx.job
-    ctx.num_states = straight.num_states
+    straight: Straight = ctx.call.straight
+    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
     derived = _pulled_back(ctx, cotangents)
     is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
     if derived.program is not None and not is_recorded:
@@ -524,7 +532,7 @@ class _StraightFunction(torch.autograd.Function):
 
 _apply_plainly = _compat.plain_apply(_PlainFunction)
 
-# From a `_Job` and the operands to the outputs, recorded by plain autograd.
+# From a call that has a `straight`, and the operands, to the outputs.
 apply_straight = _compat.plain_apply(_StraightFunction)
 
 

@@ -508,7 +508,8 @@ def thread_guard() -> Callable[[], bool]:
         return (
             levels._current_level < 0
             and same_state()
-            and precision() == was_precision
+            # Of the others, the guard of the state cannot tell one from another.
+            and (was_precision == "highest" or precision() == was_precision)
             and flash() is was_flash
             and efficient() is was_efficient
             and math() is was_math

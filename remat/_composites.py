@@ -52,8 +52,10 @@ def fold(graph: Graph) -> Graph:
     with _compat.isolated(), _compat.without_torch_function():
         for index in range(graph.num_inputs, len(values)):
             for found in _candidates(graph, index):
-                # Another reader would need the last of the inner steps all the same.
-                if num_uses[found.inner[-1]] == 1 and _is_same(graph, index, found):
+                # Another reader would need the first or the last of the inner steps all
+                # the same: the view that is multiplied, or the product.
+                is_alone = num_uses[found.inner[0]] == num_uses[found.inner[-1]] == 1
+                if is_alone and _is_same(graph, index, found):
                     values[index] = dataclasses.replace(
                         values[index], op=found.call, args=found.args
                     )

@@ -1,4 +1,4 @@
-"""Whether this thread departs from what regions do usually; if not, one look tells.
+"""Whether some thread departs from what regions do usually; if none does, one look tells.
 
 Blocks such as `disabled()` and `first_order()` are entered seldom, and calls of regions ask
 for all of them.
@@ -11,24 +11,33 @@ import threading
 from collections.abc import Generator
 
 
-class Thread(threading.local):
-    """What a thread has entered.
+class _Count:
+    """How many blocks are entered, on all threads.
 
     Attributes:
-        departures: how many blocks in which a region's calls are not as usual.
+        count: 0 means that every thread does the usual.
     """
 
-    departures = 0
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
-thread = Thread()
+departures = _Count()
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def departing() -> Generator[None]:
-    """Inside, no call on this thread is recognized as one like those before."""
-    thread.departures += 1
+    """Inside, no call is recognized as one like those before; which thread departs is asked."""
+    _add(1)
     try:
         yield
     finally:
-        thread.departures -= 1
+        _add(-1)
+
+
+def _add(number: int) -> None:
+    with _lock:
+        departures.count += number

@@ -121,6 +121,7 @@ class Entry:
         hooked: modules with weights that torch's hooks make at each call.
         trace_s: how long the trace took, in seconds; None where a trace with open sizes
             was there already.
+        gather: the captured tensors of some roots, None if the trace does not hold there.
     """
 
     covered: _captures.Covered
@@ -134,11 +135,17 @@ class Entry:
     streams: frozenset[str]
     hooked: tuple[_hooked.Hooked, ...]
     trace_s: float | None
+    gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
+        init=False, repr=False
+    )
     _straight: Any = dataclasses.field(default=..., init=False, repr=False)
 
-    def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
-        """The captured tensors of these roots, None if the trace does not hold there."""
-        if self.streams and not all(map(_streams.exists, self.streams)):
+    def __post_init__(self) -> None:
+        is_covered = not self.streams and not self.captured
+        self.gather = self.covered.gather if is_covered else self._gather
+
+    def _gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
+        if not all(map(_streams.exists, self.streams)):
             return None
         tensors = self.covered.gather(roots)
         if not tensors or (self.guard is not None and self.guard(*tensors)):
@@ -155,9 +162,12 @@ class Entry:
         straight = self.straight(roots, numerics)
         if straight is None:
             return self.call(roots, tensors, numerics)
-        call = Call(self.region, roots, numerics, self.labels)
-        job = (call, straight, is_first_order())
-        outputs = apply_straight(job, *_compat.unwrap_dead(tensors))
+        call = Call(
+            *(self.region, roots, numerics, self.labels),
+            is_first_order=is_first_order(),
+            straight=straight,
+        )
+        outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
 
     @property

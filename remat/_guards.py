@@ -90,7 +90,8 @@ class _Writer:
             self._items(place, place, tree)  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(tree, dict):
             keys = self._constant(tuple(tree))  # pyright: ignore[reportUnknownArgumentType]
-            self._require(f"type({place}) is dict and tuple({place}) == {keys}")
+            same = f"tuple({place}) == {keys}" if tree else f"not {place}"
+            self._require(f"type({place}) is dict and {same}")
             self._items(place, f"{place}.values()", list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
         elif (key := static_key(tree)) is not None:
             self._require(f"static_key({place}) == {self._constant(key)}")

@@ -9,11 +9,12 @@ operator keeps its name and its line in the other trace.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -41,6 +42,18 @@ from remat._holding import held_back
 _FOR_INTERPRETER = 32
 
 _SIMPLE = (bool, int, str, type(None))
+
+
+class Quiet(NamedTuple):
+    """A program in the parts that its callers put together, to save themselves a call.
+
+    Attributes:
+        around: makes the context in which it runs.
+        run: empties a list of inputs and gives the outputs.
+    """
+
+    around: Callable[[], contextlib.AbstractContextManager[Any]]
+    run: Callable[[list[Tensor]], list[Any]]
 
 
 @final
@@ -77,13 +90,6 @@ class Program:
         with _compat.below_autograd():
             if _compat.is_watched():
                 return self._consume_with_gradient(inputs)
-            return self._short(inputs)
-
-    def consume_quietly(self, inputs: list[Tensor]) -> list[Any]:
-        """`consume` where no dispatch mode listens, and nobody has to be asked."""
-        if self._shares_memory:
-            return self.consume(inputs)
-        with _compat.below_autograd():
             return self._short(inputs)
 
     def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -135,6 +141,13 @@ class Program:
     @functools.cached_property
     def _run(self) -> Callable[[list[Tensor]], list[Any]]:
         return self._compiled(self.graph)
+
+    @functools.cached_property
+    def quiet(self) -> Quiet:
+        """`consume` where no dispatch mode listens and no gradient is recorded, in parts."""
+        if self._shares_memory:
+            return Quiet(contextlib.nullcontext, self.consume)
+        return Quiet(_compat.below_autograd, self._short)
 
     @functools.cached_property
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:

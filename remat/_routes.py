@@ -14,13 +14,16 @@ from torch import Tensor
 
 from remat import _compat
 from remat._bind import Call, apply_straight
-from remat._departures import thread
+from remat._departures import departures
 from remat._entry import Entry
 from remat._guards import guard_of
 from remat._numerics import Numerics
 
 # What a route gives for a call that is not its own.
 MISSED = object()
+
+# What `Call` does, but not in Python.
+_new: Any = tuple.__new__
 
 # An entry and the captured tensors of a call that it holds for.
 Found = tuple[Entry, tuple[Tensor, ...]]
@@ -56,7 +59,7 @@ def route_of(
         fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         taken = take(fun, args, kwargs)
-        if taken is None or thread.departures or not same_thread():
+        if taken is None or departures.count or not same_thread():
             return MISSED
         tensors, roots = taken
         entry = entries[0]
@@ -68,8 +71,9 @@ def route_of(
             entry, captured = found
         straight = entry.straight(roots, numerics)
         if straight is not None:
-            call = Call(entry.region, roots, numerics, entry.labels)
-            outputs = apply_straight((call, straight, False), *tensors, *captured)
+            parts = (entry.region, roots, numerics, entry.labels)
+            call = _new(Call, (*parts, False, False, straight))
+            outputs = apply_straight(call, *tensors, *captured)
             output = entry.output
             return outputs[0] if output.is_leaf else output.tree(outputs)
         if entry.wants_gradient:

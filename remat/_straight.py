@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._forward import Forward
-from remat._program import Program
+from remat._program import Program, Quiet
 
 # A stack's last block gets the loss's cotangent, which is often spread from one number, and
 # its first block has no gradient for its input.
@@ -28,13 +28,13 @@ class Followed(NamedTuple):
             every transform and dispatch mode.
         wanted: which arguments' gradients it gave, as autograd says it.
         same_thread: whether the switches are those that were in force.
-        program: from what waited, and the cotangents, to the gradients.
+        quiet: from what waited, and the cotangents, to the gradients.
     """
 
     check: Callable[..., bool]
     wanted: tuple[bool, ...]
     same_thread: Callable[[], bool]
-    program: Program
+    quiet: Quiet
 
 
 @final
@@ -42,7 +42,7 @@ class Straight:
     """A forward that is one program, and the backwards that followed it.
 
     Attributes:
-        program: the forward's.
+        quiet: the program.
         num_outputs: how many of what it gives are the outputs.
         num_kept: how many are these or saved values.
         num_states: how many are generator states: the rest.
@@ -52,11 +52,11 @@ class Straight:
 
     __slots__ = (
         *("num_kept", "num_outputs", "num_states"),
-        *("followed", "numerics", "program"),
+        *("followed", "numerics", "quiet"),
     )
 
     def __init__(self, forward: Forward) -> None:
-        self.program = forward.program
+        self.quiet = forward.program.quiet
         self.numerics = forward.numerics
         self.num_outputs, _, num_saved, self.num_states = forward.shape
         self.num_kept = self.num_outputs + num_saved
@@ -72,5 +72,5 @@ class Straight:
         present = [each for each in cotangents if each is not None]
         if len(present) == len(cotangents) and all(map(_compat.is_plain, present)):
             check, same_thread = _compat.tensor_guard(present), _compat.thread_guard()
-            known = Followed(check, wanted, same_thread, program)
+            known = Followed(check, wanted, same_thread, program.quiet)
             self.followed = (known, *self.followed[: _MOST_FOLLOWED - 1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat import remat
-from remat._guards import Guard, is_simple
+from remat._guards import guard_of, is_simple
 
 pytestmark = [
     pytest.mark.contract,
@@ -74,16 +74,18 @@ def test_calls_that_differ_in_numbers_alone_are_recognized(call):
     """What comes back are the call's own tensors in the order of its leaves."""
     (tree, _), _ = call
 
-    found = Guard(ARGS, KWARGS).tensors(*call)
+    found = guard_of(ARGS, KWARGS)(scaled, *call)
 
     assert found is not None
-    assert [id(each) for each in found] == [id(tree["a"]), id(tree["b"][0])]
+    tensors, roots = found
+    assert [id(each) for each in tensors] == [id(tree["a"]), id(tree["b"][0])]
+    assert roots == (scaled,)
 
 
 @pytest.mark.parametrize("call", UNLIKE.values(), ids=UNLIKE)
 def test_calls_that_differ_in_anything_else_are_not(call):
     """Metadata, containers, their keys and order, and the values of static leaves."""
-    assert Guard(ARGS, KWARGS).tensors(*call) is None
+    assert guard_of(ARGS, KWARGS)(scaled, *call) is None
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,9 @@ def test_calls_that_differ_in_anything_else_are_not(call):
 )
 def test_what_tensors_are_under_other_modes_is_not_known(context):
     """The guard errs on the safe side."""
-    guard = Guard(ARGS, KWARGS)
+    guard = guard_of(ARGS, KWARGS)
     with context():
-        assert guard.tensors(ARGS, KWARGS) is None
+        assert guard(scaled, ARGS, KWARGS) is None
 
 
 @pytest.mark.parametrize(
@@ -128,13 +130,13 @@ def test_a_guard_keeps_nothing_alive():
     """Neither tensors nor containers."""
     tensor, tree = grad(2), {}
     tree["a"] = tensor
-    guard = Guard((tree,), {})
+    guard = guard_of((tree,), {})
     reference = weakref.ref(tensor)
     del tensor, tree
     gc.collect()
 
     assert reference() is None
-    assert guard.tensors(({"a": grad(2)},), {}) is not None
+    assert guard(scaled, ({"a": grad(2)},), {}) is not None
 
 
 def counts(region):
