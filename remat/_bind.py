@@ -499,7 +499,7 @@ def _gradients_straight(
         if check(*cotangents) and was_wanted == wanted and same_thread():
             # What `consumed` does, written out.
             try:
-                read = [*ctx.saved_tensors, *cotangents]
+                read: list[Any] = [*ctx.saved_tensors, *cotangents]
                 ctx.maybe_clear_saved_tensors()
                 with quiet.around():
                     found = quiet.run(read)

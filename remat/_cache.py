@@ -58,7 +58,9 @@ class Cache:
 
     def prefer(self, route: Route) -> None:
         """Tries a route first: the next layer is likely to be called like this one."""
-        self.routes = [route, *self._others(route.entries)]
+        # Whoever was called may have cleared the cache.
+        if route in self.routes:
+            self.routes = [route, *self._others(route.entries)]
 
     def learn(
         self,

@@ -48,7 +48,7 @@ def is_simple(tree: Any, objects: Sequence[object] = ()) -> bool:
     if static_key(tree) is not None:
         return True
     is_object = any(tree is each for each in objects) and not isinstance(tree, type)
-    return is_object and _captures.shows_contents(type(tree))
+    return is_object and _captures.shows_contents(_type_of(tree))
 
 
 @final
@@ -97,7 +97,7 @@ class _Writer:
             self._require(f"static_key({place}) == {self._constant(key)}")
         else:
             self._objects.append(place)
-            self._require(f"type({place}) is {self._constant(type(tree))}")
+            self._require(f"type({place}) is {self._constant(_type_of(tree))}")
 
     def _items(self, place: str, source: str, items: Sequence[Any]) -> None:
         if not items:
@@ -114,6 +114,10 @@ class _Writer:
         name = f"c{len(self._space)}"
         self._space[name] = value
         return name
+
+
+def _type_of(thing: object) -> type[object]:
+    return type(thing)
 
 
 def _tuple(names: Sequence[str]) -> str:

@@ -22,9 +22,6 @@ from remat._numerics import Numerics
 # What a route gives for a call that is not its own.
 MISSED = object()
 
-# What `Call` does, but not in Python.
-_new: Any = tuple.__new__
-
 # An entry and the captured tensors of a call that it holds for.
 Found = tuple[Entry, tuple[Tensor, ...]]
 
@@ -71,8 +68,8 @@ def route_of(
             entry, captured = found
         straight = entry.straight(roots, numerics)
         if straight is not None:
-            parts = (entry.region, roots, numerics, entry.labels)
-            call = _new(Call, (*parts, False, False, straight))
+            region, labels = entry.region, entry.labels
+            call = Call(region, roots, numerics, labels, False, False, straight)
             outputs = apply_straight(call, *tensors, *captured)
             output = entry.output
             return outputs[0] if output.is_leaf else output.tree(outputs)

@@ -102,6 +102,20 @@ def test_what_somebody_else_reads_stays():
     assert not {"matmul", "linear"} & set(calls(fold(graph)))
 
 
+def test_what_others_read_flat_is_multiplied_flat():
+    """The backward reads x flat for the weight's gradient: two calls, not another view."""
+
+    def twice(x, w, v):
+        flat = x.view(6, 4)
+        return (flat @ w).view(2, 3, 5).sin(), flat.t() @ v
+
+    graph = programs(twice, rand(2, 3, 4), rand(4, 5), rand(6, 2))[0].graph
+
+    found = calls(fold(graph))
+    assert found == calls(graph)
+    assert found.count("aten.view") == 2
+
+
 def test_who_listens_hears_single_operators():
     """A dispatch mode, such as a counter of FLOPs, hears what the program prints."""
     program = programs(lambda x, w: x @ w, rand(2, 3, 4), rand(4, 5))[0]

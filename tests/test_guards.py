@@ -105,12 +105,29 @@ def test_what_tensors_are_under_other_modes_is_not_known(context):
 
 @pytest.mark.parametrize(
     "tree",
-    [object(), nn.Linear(2, 2), {object()}, OrderedDict(a=1), [object()]],
-    ids=["object", "module", "set of objects", "subclass of dict", "inside"],
+    [{object()}, iter(()), {1: 2}.values(), type("Users", (), {})],
+    ids=["set of objects", "iterator", "view of a dict", "class"],
 )
-def test_what_must_be_looked_into_is_not_simple(tree):
-    """Objects and foreign containers are signed in full at each call."""
-    assert not is_simple((tree,))
+def test_what_a_type_does_not_tell_is_not_simple(tree):
+    """It is signed in full at each call, or refused."""
+    assert not is_simple((tree,), (tree,))
+    assert not is_simple(OrderedDict(a=1))
+
+
+@pytest.mark.parametrize(
+    "thing", [object(), nn.Linear(2, 2), len], ids=["object", "module", "function"]
+)
+def test_what_must_be_looked_into_is_told_by_its_type(thing):
+    """It becomes a root; what is read of it is for the trace to check."""
+    assert is_simple((thing,), (thing,))
+    assert not is_simple((thing,))
+    guard = guard_of((grad(2), thing), {})
+
+    found = guard(scaled, (grad(2), thing), {})
+
+    assert found is not None
+    assert found[1] == (scaled, thing)
+    assert guard(scaled, (grad(2), object), {}) is None
 
 
 def test_wrapped_tensors_are_not_simple():

@@ -1,0 +1,321 @@
+"""The short way of a call: taken where nothing tells two calls apart, and nowhere else."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import _api, disabled, first_order, random, remat
+from tests.support import seeded
+
+pytestmark = pytest.mark.contract
+
+
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    """A function of a tensor and a number."""
+    return (x * by).sin()
+
+
+class Scale:
+    """Something that a function is told to multiply by."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale) and self.by == other.by
+
+    def __hash__(self) -> int:
+        return hash(self.by)
+
+    @remat
+    def method(self, x: Tensor) -> Tensor:
+        """Of (n,)."""
+        return (x * self.by).sin()
+
+
+def by_scale(x: Tensor, scale: Scale) -> Tensor:
+    """A function of an object."""
+    return (x * scale.by).sin()
+
+
+class Layer(nn.Module):
+    """A layer whose input wants no gradient, as a first one's does."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded(3, 3, seed=seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of (n, 3)."""
+        return (x @ self.weight).sin()
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one at each call that is looked up."""
+    seen: list[int] = []
+    call = _api.Region._call
+
+    def counted(region: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(1)
+        return call(region, args, kwargs)
+
+    monkeypatch.setattr(_api.Region, "_call", counted)
+    return seen
+
+
+def counts(region: Any) -> tuple[int, int, int]:
+    """Hits, misses and traces kept."""
+    info = region.cache_info()
+    return info.hits, info.misses, info.currsize
+
+
+def leaf() -> Tensor:
+    """Three numbers that want a gradient."""
+    return seeded(3).requires_grad_()
+
+
+def gradient(fun: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The gradient by the first argument of the sum of a result."""
+    x, *rest = args
+    (found,) = torch.autograd.grad(fun(x, *rest).sum(), x)
+    return found
+
+
+def cosine(by: float) -> Tensor:
+    """The gradient of the sum of `scaled`, in closed form."""
+    return by * (by * seeded(3)).cos()
+
+
+def test_a_method_takes_it_for_any_object_of_its_class(looked_up: list[int]) -> None:
+    """What is read of `self` is checked at each call."""
+    Scale.method.cache_clear()
+    one, other = Scale(2.0), Scale(3.0)
+
+    for _ in range(4):
+        assert torch.allclose(gradient(one.method, leaf()), cosine(2.0))
+        assert torch.allclose(gradient(other.method, leaf()), cosine(3.0))
+    # The two of the first round, and nothing after: one trace for each number.
+    assert len(looked_up) == 2
+    assert Scale.method.cache_info().currsize == 2
+
+    other.by = 2.0
+    assert torch.allclose(gradient(other.method, leaf()), cosine(2.0))
+    assert len(looked_up) == 2
+
+
+def test_another_class_is_another_call(looked_up: list[int]) -> None:
+    """Although it reads the same of both."""
+
+    class Twice(Scale):
+        """A class of its own."""
+
+    region = remat(by_scale)
+    region.cache_clear()
+    for scale in (Scale(2.0), Twice(2.0), Scale(2.0), Twice(2.0)):
+        assert torch.allclose(gradient(region, leaf(), scale), cosine(2.0))
+
+    assert len(looked_up) == 2
+
+
+def test_static_objects_are_compared_and_not_told_apart_by_their_class() -> None:
+    """`static_argnames` promises a comparison of the whole."""
+    region = remat(by_scale, static_argnames="scale")
+    region.cache_clear()
+
+    for by in (2.0, 2.0, 3.0, 3.0, 2.0):
+        assert torch.allclose(gradient(region, leaf(), Scale(by)), cosine(by))
+
+    assert region.cache_info().currsize == 2
+
+
+def test_layers_of_one_class_share_it(looked_up: list[int]) -> None:
+    """Their parameters, which alone want a gradient, are found anew for each."""
+    layers: list[Any] = [remat(Layer(seed)) for seed in range(3)]
+    layers[0].cache_clear()
+    x = seeded(2, 3)
+
+    for _ in range(3):
+        for layer in layers:
+            (found,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+            (wanted,) = torch.autograd.grad(
+                (x @ layer.weight).sin().sum(), layer.weight
+            )
+            assert torch.equal(found, wanted)
+
+    # Each region is looked up once, to learn where its function's traces are.
+    assert len(looked_up) == 3
+    assert counts(layers[0]) == (8, 1, 1)
+
+
+def test_without_gradients_to_compute_nothing_is_recorded() -> None:
+    """After the same layer with them."""
+    layer: Any = remat(Layer(0))
+    x = seeded(2, 3)
+    for _ in range(2):
+        assert layer(x).requires_grad
+    layer.weight.requires_grad_(False)
+
+    assert not layer(x).requires_grad
+
+
+ELSEWHERE: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "disabled": disabled,
+    "checking": random.checking,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("context", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_where_regions_are_off_it_is_not_taken(
+    context: Callable[[], AbstractContextManager[Any]], looked_up: list[int]
+) -> None:
+    """After calls that took it, and only there."""
+    region = remat(scaled)
+    for _ in range(2):
+        region(leaf())
+    looked_up.clear()
+
+    with context():
+        found = region(leaf())
+    assert len(looked_up) == 1
+    assert "Straight" not in type(found.grad_fn).__name__
+
+    assert "Straight" in type(region(leaf()).grad_fn).__name__
+    assert len(looked_up) == 1
+
+
+def test_another_threads_blocks_do_not_switch_this_one_off() -> None:
+    """They only take the short way from it."""
+    region = remat(scaled)
+    entered, leave = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with disabled():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=elsewhere)
+    region(leaf())
+    thread.start()
+    entered.wait()
+    try:
+        found = region(leaf())
+    finally:
+        leave.set()
+        thread.join()
+
+    assert "Straight" in type(found.grad_fn).__name__
+
+
+def test_first_order_holds_for_calls_like_those_before() -> None:
+    """A second derivative is refused, not forgotten to be refused."""
+    region = remat(scaled)
+    for _ in range(2):
+        region(leaf())
+    x = leaf()
+    with first_order():
+        (slope,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="first_order"):
+        torch.autograd.grad(slope.sum(), x)
+
+
+def test_another_number_of_threads_is_learned(looked_up: list[int]) -> None:
+    """torch's own guard fails for it; the call that is looked up puts another in place."""
+    region = remat(scaled)
+    region.cache_clear()
+    number = torch.get_num_threads()
+    for _ in range(2):
+        region(leaf())
+    looked_up.clear()
+    try:
+        torch.set_num_threads(number + 1)
+        for _ in range(3):
+            region(leaf())
+        assert len(looked_up) == 1
+    finally:
+        torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize(
+    ("switch", "undo"),
+    [
+        (
+            lambda: torch.set_float32_matmul_precision("high"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            lambda: torch.set_default_dtype(torch.float32),
+        ),
+        (
+            lambda: torch.backends.cuda.enable_math_sdp(False),
+            lambda: torch.backends.cuda.enable_math_sdp(True),
+        ),
+    ],
+    ids=["matmul precision", "determinism", "default dtype", "attention kernels"],
+)
+def test_other_switches_are_another_signature(
+    switch: Callable[[], None], undo: Callable[[], None]
+) -> None:
+    """Law 12: each has its own trace, and back again the first one serves."""
+    region = remat(scaled)
+    region.cache_clear()
+    for _ in range(2):
+        region(leaf())
+    switch()
+    try:
+        for _ in range(2):
+            region(leaf())
+    finally:
+        undo()
+    region(leaf())
+
+    assert counts(region) == (3, 2, 2)
+
+
+def test_medium_precision_is_not_high() -> None:
+    """Torch's guard sees that they are not the highest, but not which of them it is."""
+    region = remat(scaled)
+    region.cache_clear()
+    try:
+        for precision in ("high", "high", "medium", "medium", "high"):
+            torch.set_float32_matmul_precision(precision)
+            region(leaf())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    assert counts(region) == (3, 2, 2)
+
+
+def test_the_cache_may_be_cleared_while_a_call_runs() -> None:
+    """The call goes on, and the next one traces."""
+    region: Any = remat(scaled)
+    region.cache_clear()
+    for x in (seeded(2).requires_grad_(), leaf()):
+        region(x)
+
+    def pack(tensor: Tensor) -> Tensor:
+        region.cache_clear()
+        return tensor
+
+    x = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        out = region(x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+
+    assert torch.allclose(found, cosine(2.0))
+    assert region.cache_info().currsize == 0
+    region(leaf())
+    assert region.cache_info().currsize == 1
