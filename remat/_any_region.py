@@ -71,6 +71,20 @@ class Batched:
     dims: tuple[int | None, ...] | None
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """A region that hands out its outputs and, after these, the tangents of some.
+
+    Attributes:
+        region: takes what the other region does, then the tangents of operands.
+        moved: which outputs have a tangent.
+    """
+
+    region: AnyRegion
+    moved: tuple[int, ...]
+
+
 class AnyRegion(Protocol):
     """A region: a traced one, one that runs again, or a scheduled stack."""
 
@@ -98,6 +112,9 @@ class AnyRegion(Protocol):
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
+    def pushed(
+        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
+    ) -> Pushed | None: ...
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
 
 
@@ -158,6 +175,10 @@ class WithoutProgram:
 
     def straight(self, roots: Roots, numerics: Numerics) -> None:
         """It has no program."""
+        return
+
+    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
+        """Values come by its own run, and tangents by one of their own."""
         return
 
     def num_draws(self, roots: Roots) -> int:

@@ -28,9 +28,10 @@ def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tenso
 
 
 def _copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """copy, in its functional form: the source in the other's shape and dtype."""
+    """copy, in its functional form: the source in the other's shape and dtype, carried out."""
     del non_blocking
-    return source.to(tensor).expand(tensor.shape).contiguous()
+    plain = source.to(tensor).resolve_conj().resolve_neg()
+    return plain.expand(tensor.shape).contiguous()
 
 
 def _as_strided_scatter(

@@ -75,12 +75,18 @@ def bind_all(
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
+    return _returned(call, results.outputs, tensors), results.mutations
+
+
+def _returned(
+    call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What the region's function returns, made from the outputs for these tensors."""
     views = call.region.views(call.roots)
     if views is None:
-        return [*results.outputs], results.mutations
+        return [*outputs]
     operands = tensors[call.region.num_leading :]
-    returned = [make_view(view, results.outputs, operands) for view in views]
-    return returned, results.mutations
+    return [make_view(view, outputs, operands) for view in views]
 
 
 def make_view(
@@ -240,29 +246,49 @@ def _primal_and_tangents(
     tangents: Sequence[Tensor | None],
     save: bool,
 ) -> tuple[Results, dict[int, Tensor]]:
-    region, roots = call.region, call.roots
-    skip = call.region.num_leading
+    region, skip = call.region, call.region.num_leading
     has_tangent = tuple(tangent is not None for tangent in tangents[skip:])
     if not any(has_tangent):
         return _run(call, primals, save), {}
-    num_draws = region.num_draws(roots)
-    # The tangents must see the draws of the primal.
-    results = _run(call, primals, save or num_draws > 0)
-    derived, moved = region.jvp(roots, has_tangent, len(results.states))
-    if moved == ():
-        # All that is returned are views of operands, which carry their tangents.
-        return results, {}
     given = [tangent for tangent in tangents[skip:] if tangent is not None]
-    found = bind(call.of(derived), [*primals[skip:], *results.states, *given])
-    if moved is None:
-        moved = [
-            index
-            for index, each in enumerate(results.outputs)
-            if each.is_floating_point() or each.is_complex()
-        ]
-        found = [found[index] for index in moved]
-    pairs = zip(moved, found, strict=True)
-    return results, {index: each for index, each in pairs if each is not None}
+    pushed = region.pushed(call.roots, has_tangent, save)
+    if pushed is None:
+        return _primal_then_tangents(call, primals, (has_tangent, given), save)
+    if not pushed.moved:
+        # All that is returned are views of operands, which carry their tangents.
+        return _run(call, primals, save), {}
+    below, tensors = call.of(pushed.region), [*primals, *given]
+    if region.keeps and not save:
+        returned, mutations = bind_all(below, tensors)
+        results = Results((), mutations)
+    else:
+        results = _run(below, tensors, save)
+        returned = _returned(below, results.outputs, tensors)
+    count = len(returned) - len(pushed.moved)
+    flows = results.flows and results.flows[:count]
+    results = results._replace(outputs=_present(returned[:count]), flows=flows)
+    return results, dict(zip(pushed.moved, _present(returned[count:]), strict=True))
+
+
+def _primal_then_tangents(
+    call: Call,
+    primals: Sequence[Tensor],
+    moving: tuple[tuple[bool, ...], Sequence[Tensor]],
+    save: bool,
+) -> tuple[Results, dict[int, Tensor]]:
+    """The same for a region whose tangents are no part of its own run."""
+    has_tangent, given = moving
+    results = _run(call, primals, save)
+    derived, _ = call.region.jvp(call.roots, has_tangent, 0)
+    operands = primals[call.region.num_leading :]
+    found = bind(call.of(derived), [*operands, *given])
+    return results, {
+        index: tangent
+        for index, (each, tangent) in enumerate(
+            zip(results.outputs, found, strict=False)
+        )
+        if tangent is not None and (each.is_floating_point() or each.is_complex())
+    }
 
 
 def _run_under_vmap(

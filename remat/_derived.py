@@ -121,21 +121,68 @@ def pushforward(
     """
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        operands = list(tensors[: len(has_tangent)])
-        wanted = [k for k, each in enumerate(operands) if each.requires_grad]
-        run = tracked(lambda given: _chosen(function(given), outputs), wanted)
-        moved = [index for index, has in enumerate(has_tangent) if has]
-        given = tuple(tensors[len(tensors) - len(moved) :])
-
-        def of(*primals: Tensor) -> tuple[Tensor, ...]:
-            for index, tensor in zip(moved, primals, strict=True):
-                operands[index] = tensor
-            return _chosen(run(operands), None)
-
-        primals = tuple(operands[index] for index in moved)
-        return torch.func.jvp(of, primals, given)[1]
+        return _pushed(function, outputs, (), has_tangent, tensors)[1]
 
     return tangents
+
+
+def with_pushforward(
+    function: Flat,
+    outputs: tuple[int, ...],
+    moved: tuple[int, ...],
+    has_tangent: tuple[bool, ...],
+) -> Flat:
+    """(operands, ..., tangents) -> these outputs, then the tangents of some of them.
+
+    Args:
+        function: what to push forward.
+        outputs: which of its results to hand out.
+        moved: which of these have a tangent.
+        has_tangent: which operands have one.
+    """
+    pushed = tuple(outputs[place] for place in moved)
+    still = tuple(each for place, each in enumerate(outputs) if place not in moved)
+
+    def values_and_tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        found = _pushed(function, pushed, still, has_tangent, tensors)
+        values, tangents, others = map(iter, found)
+        own = [
+            next(values if place in moved else others) for place in range(len(outputs))
+        ]
+        return [*own, *tangents]
+
+    return values_and_tangents
+
+
+def _pushed(
+    function: Flat,
+    moved: tuple[int, ...] | None,
+    still: tuple[int, ...],
+    has_tangent: tuple[bool, ...],
+    tensors: Sequence[Tensor],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Some results, their tangents, and results without one."""
+    operands = list(tensors[: len(has_tangent)])
+    wanted = [k for k, each in enumerate(operands) if each.requires_grad]
+
+    def chosen(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        returned = function(given)
+        return (*_chosen(returned, moved), *_chosen(returned, still))
+
+    run = tracked(chosen, wanted)
+    pushed = [index for index, has in enumerate(has_tangent) if has]
+    given = tuple(tensors[len(tensors) - len(pushed) :])
+
+    def of(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        for index, tensor in zip(pushed, primals, strict=True):
+            operands[index] = tensor
+        found = _chosen(run(operands), None)
+        count = len(found) - len(still)
+        return found[:count], found[count:]
+
+    primals = tuple(operands[index] for index in pushed)
+    found: Any = torch.func.jvp(of, primals, given, has_aux=True)
+    return found
 
 
 def tracked(function: Flat, wanted: Sequence[int]) -> Flat:

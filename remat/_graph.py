@@ -350,9 +350,11 @@ class Numbering:
         self._known: dict[Any, int] = {}
         self.numbers: list[int] = []
 
-    def add(self, value: Value) -> None:
-        """Numbers the next value."""
+    def add(self, value: Value, like: int | None = None) -> None:
+        """Numbers the next value; `like` is one before that it is known to equal."""
         key = _key(len(self.numbers), value, self.numbers)
+        if like is not None:
+            self._known[key] = self.numbers[like]
         self.numbers.append(self._known.setdefault(key, len(self._known)))
 
     def knows(self, value: Value) -> bool:

@@ -7,6 +7,8 @@ The derivatives of a region are regions again:
   records every backward in case somebody differentiates it. It saves its operands alone;
   its own derivative is traced only if asked for, from the pullback of the function.
 - `jvp`: (operands, states, tangents) -> tangents, the region of the pushforward.
+- `pushed`: (operands, tangents) -> outputs and their tangents, in one program; where reverse
+  mode is taken above, its forward is the region's own, merged with that of the tangents.
 - `batched`: the region of the mapped function; where reverse mode is taken per example,
   its forward is the per-example program, mapped.
 
@@ -20,12 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
 
-from remat._any_region import Asked, Batched
-from remat._derived import Batch, Pull, mapped, pullback, pushforward
+from remat._any_region import Asked, Batched, Pushed
+from remat._derived import (
+    Batch,
+    Pull,
+    mapped,
+    pullback,
+    pushforward,
+    with_pushforward,
+)
 from remat._errors import RecomputationError, TraceError, explain
 from remat._forward import Calls, Forward, map_program
 from remat._function import Function, Roots
-from remat._graph import Ref, TensorMeta, is_open, named
+from remat._graph import Graph, Ref, TensorMeta, is_open, named
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
@@ -41,6 +50,7 @@ from remat._partition import (
 )
 from remat._planning import decisions as decisions_of
 from remat._program import Program
+from remat._push import Tangents, push
 from remat._straight import Straight
 from remat._trace import Joint, Request, View, with_states
 from remat._verification import Verification, verification
@@ -59,10 +69,13 @@ class Given:
     Attributes:
         forward: the program.
         views: how each returned tensor is made from outputs and operands.
+        origins: a program that makes the tensors that the forward reads before the operands
+            of those that it reads after them; None if that is not known.
     """
 
     forward: Forward
     views: tuple[View, ...]
+    origins: Graph | None = None
 
 
 @final
@@ -390,7 +403,19 @@ class Region:
             verification=self._verification(roots, analysis, saved),
             placements=spread if is_spread else None,
         )
-        return Given(forward, views), states
+        return Given(forward, views, self._origins(roots, analysis, saved)), states
+
+    def _origins(
+        self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
+    ) -> Graph | None:
+        """What is saved, recomputed; None in place of what its storage rounds."""
+        storages = self.storages(roots) or [Keep()] * len(saved)
+        pairs = zip(saved, storages, strict=True)
+        wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
+        if not any(wanted):
+            return None
+        found = cut(analysis, frozenset(), wanted)
+        return backward_graph(analysis.joint, found, saved, wanted)
 
     def _verification(
         self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
@@ -451,19 +476,13 @@ class Region:
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Region, tuple[int, ...]]:
-        chosen = self.chosen(roots)
-        metas = self._output_metas(roots)
-        moved = tuple(k for k, meta in enumerate(metas) if meta.is_differentiable)
+        chosen, moved = self.chosen(roots), self._moved(roots)
         outputs = tuple(chosen[index] for index in moved)
         states = self.joint(roots).states if num_states else ()
         operands = (
             *self.operands,
             *(_metas(states, self.analysis(roots)) if states else ()),
-            *(
-                _wanting(meta)
-                for meta, has in zip(self.operands, has_tangent, strict=True)
-                if has
-            ),
+            *self._tangent_metas(has_tangent),
         )
         region = Region(
             self.function.derive(
@@ -476,6 +495,62 @@ class Region:
             calls=self.calls,
         )
         return region, moved
+
+    def _tangent_metas(self, has_tangent: tuple[bool, ...]) -> list[TensorMeta]:
+        pairs = zip(self.operands, has_tangent, strict=True)
+        return [_wanting(meta) for meta, has in pairs if has]
+
+    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> Pushed:
+        """The region of the outputs and, after these, the tangents of some of them.
+
+        Its operands: this region's, the tangents.
+        """
+        return self._once(
+            ("pushed", has_tangent, save),
+            lambda: self._pushed(roots, has_tangent, save),
+        )
+
+    def _pushed(
+        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
+    ) -> Pushed:
+        chosen, moved = self.chosen(roots), self._moved(roots)
+        given = None
+        if moved and (save or self.given is not None):
+            given = self._pushed_forward(roots, has_tangent, save)
+        region = Region(
+            self.function.derive(
+                lambda f: with_pushforward(f, chosen, moved, has_tangent),
+                *("values and jvp", chosen, moved, has_tangent),
+            ),
+            (*self.operands, *self._tangent_metas(has_tangent)),
+            nothing_saveable if given else for_derived(self.policy),
+            given=given,
+            states=self.states,
+            verify=self.verify and given is None,
+            inputs=self.inputs,
+            calls=self.calls,
+        )
+        return Pushed(region, moved)
+
+    def _pushed_forward(
+        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
+    ) -> Given:
+        forward = self.forward(roots, save)
+        num_states = forward.shape[3]
+        region = self.jvp(roots, has_tangent, num_states)[0]
+        tangents = Tangents(
+            region.forward(roots, save=False),
+            region.every_view(roots),
+            len(self.operands),
+            num_states,
+        )
+        origins = self.given.origins if self.given else None
+        return Given(*push(forward, tangents, origins), origins)
+
+    def _moved(self, roots: Roots) -> tuple[int, ...]:
+        """Which outputs have tangents."""
+        metas = enumerate(self._output_metas(roots))
+        return tuple(index for index, meta in metas if meta.is_differentiable)
 
     def _output_metas(self, roots: Roots) -> list[TensorMeta]:
         forward = self.forward(roots, save=False)

@@ -1,0 +1,126 @@
+"""The forward of a region that is pushed forward: values and tangents in one program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+from remat._forward import Forward
+from remat._graph import Graph, Ref
+from remat._merge import merge
+from remat._trace import View
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Tangents:
+    """The program of the tangents of a region's outputs.
+
+    Attributes:
+        forward: (operands, generator states, tangents) -> what the tangents are made of.
+        views: how each tangent is made from what it hands out and from what it takes.
+        num_operands: how many operands the region has.
+        num_states: how many generator states its forward records.
+    """
+
+    forward: Forward
+    views: tuple[View, ...]
+    num_operands: int
+    num_states: int
+
+    @property
+    def graph(self) -> Graph:
+        """The program's graph, without what it makes of buffers: the region's does that."""
+        graph = self.forward.program.graph
+        return dataclasses.replace(graph, outputs=graph.outputs[: self.num_outputs])
+
+    @property
+    def num_outputs(self) -> int:
+        """How many tensors it hands out."""
+        return self.forward.shape[0]
+
+    @property
+    def num_given(self) -> int:
+        """How many tangents it takes."""
+        known = self.num_operands + self.num_states
+        return self.forward.program.graph.num_inputs - known
+
+    def views_after(self, count: int) -> tuple[View, ...]:
+        """How each is made where `count` outputs come before, and no states among inputs."""
+
+        def shifted(view: View) -> View:
+            if view.output is not None:
+                return dataclasses.replace(view, output=view.output + count)
+            if view.operand is None or view.operand < self.num_operands:
+                return view
+            return dataclasses.replace(view, operand=view.operand - self.num_states)
+
+        return tuple(map(shifted, self.views))
+
+
+def push(
+    forward: Forward, tangents: Tangents, origins: Graph | None
+) -> tuple[Forward, tuple[View, ...]]:
+    """The forward that hands out tangents after its outputs, and takes tangents at the end.
+
+    Outputs, and what is saved, are the forward's to the last bit; what both programs compute
+    is computed once (see `_merge`).
+
+    Args:
+        forward: of the region.
+        tangents: of its outputs.
+        origins: what the tensors before the operands are made of (see `merge`).
+
+    Returns:
+        The forward, and how outputs and tangents are made from what it hands out.
+    """
+    program, count = forward.program, forward.shape[0]
+    merged = merge(program.graph, tangents.graph, _reads(forward, tangents), origins)
+    firsts = len(program.graph.outputs)
+    own, added = merged.outputs[:firsts], merged.outputs[firsts:]
+    graph = dataclasses.replace(merged, outputs=(*own[:count], *added, *own[count:]))
+    pushed = dataclasses.replace(
+        forward,
+        program=dataclasses.replace(
+            program,
+            graph=graph,
+            title=f"pushed_{program.title}",
+            # A compiler may move up neither what reads a cotangent nor what a tangent.
+            num_cotangents=program.num_cotangents
+            and program.num_cotangents + tangents.num_given,
+        ),
+        shape=(count + tangents.num_outputs, *forward.shape[1:]),
+        flows=_flows(forward, tangents.forward),
+        untracked=(
+            *forward.untracked,
+            *(count + place for place in tangents.forward.untracked),
+        ),
+        placements=_placements(forward, tangents.forward),
+    )
+    outputs = [View(place, None, None, False) for place in range(count)]
+    return pushed, (*outputs, *tangents.views_after(count))
+
+
+def _reads(forward: Forward, tangents: Tangents) -> list[Ref | None]:
+    skip, outputs = forward.num_leading, forward.program.graph.outputs
+    operands = [Ref(skip + index) for index in range(tangents.num_operands)]
+    states = outputs[len(outputs) - tangents.num_states :]
+    return [*operands, *states, *(None for _ in range(tangents.num_given))]
+
+
+def _flows(forward: Forward, tangents: Forward) -> tuple[bool, ...] | None:
+    if forward.flows is None and tangents.flows is None:
+        return None
+    each = [one.flows or (True,) * one.shape[0] for one in (forward, tangents)]
+    return (*each[0], *each[1])
+
+
+def _placements(forward: Forward, tangents: Forward) -> tuple[Any, ...] | None:
+    if forward.placements is None and tangents.placements is None:
+        return None
+    first, second = (
+        one.placements or (None,) * (one.shape[0] + one.shape[1])
+        for one in (forward, tangents)
+    )
+    count = forward.shape[0]
+    return (*first[:count], *second[: tangents.shape[0]], *first[count:])
