@@ -1,0 +1,191 @@
+"""Law 3 under forward mode: a region's values and their tangents are one program.
+
+A Hessian-vector product, forward mode over reverse mode, computes with plain PyTorch each
+value once and its tangent once. With a region it computes again, in the backward, what the
+policy does not permit to keep, and the tangents of it: these are never kept, because the
+policy speaks of the function's own values. Nothing is computed more than that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+
+from remat import policies, remat, storage
+from tests.support import assert_bitwise, count_operators, seeded
+
+# Forward mode itself compiles decompositions with torch.jit.script.
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+NUM_BLOCKS = 2
+W, X = seeded(3, 5), seeded(4, 3, seed=1)
+V = W.cos()
+
+Unit = Callable[[Tensor, Tensor], Tensor]
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    """Two products; the backward needs the first again, and what is made of it."""
+    return torch.tanh(x @ w).sin() @ w.t()
+
+
+REGIONS: dict[str, Unit] = {
+    "nothing": remat(block),
+    "matmuls": remat(block, policy=policies.save_matmul_outputs),
+    "everything": remat(block, policy=policies.everything_saveable),
+}
+
+
+def stacked(unit: Unit) -> Callable[[Tensor], Tensor]:
+    """The blocks on top of each other, as a function of the weights."""
+
+    def run(w: Tensor) -> Tensor:
+        x = X
+        for _ in range(NUM_BLOCKS):
+            x = unit(w, x)
+        return x
+
+    return run
+
+
+def loss(unit: Unit) -> Callable[[Tensor], Tensor]:
+    """A number with a second derivative."""
+    return lambda w: stacked(unit)(w).square().sum()
+
+
+def leaf_pushed(unit: Unit) -> Tensor | None:
+    """Plain autograd over forward mode."""
+    leaf = W.clone().requires_grad_()
+    jvp(loss(unit), (leaf,), (V,))[1].backward()
+    return leaf.grad
+
+
+def over_vectors(unit: Unit) -> Any:
+    """Hessian-vector products for several vectors at once."""
+    return vmap(lambda v: jvp(grad(loss(unit)), (W,), (v,)))(torch.stack([V, W]))
+
+
+TRANSFORMS: dict[str, Callable[[Unit], Any]] = {
+    "jvp": lambda f: jvp(stacked(f), (W,), (V,)),
+    "jvp(grad)": lambda f: jvp(grad(loss(f)), (W,), (V,)),
+    "jvp of a pullback": lambda f: jvp(vjp(stacked(f), W)[1], (X,), (X.cos(),)),
+    "grad(jvp)": lambda f: grad(lambda w: jvp(loss(f), (w,), (V,))[1])(W),
+    "grad(values and jvp)": lambda f: grad(
+        lambda w: torch.stack(jvp(loss(f), (w,), (V,))).sum()
+    )(W),
+    "backward(jvp)": leaf_pushed,
+    "vmap(jvp(grad))": over_vectors,
+    "jacfwd(grad)": lambda f: jacfwd(grad(loss(f)))(W),
+    "hessian": lambda f: hessian(loss(f))(W),
+    "jvp(jvp(grad))": lambda f: jvp(
+        lambda w: jvp(grad(loss(f)), (w,), (V,))[1], (W,), (W.sin(),)
+    ),
+    "grad(jvp(jvp))": lambda f: grad(
+        lambda w: jvp(lambda w: jvp(loss(f), (w,), (V,))[1], (w,), (W.sin(),))[1]
+    )(W),
+}
+
+#: Products of a block that are computed beyond those of plain PyTorch, by policy. The first
+#: product of a block has one value and two tangents, by its weights and by its input; torch
+#: multiplies by zeros where the input has none. Forward mode twice has 1, 4 and 3 of them.
+AGAIN = {
+    "jvp": {"nothing": 0, "matmuls": 0, "everything": 0},
+    "jvp(grad)": {"nothing": 3, "matmuls": 2, "everything": 2},
+    "jvp of a pullback": {"nothing": 1, "matmuls": 0, "everything": 0},
+    "grad(jvp)": {"nothing": 3, "matmuls": 0, "everything": 0},
+    "grad(values and jvp)": {"nothing": 3, "matmuls": 0, "everything": 0},
+    "backward(jvp)": {"nothing": 3, "matmuls": 0, "everything": 0},
+    "vmap(jvp(grad))": {"nothing": 3, "matmuls": 2, "everything": 2},
+    "jacfwd(grad)": {"nothing": 3, "matmuls": 2, "everything": 2},
+    "grad(jvp(jvp))": {"nothing": 8, "matmuls": 0, "everything": 0},
+}
+
+
+def counts(transform: str, unit: Unit) -> tuple[int, int]:
+    """Matrix products and hyperbolic tangents of one run, once everything is traced."""
+    run = TRANSFORMS[transform]
+    run(unit)
+    found = count_operators(run, unit)
+    return found["aten.mm"] + found["aten.bmm"], found["aten.tanh"]
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("transform", AGAIN)
+def test_what_is_not_kept_is_computed_once_more(transform: str, kind: str) -> None:
+    """With its tangents, and nothing else is: those of tanh are made of its values."""
+    plain_products, _ = counts(transform, block)
+
+    products, tanhs = counts(transform, REGIONS[kind])
+
+    again = kind != "everything" and transform != "jvp"
+    assert products - plain_products == NUM_BLOCKS * AGAIN[transform][kind]
+    assert tanhs == NUM_BLOCKS * (2 if again else 1)
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_numbers_are_plains(transform: str, kind: str) -> None:
+    """To rounding, in float64."""
+    run = TRANSFORMS[transform]
+
+    torch.testing.assert_close(run(REGIONS[kind]), run(block))
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_against_differences(kind: str) -> None:
+    """A Hessian-vector product is what the gradient does along the vector."""
+    step, gradient = 1e-5, grad(loss(REGIONS[kind]))
+
+    found = jvp(gradient, (W,), (V,))[1]
+
+    difference = gradient(W + step * V) - gradient(W - step * V)
+    torch.testing.assert_close(found, difference / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_gradients_beside_tangents_keep_their_bits(kind: str) -> None:
+    """The program of the values is merged with another one, and not replaced."""
+    gradient = grad(loss(REGIONS[kind]))
+
+    assert_bitwise(jvp(gradient, (W,), (V,))[0], gradient(W))
+
+
+def test_what_a_storage_rounds_is_not_taken_for_the_value() -> None:
+    """Tangents are those of the function, as if nothing had been rounded."""
+    policy = policies.save_matmul_outputs.stored(storage.Cast(torch.float32))
+    region = remat(block, policy=policy)
+
+    (own, _), (plain, _) = (counts("jvp(grad)", each) for each in (region, block))
+
+    assert own - plain == NUM_BLOCKS * 3
+    torch.testing.assert_close(
+        jvp(grad(loss(region)), (W,), (V,))[1],
+        jvp(grad(loss(block)), (W,), (V,))[1],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_inner_regions_bound_the_peak_there_too() -> None:
+    """Each inner recomputation stays where it is, for values and for tangents."""
+    inner = remat(block)
+    outer = remat(lambda w, x: inner(w, inner(w, x)))
+    counted: dict[str, int] = {}
+    for name, run in (
+        ("gradient", lambda: grad(loss(outer))(W)),
+        ("product", lambda: jvp(grad(loss(outer)), (W,), (V,))),
+    ):
+        run()
+        counted[name] = count_operators(run)["aten.tanh"]
+
+    assert counted["product"] == counted["gradient"]
+    torch.testing.assert_close(
+        jvp(grad(loss(outer)), (W,), (V,)),
+        jvp(grad(loss(lambda w, x: block(w, block(w, x)))), (W,), (V,)),
+    )
