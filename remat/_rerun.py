@@ -282,10 +282,6 @@ class Rerun(WithoutProgram):
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
         return Rerun(pushed, pushed, wanted, self.state), None
 
-    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
-        """Tangents have a run of their own, in which the state is put back."""
-        return
-
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
         # Where reverse mode is taken per example, torch runs a function so.
