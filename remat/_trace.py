@@ -564,12 +564,14 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
-    with _compat.isolated(), mode, torch.no_grad():
-        fakes = [fake_of(meta) for meta in metas]
-        module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
-        if _in_place.has_mutations(module.graph):
-            module = _import_fx.functionalize(module, fakes)
-    imported = _import_fx.import_graph(module)
+    # A trace around this one would take what is done here for the user's calls.
+    with entered(None):
+        with _compat.isolated(), mode, torch.no_grad():
+            fakes = [fake_of(meta) for meta in metas]
+            module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
+            if _in_place.has_mutations(module.graph):
+                module = _import_fx.functionalize(module, fakes)
+        imported = _import_fx.import_graph(module)
     repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
         dataclasses.replace(value, is_backward=repeats) for value in imported.values

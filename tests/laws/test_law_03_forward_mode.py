@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import policies, remat, storage
 from tests.support import assert_bitwise, count_operators, seeded
@@ -189,3 +189,12 @@ def test_inner_regions_bound_the_peak_there_too() -> None:
         jvp(grad(loss(outer)), (W,), (V,)),
         jvp(grad(loss(lambda w, x: block(w, block(w, x)))), (W,), (V,)),
     )
+
+
+def test_a_mapped_program_inside_a_trace() -> None:
+    """What maps it is no call of the user's, whose tensors the outer trace would lift."""
+    inner = remat(lambda x: torch.cat([x, x], -1).sin().chunk(2, -1)[1])
+    outer = remat(lambda x: inner(x))
+
+    found, expected = jacrev(jacfwd(outer))(X), jacrev(jacfwd(torch.sin))(X)
+    torch.testing.assert_close(found, expected)
