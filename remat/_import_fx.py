@@ -125,19 +125,25 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
 
 
-def import_graph(module: fx.GraphModule, *, is_template: bool = False) -> Imported:
+def import_graph(
+    module: fx.GraphModule, *, is_template: bool = False, is_program: bool = False
+) -> Imported:
     """Reads a traced module.
 
     Args:
         module: what was traced.
         is_template: whether its sizes are open, and will be filled in later.
+        is_program: whether it is a program, in which some states may be left out.
     """
-    return _Importer(module, is_template).run()
+    return _Importer(module, is_template, is_program).run()
 
 
 class _Importer:
-    def __init__(self, module: fx.GraphModule, is_template: bool) -> None:
+    def __init__(
+        self, module: fx.GraphModule, is_template: bool, is_program: bool
+    ) -> None:
         self.module = module
+        self.is_program = is_program
         self.is_template = is_template
         self.values: list[Value] = []
         self.env: dict[fx.Node, Any] = {}
@@ -147,6 +153,7 @@ class _Importer:
         self.states: list[Ref] = []
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
+        self.redrawn: Ref | None = None
 
     def run(self) -> Imported:
         outputs: tuple[Ref | None, ...] = ()
@@ -200,6 +207,8 @@ class _Importer:
         elif target is _aten.copy_.default and args[0] in self.inputs:
             self.mutations[self.inputs[args[0]]] = self.env[args[1]]
             self.env[node] = self.env[args[1]]
+        elif target is _rng.GOING_ON:
+            self._go_on(node, *self._resolve(args))
         elif target is _rng.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
@@ -262,8 +271,12 @@ class _Importer:
             )
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        if node.target is not _rng.SWAP:
-            self._add(node, node.target, args, {})
+        target: Any = node.target
+        if target is _rng.SINCE and not self.is_program:
+            # A trace around this one knows the state, and decides anew whether it waits.
+            target, args = _rng.STATE, args[1:]
+        if target is not _rng.SWAP:
+            self._add(node, target, self._resolve(args), {})
             self.recorded = self.env[node]
             return
         # A redraw comes as swap in, draw, swap back: the first sets the state that the
@@ -271,6 +284,14 @@ class _Importer:
         self.env[node] = None
         is_end = self.env.get(args[0]) is None
         self.forced = None if is_end else self.env[args[0]]
+        if is_end and node.users:
+            self._add(node, operators.rng_end, (self.redrawn,), {})
+
+    def _go_on(self, node: fx.Node, state: Ref, end: Ref) -> None:
+        """A state that may be left out; what is recorded in this graph is not."""
+        self.env[node] = state
+        if self.values[state.index].op is None:
+            self._add(node, _rng.GOING_ON, (state, end), {})
 
     def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
         # native_batch_norm writes its running statistics although its schema says that
@@ -321,6 +342,7 @@ class _Importer:
 
     def _draw(self, value: Value, stream: str) -> Value:
         if self.forced is not None:
+            self.redrawn = Ref(len(self.values))
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
             device = _device(value.meta)

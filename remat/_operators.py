@@ -52,6 +52,11 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def rng_end(draw: torch.Tensor) -> torch.Tensor:
+    """The state at which a redraw ended; a step of graphs alone, handed out by the redraw."""
+    raise NotImplementedError(draw)
+
+
 def short_name(op: Any) -> str:
     """Its name without the overload: "aten.mm" for torch.ops.aten.mm.default."""
     if isinstance(op, _compat.OpOverload):
@@ -155,9 +160,16 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def is_rng_state(op: Any) -> bool:
-    """Whether an operator reads the state of a generator, or of a tracker."""
-    names = ("remat.rng_state", "remat.stream_state")
-    return isinstance(op, _compat.OpOverload) and short_name(op) in names
+    """Whether what an operator hands out is the state of a generator, or of a tracker."""
+    return op is rng_end or (
+        isinstance(op, _compat.OpOverload) and short_name(op) in _STATES
+    )
+
+
+_STATES = frozenset(
+    f"remat.{name}"
+    for name in ("rng_state", "rng_since", "rng_going_on", "stream_state")
+)
 
 
 def makes_statistics(name: str) -> bool:

@@ -37,6 +37,7 @@ from remat._graph import (
     value_numbers,
 )
 from remat._import_fx import view_path
+from remat._redraws import written_out
 from remat._trace import Joint, View
 from remat.policies import AbstractPolicy, Save
 
@@ -297,6 +298,7 @@ def cut(
     steps: set[int] = set()
     operands: set[int] = set()
     seen: set[int] = set()
+    ending: set[int] = set()
     pending = starts(analysis, wanted)
     while pending:
         index = pending.pop()
@@ -306,12 +308,18 @@ def cut(
         member = analysis.members.get(analysis.numbers[index])
         if index < joint.graph.num_inputs:
             operands.update({index} if index < joint.num_operands else ())
-        elif member in members:
+        elif member in members and index not in ending:
             assert member is not None
             stand_ins[index] = member
         else:
             steps.add(index)
             pending.extend(analysis.uses[index])
+            after = joint.graph.values[index].after
+            if after is not None and after.index not in steps:
+                # Where it ends is asked for, which what it has drawn does not tell.
+                ending.add(after.index)
+                seen.discard(after.index)
+                stand_ins.pop(after.index, None)
     saved = tuple(sorted(set(stand_ins.values())))
     ranks = analysis.ranks
     repeats = {
@@ -355,7 +363,8 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         for place, ref in enumerate(outputs)
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
-    return _with_inputs(prune(graph, effects), joint.num_operands), untracked
+    pruned = _with_inputs(prune(graph, effects), joint.num_operands)
+    return written_out(pruned), untracked
 
 
 def _ranked(graph: Graph) -> Graph:
@@ -434,7 +443,7 @@ def backward_graph(
         Value(None, meta=values[index].meta, names=values[index].names)
         for index in inputs
     ]
-    for index in _late(values, found.steps):
+    for index in late(values, found.steps):
         value = values[index]
         number[index] = len(lines)
         is_redraw = value.is_redraw or (
@@ -448,10 +457,10 @@ def backward_graph(
         )
         lines.append(renumbered(value, lambda use: Ref(number[use])))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
-    return check(Graph(tuple(lines), len(inputs), outputs))
+    return written_out(check(Graph(tuple(lines), len(inputs), outputs)))
 
 
-def _late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
+def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
     """The steps, those of the forward moved to before the first that reads them."""
     order: list[int] = []
     waiting = {index for index in steps if not values[index].is_backward}

@@ -200,6 +200,7 @@ class _Writer:
     ) -> None:
         self.graph = graph
         self._bindings = bindings
+        self._ends = _ends(graph)
         self.bound: dict[str, Any] = {
             "rng_swap": _rng.swap,
             "stream_enter": _streams.enter,
@@ -228,6 +229,8 @@ class _Writer:
         self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"
 
     def _lines(self, index: int, value: Value) -> list[str]:
+        if value.op is operators.rng_end:
+            return []
         comment = _comment(value)
         call = f"v{index} = {self._call(index, value)}{comment}"
         if not value.is_redraw and not value.stream:
@@ -238,6 +241,8 @@ class _Writer:
         if not value.is_redraw:
             begin = f"stream_enter({value.stream!r}, {device})"
             end = f"stream_leave({value.stream!r}, found, {device})"
+        elif index in self._ends:
+            end = f"v{self._ends[index]} = {end}"
         return [f"found = {begin}", "try:", f"    {call}", "finally:", f"    {end}"]
 
     def _call(self, index: int, value: Value) -> str:
@@ -282,6 +287,15 @@ class _Writer:
         return unique
 
 
+def _ends(graph: Graph) -> dict[int, int]:
+    """For each redraw the step for the state at which it ends, if that is asked for."""
+    return {
+        value.args[0].index: index
+        for index, value in enumerate(graph.values)
+        if value.op is operators.rng_end
+    }
+
+
 def _comment(value: Value) -> str:
     notes = [str(value.meta)] if isinstance(value.meta, TensorMeta) else []
     notes += [f'"{name}"' for name in value.names]
@@ -318,12 +332,15 @@ def _device(value: Value) -> torch.device:
 
 def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
-    last = last_uses(graph)
+    last, ends = last_uses(graph), _ends(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
     with _compat.without_torch_function():
         for index, value in enumerate(graph.values):
-            if value.op is not None:
-                env[index] = _step(value, env)
+            if value.op is operators.rng_end:
+                # The redraw hands it out, but to no compiler, in whose graphs all states are.
+                env.setdefault(index, None)
+            elif value.op is not None:
+                env[index] = _step(value, env, ends.get(index))
             for name in value.names:
                 _names.mark(env[index], name)
             for freed in last.get(index, ()):
@@ -331,7 +348,7 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     return [None if ref is None else env[ref.index] for ref in graph.outputs]
 
 
-def _step(value: Value, env: dict[int, Any]) -> Any:
+def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
     assert value.op is not None
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = _compat.active_graph()
@@ -342,11 +359,15 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
         assert value.state is not None
         found = _rng.swap(env[value.state.index], _device(value))
         out = _draw(value, args, dict(kwargs))
-        _rng.swap(found, _device(value))
+        ended = _rng.swap(found, _device(value))
+        if end is not None:
+            env[end] = ended
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
-    elif value.op is _rng.STATE:
-        out = _state_around(args[0])
+    elif value.op in (_rng.STATE, _rng.SINCE):
+        out = _state_around(*args)
+    elif value.op is _rng.GOING_ON:
+        out = _rng.going_on(*args)
     else:
         out = _batching.batchable(value.op)(*args, **dict(kwargs))
     note = _import_fx.Note(
@@ -359,9 +380,12 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     return out
 
 
+_OF_GENERATORS = (_rng.STATE, _rng.SINCE, _rng.GOING_ON)
+
+
 def _is_of_generator(value: Value) -> bool:
     """Whether a step reads the state of a generator, or draws from a state."""
-    return value.state is not None or value.op is _rng.STATE
+    return value.state is not None or value.op in _OF_GENERATORS
 
 
 def _whole_draw(
@@ -369,7 +393,7 @@ def _whole_draw(
 ) -> Any:
     """A draw as a compiler may take it; its state comes with it, not before."""
     if value.state is None:
-        return None
+        return args[0] if value.op is _rng.GOING_ON else None
     place, device = value.state.index, _device(value)
     if value.is_redraw:
         return _drawing.from_state(
@@ -388,11 +412,16 @@ def _stream_around(value: Value) -> str | None:
     return _streams.take_inside(value.stream, _device(value)) if value.stream else None
 
 
-def _state_around(device: torch.device) -> torch.Tensor:
-    """The state of a generator into which the other trace may have put a tracker's."""
-    stream = _streams.current(device)
-    is_own = stream in ("", _streams.UNKNOWN)
-    return _rng.STATE(device) if is_own else _streams.STATE(stream)
+def _state_around(*given: Any) -> torch.Tensor:
+    """The state of a generator into which the other trace may have put a tracker's.
+
+    Args:
+        *given: of `_rng.STATE`, or of `_rng.SINCE`: the device comes last.
+    """
+    stream = _streams.current(given[-1])
+    if stream not in ("", _streams.UNKNOWN):
+        return _streams.STATE(stream)
+    return _rng.STATE(*given) if len(given) == 1 else _rng.since(*given)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

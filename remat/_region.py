@@ -32,6 +32,7 @@ from remat._derived import (
     with_pushforward,
 )
 from remat._errors import RecomputationError, TraceError, explain
+from remat._following import links_for
 from remat._forward import Calls, Forward, map_program
 from remat._function import Function, Roots
 from remat._graph import Graph, Ref, TensorMeta, is_open, named
@@ -51,11 +52,12 @@ from remat._partition import (
 from remat._planning import decisions as decisions_of
 from remat._program import Program
 from remat._push import Tangents, push
+from remat._redraws import Links, linked
 from remat._straight import Straight
 from remat._trace import Joint, Request, View, with_states
 from remat._verification import Verification, verification
-from remat.policies import AbstractPolicy, nothing_saveable
-from remat.policies._planned import for_derived
+from remat.policies import AbstractPolicy, WholeProgram, nothing_saveable
+from remat.policies._planned import Planned, for_derived
 from remat.storage import AbstractStorage, Keep
 
 _FORWARDS = ("forward", "forward that saves")
@@ -91,6 +93,7 @@ class Region:
         joints: tuple[Joint, ...] = (),
         given: Given | None = None,
         states: tuple[int, ...] = (),
+        links: Links | None = None,
         verify: bool = False,
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
         calls: Calls | None = None,
@@ -104,6 +107,7 @@ class Region:
             joints: its joint graphs, where they are known already.
             given: its forward, where an outer region's program made it.
             states: which operands are generator states for its draws, in order.
+            links: where the draws go on of which no state waits, if that is settled.
             verify: whether the backward compares saved values with recomputed ones.
             inputs: the operands that wait otherwise than as they are, and how.
             calls: numbers the calls of the function; those of its derivatives too.
@@ -116,6 +120,7 @@ class Region:
         self.policy = policy
         self.given = given
         self.states = states
+        self._settled_links = links
         self.program: Program | None = None
         self._latest: tuple[Asked, Region] | None = None
         self._made: dict[Any, Any] = {}
@@ -165,16 +170,50 @@ class Region:
         )
         with self.function.restored(roots), self.function.numerics.applied():
             joints = self.function.joints(request)
-        return tuple(with_states(joint, self.states) for joint in joints)
+        if not self.states:
+            return joints
+        states, links = [Ref(operand) for operand in self.states], self.links(roots)
+        return tuple(
+            linked(with_states(joint, self.states), states, links) for joint in joints
+        )
 
     def analysis(self, roots: Roots) -> Analysis:
         """The joint graph with its classes."""
-        return self._once("analysis", lambda: analyze(self.joint(roots)))
+        return self._once("analysis", lambda: self._analysis(roots))
+
+    def _analysis(self, roots: Roots) -> Analysis:
+        found = self._unlinked(roots)
+        joint = self._linked(roots, found.joint)
+        if joint is found.joint:
+            return found
+        return dataclasses.replace(found, joint=joint)
+
+    def _unlinked(self, roots: Roots) -> Analysis:
+        """The same, but each draw starts from its own state."""
+        return self._once("unlinked", lambda: analyze(self.joint(roots)))
+
+    def _linked(self, roots: Roots, joint: Joint) -> Joint:
+        if not joint.states:
+            return joint
+        return linked(joint, joint.states, self.links(roots))
+
+    def links(self, roots: Roots) -> Links:
+        """From whose ends the draws go on of which no state waits."""
+        if self._settled_links is not None:
+            return self._settled_links
+        return self._once("links", lambda: self._links(roots))
+
+    def _links(self, roots: Roots) -> Links:
+        analysis = self._unlinked(roots)
+        if isinstance(self.policy, (Planned, WholeProgram)):
+            # A plan counts each state: it is made before it is known what is redrawn.
+            return (None,) * len(analysis.joint.states)
+        return links_for(analysis, self._members(roots, analysis))
 
     def decisions(self, roots: Roots) -> dict[int, Save]:
         """What the policy permits, by class."""
         return self._once(
-            "decisions", lambda: decisions_of(self.analysis(roots), self.policy)
+            "decisions", lambda: decisions_of(self._unlinked(roots), self.policy)
         )
 
     def store_named_operands(self, roots: Roots) -> None:
@@ -193,10 +232,13 @@ class Region:
 
     def _cut(self, roots: Roots) -> Cut:
         analysis = self.analysis(roots)
+        members = self._members(roots, analysis)
+        return cut(analysis, members, analysis.joint.gradients)
+
+    def _members(self, roots: Roots, analysis: Analysis) -> frozenset[int]:
         # What another region's program does not hand out cannot be saved.
         permitted = {} if self.given else self.decisions(roots)
-        members = permitted_members(analysis, permitted)
-        return cut(analysis, members, analysis.joint.gradients)
+        return permitted_members(analysis, permitted)
 
     def forward(self, roots: Roots, save: bool) -> Forward:
         """The forward, with or without handing out what the backward will read."""
@@ -209,7 +251,7 @@ class Region:
 
     def _forward(self, roots: Roots, save: bool) -> Forward:
         saved = self.cut(roots).saved if save else ()
-        joint = self.joint(roots) if save else self._light(roots)
+        joint = self.analysis(roots).joint if save else self._light(roots)
         if not save:
             joint = dataclasses.replace(joint, states=())
         graph, untracked = forward_graph(joint, saved)
@@ -353,6 +395,7 @@ class Region:
             nothing_saveable,
             given=given,
             states=self._states_after(asked.num_states),
+            links=self._links_after(roots, asked.num_states),
             inputs=self.inputs,
             calls=self.calls,
         )
@@ -430,6 +473,9 @@ class Region:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
+    def _links_after(self, roots: Roots, num_states: int) -> Links | None:
+        return self.links(roots) if self.states or num_states else None
+
     def _pulled_back(self, roots: Roots, asked: Asked) -> Function:
         chosen = self.chosen(roots)
         pull = Pull(
@@ -455,8 +501,10 @@ class Region:
         if numerics.autocast == ():
             for joint in self._joints(roots):
                 if joint.layout == cotangents:
+                    joint = self._linked(roots, joint)
                     return dataclasses.replace(analysis, joint=joint), saved
         again = analyze(self._trace(roots, cotangents, numerics)[0])
+        again = dataclasses.replace(again, joint=self._linked(roots, again.joint))
         _require_same_forward(analysis, again)
         place = {index: rank for rank, index in enumerate(analysis.forward)}
         return again, tuple(again.forward[place[index]] for index in saved)
@@ -492,6 +540,7 @@ class Region:
             operands,
             for_derived(self.policy),
             states=self._states_after(num_states),
+            links=self._links_after(roots, num_states),
             calls=self.calls,
         )
         return region, moved
@@ -602,6 +651,7 @@ class Region:
                 batch.metas,
                 for_derived(self.policy),
                 states=self.states,
+                links=self._settled_links,
                 inputs=self.inputs,
                 calls=self.calls,
             )
@@ -630,6 +680,7 @@ class Region:
                 views,
             ),
             states=self.states,
+            links=self._links_after(roots, forward.shape[3]),
             inputs=self.inputs,
             calls=self.calls,
         )

@@ -3,6 +3,8 @@
 A recomputed draw reads the state that its first run started from, so that it gives the
 same numbers even where other draws were cut out as dead work; the generator itself is
 left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
+A redraw may go on from where the one before it ended: then nothing waits for it, unless
+the forward found that somebody else (another thread) had drawn in between.
 Tensors on "meta" have no numbers, and a draw there no generator: its state is empty.
 """
 
@@ -17,6 +19,8 @@ from remat import _compat
 _library = _compat.library()
 _library.define("rng_state(Device device) -> Tensor")
 _library.define("rng_swap(Tensor state, Device device) -> Tensor")
+_library.define("rng_since(Tensor end, Device device) -> Tensor")
+_library.define("rng_going_on(Tensor state, Tensor end) -> Tensor")
 
 
 def _module(kind: str) -> Any:
@@ -63,12 +67,28 @@ def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return found
 
 
+def _since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
+    state = get(device)
+    return state.new_empty(0) if torch.equal(state, end) else state
+
+
+def _going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    return (state if state.numel() else end).clone()
+
+
 _library.impl("rng_state", get, "CompositeExplicitAutograd")
 _library.impl("rng_swap", _swap, "CompositeExplicitAutograd")
+_library.impl("rng_since", _since, "CompositeExplicitAutograd")
+_library.impl("rng_going_on", _going_on, "CompositeExplicitAutograd")
 STATE = torch.ops.remat.rng_state.default
 SWAP = torch.ops.remat.rng_swap.default
+# The state of a generator, or none at all where it is still the one given.
+SINCE = torch.ops.remat.rng_since.default
+# A state, or where it is none that at which a redraw has ended.
+GOING_ON = torch.ops.remat.rng_going_on.default
 _compat.keep_in_traces(STATE)
 _compat.keep_in_traces(SWAP)
+_compat.keep_in_traces(SINCE)
 
 
 def fake_state(device: torch.device) -> torch.Tensor:
@@ -80,8 +100,20 @@ def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
 
 
+def _fake_since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
+    del device
+    return torch.empty_like(end)
+
+
+def _fake_going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    del state
+    return torch.empty_like(end)
+
+
 _compat.register_fake("rng_state", fake_state)
 _compat.register_fake("rng_swap", _fake_swap)
+_compat.register_fake("rng_since", _fake_since)
+_compat.register_fake("rng_going_on", _fake_going_on)
 
 
 def size_bytes(device: torch.device) -> int:
@@ -93,6 +125,18 @@ def record(device: torch.device) -> torch.Tensor:
     """The generator state of a device, by value."""
     with _compat.leave_functorch():
         return STATE(device)
+
+
+def since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The generator state of a device, empty where it is still the one given."""
+    with _compat.leave_functorch():
+        return SINCE(end, device)
+
+
+def going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """A state, or where it is empty the one at which a redraw has ended."""
+    with _compat.leave_functorch():
+        return GOING_ON(state, end)
 
 
 def swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -571,7 +571,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
             module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
             if _in_place.has_mutations(module.graph):
                 module = _import_fx.functionalize(module, fakes)
-        imported = _import_fx.import_graph(module)
+        imported = _import_fx.import_graph(module, is_program=True)
     repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
         dataclasses.replace(value, is_backward=repeats) for value in imported.values

@@ -55,6 +55,7 @@ class Traced:
 
     def __init__(self, region: Region, roots: Roots) -> None:
         self.region = region
+        self._roots = roots
         self.analysis: Analysis = region.analysis(roots)
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
@@ -68,8 +69,10 @@ class Traced:
     @property
     def state_bytes(self) -> int:
         """The bytes of the generator states that draws started from."""
-        joint = self.analysis.joint
-        return _size(joint.graph, [state.index for state in joint.states])
+        joint, links = self.analysis.joint, self.region.links(self._roots)
+        waiting = zip(joint.states, links, strict=True)
+        held = [state.index for state, link in waiting if link is None]
+        return _size(joint.graph, held)
 
     @property
     def saved_numbers(self) -> frozenset[int]:
