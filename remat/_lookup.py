@@ -125,10 +125,15 @@ class Lookup:
     def reaches_gradient(
         self, signature: Signature, roots: Roots, numerics: Numerics
     ) -> bool:
-        """Whether a captured tensor is to be differentiated."""
+        """Whether a captured tensor is to be differentiated.
+
+        One in a set may be: what the trace reads of it, it refuses.
+        """
         found = self.cache.find((signature.key, numerics), roots)
-        reached = _captures.survey(roots).reached if found is None else found[1]
-        return any(map(_compat.requires_grad_anywhere, reached))
+        if found is not None:
+            return any(map(_compat.requires_grad_anywhere, found[1]))
+        survey = _captures.survey(roots)
+        return any(map(_compat.requires_grad_anywhere, survey.reached + survey.hidden))
 
     def _of_family(self, missed: _Missed) -> Entry:
         """The entry of a trace that holds for other sizes too, unless there can be none."""

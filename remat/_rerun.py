@@ -51,7 +51,10 @@ def call(
         captured.append(engine.anchor)
     operands = [*given, *captured]
     if not any(map(_compat.requires_grad_anywhere, operands)):
-        return fun(*args, **kwargs)
+        found = fun(*args, **kwargs)
+        if any(map(_compat.requires_grad_anywhere, survey.hidden)):
+            _resting(_compat.tensor_leaves(found), ())
+        return found
     result = _Result()
     state = RunState(
         _buffers(survey, given),

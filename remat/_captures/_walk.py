@@ -156,6 +156,27 @@ class Survey:
         firsts = (paths[0] for paths in self.tensors.values())
         return [cast("Tensor", path.owner.content[path.step]) for path in firsts]
 
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The tensors in sets and queues, to which no way leads that holds at each call."""
+        found: list[Tensor] = []
+        seen: set[int] = set()
+        pending = [self]
+        while pending:
+            holders = {
+                identity: cast("Iterable[object]", node.value)
+                for identity, node in pending.pop().nodes.items()
+                if isinstance(node.value, (set, frozenset, deque))
+                and identity not in seen
+            }
+            seen.update(holders)
+            inside = tuple(itertools.chain.from_iterable(holders.values()))
+            if inside:
+                further = Survey(inside)
+                found += further.reached
+                pending.append(further)
+        return found
+
     def is_buffer(self, identity: int) -> bool:
         """Whether the tensor of this id is registered as a buffer of some module."""
         return identity in self._buffers

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import policies, remat
+from remat import CapturedTensorError, policies, remat
 from tests.support import assert_bitwise, assert_close, seeded
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -274,6 +274,42 @@ def test_a_tensor_of_an_outer_transform_is_captured(name: str) -> None:
         return one(w.detach()), torch.func.vmap(one)(batch)
 
     assert_close(gradients(remat), gradients(lambda fun: fun))
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "set": lambda w: {w},
+    "frozenset": lambda w: frozenset([w]),
+    "queue": lambda w: deque([w]),
+    "set_in_a_set": lambda w: {frozenset([w])},
+    "set_of_modules": lambda w: {Scaler(w)},
+}
+
+
+def held_in(holder: Any) -> Tensor:
+    """The tensor that the holder, or what it holds, holds."""
+    (found,) = holder
+    if isinstance(found, nn.Module):
+        return cast(Tensor, found.w)
+    return found if isinstance(found, Tensor) else held_in(found)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_what_a_set_alone_holds_is_refused(hold: Any, engine: str) -> None:
+    """Nothing else wants a gradient: the region would run as if it were none."""
+    w, x = weights()
+    holder = hold(w)
+    region = remat(lambda x: mix(x, held_in(holder)), engine=engine)
+    unused = remat(lambda x: mix(x, x) * len(holder), engine=engine)
+
+    with pytest.raises(CapturedTensorError, match="reached by a way that cannot be"):
+        region(x)
+    assert_bitwise(unused(x), mix(x, x))
+    with torch.no_grad():
+        assert_bitwise(region(x), mix(x, w))
+    w.requires_grad_(False)
+    assert_bitwise(region(x), mix(x, w))
 
 
 def test_every_parameter_of_a_module_gets_its_gradient() -> None:
