@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -51,6 +52,19 @@ class _Missed:
         """The names of the leaves that are tensors."""
         pairs = zip(self.names, self.signature.layout.kinds, strict=True)
         return [name for name, kind in pairs if kind == "tensor"]
+
+
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """The further names of tensors that the call was given twice, by the first one."""
+        firsts, layout = self.tensor_names, self.signature.layout
+        again = iter(layout.again)
+        found: dict[str, tuple[str, ...]] = {}
+        for name, kind in zip(self.names, layout.kinds, strict=True):
+            if kind == "again":
+                first = firsts[next(again)]
+                found[first] = (*found.get(first, ()), name)
+        return found
 
 
 @final
@@ -170,7 +184,7 @@ class Lookup:
             self.rng,
             self.settings.verify,
             self.settings.backend,
-            self.settings.inputs.of,
+            functools.partial(self.settings.inputs.of, aliases=missed.aliases),
             self.cache.calls,
         )
         return make(
@@ -191,7 +205,7 @@ class Lookup:
         else:
             cache.misses += 1
             self._advise_of_statics(missed)
-            self._advise_of_inputs(entry)
+            self._advise_of_inputs(entry, missed)
             advise(
                 entry.region,
                 roots,
@@ -221,10 +235,13 @@ class Lookup:
                     do="Pass a 0-d tensor: torch.tensor(value).",
                 )
 
-    def _advise_of_inputs(self, entry: Entry) -> None:
+    def _advise_of_inputs(self, entry: Entry, missed: _Missed) -> None:
         """Warns of a path in `saved_inputs` that no input has."""
+        if not self.settings.inputs.each:
+            return
+        names = [*entry.labels, *itertools.chain(*missed.aliases.values())]
         for path, _ in self.settings.inputs.each:
-            if not any(fnmatch.fnmatchcase(name, path) for name in entry.labels):
+            if not any(fnmatch.fnmatchcase(name, path) for name in names):
                 warn(
                     where=self.where,
                     what=f'has no input "{path}", which saved_inputs speaks of.',

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
@@ -38,10 +39,25 @@ class InputStorages:
     others: AbstractStorage = _KEEP
     activations_only: bool = False
 
-    def of(self, path: str, tensor: Tensor, *, is_argument: bool) -> AbstractStorage:
-        """The storage of one input, an argument or a captured tensor."""
+    def of(
+        self,
+        path: str,
+        tensor: Tensor,
+        *,
+        is_argument: bool,
+        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> AbstractStorage:
+        """The storage of one input, an argument or a captured tensor.
+
+        Args:
+            path: what it is called.
+            tensor: the input.
+            is_argument: which of the two it is.
+            aliases: for a path what else the call has called this tensor.
+        """
+        names = (path, *aliases.get(path, ()))
         for glob, storage in self.each:
-            if fnmatch.fnmatchcase(path, glob):
+            if any(fnmatch.fnmatchcase(name, glob) for name in names):
                 return storage
         is_activation = is_argument and (
             tensor.is_floating_point() or tensor.is_complex()

@@ -85,6 +85,24 @@ def test_an_input_path_that_matches_nothing_is_no_silent_nothing() -> None:
         remat(attend, saved_inputs={"nope": storage.Keep()})(leaf())
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("path", ["x", "y", "pair.1", "more", "y*"])
+def test_an_input_given_twice_goes_by_each_name(path: str) -> None:
+    """It is one operand, and waits as is said under whichever of its names."""
+    how = storage.Cast(torch.bfloat16)
+
+    def f(x: Tensor, y: Tensor, pair: Any, more: Tensor) -> Tensor:
+        return (x * y).sin() * pair[1].cos() * more
+
+    x = leaf()
+    region = remat(f, saved_inputs={path: how})
+
+    assert warned(lambda: region(x, x, (1.0, x), more=x)) == []
+    assert [
+        each.storage for each in region.saved_residuals(x, x, (1.0, x), more=x)
+    ] == [how]
+
+
 WRONG = {
     "engine": {"engine": "magic"},
     "rng": {"rng": "global"},
