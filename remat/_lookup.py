@@ -53,7 +53,6 @@ class _Missed:
         pairs = zip(self.names, self.signature.layout.kinds, strict=True)
         return [name for name, kind in pairs if kind == "tensor"]
 
-
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The further names of tensors that the call was given twice, by the first one."""

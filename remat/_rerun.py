@@ -83,17 +83,17 @@ def call(
 
 
 def rerun_of(
-    function: Flat, requires_grad: tuple[bool, ...], reached: tuple[bool, ...]
+    function: Flat, requires_grad: tuple[bool, ...], resting: tuple[int, ...]
 ) -> Rerun:
     """The region of a flat function that changes nothing and draws from keys alone.
 
     Args:
         function: tensors in, tensors out; regions that it binds stay regions.
         requires_grad: for each tensor that it takes whether it is differentiated.
-        reached: for each whether some output rests on it.
+        resting: for each the outputs that rest on it, a bit for each.
     """
     state = RunState((), ())
-    state.resting = tuple(ALL if each else 0 for each in reached)
+    state.resting = resting
     return Rerun(function, function, requires_grad, state)
 
 

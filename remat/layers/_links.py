@@ -23,6 +23,7 @@ from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._region import Region
+from remat._trace import Joint
 
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
     weakref.WeakKeyDictionary()
@@ -203,17 +204,20 @@ class Link:
         return outputs, found[count:]
 
     @property
-    def reached(self) -> tuple[bool, ...]:
-        """For each operand whether some output rests on it."""
-        direct = {
-            view.operand
-            for view in self.region.every_view(self.roots)
-            if view.operand is not None and not (view.is_cut or view.is_detached)
-        }
-        gradients = self.region.joint(self.roots).gradients
-        return tuple(
-            ref is not None or index in direct for index, ref in enumerate(gradients)
-        )
+    def resting(self) -> tuple[int, ...]:
+        """For each operand which of what is returned rests on it, a bit for each."""
+        joint = self.region.joint(self.roots)
+        read_by = _outputs_of_gradients(joint)
+        found = [0] * joint.num_operands
+        for place, view in enumerate(self.region.every_view(self.roots)):
+            if view.is_cut or view.is_detached:
+                continue
+            if view.operand is not None:
+                found[view.operand] |= 1 << place
+            for operand, outputs in enumerate(read_by):
+                if view.output in outputs:
+                    found[operand] |= 1 << place
+        return tuple(found)
 
     def returned(self) -> list[TensorMeta]:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
@@ -243,6 +247,22 @@ class Link:
 
     def _call(self, numerics: Numerics) -> Call:
         return Call(self.region, self.roots, numerics, self.labels)
+
+
+def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
+    """For each operand the outputs whose cotangents its gradient reads."""
+    values, taken = joint.graph.values, iter(joint.cotangents)
+    read: list[set[int]] = [set() for _ in values]
+    for output, meta in enumerate(joint.layout):
+        if meta is not None:
+            read[next(taken)].add(output)
+    for index, value in enumerate(values):
+        read[index].update(*(read[use] for use in value.uses))
+    every = {output for output, meta in enumerate(joint.layout) if meta is not None}
+    # A gradient that reads none is that of a constant: zeros, whichever was pulled.
+    return [
+        set() if ref is None else read[ref.index] or every for ref in joint.gradients
+    ]
 
 
 def pulled(

@@ -268,7 +268,7 @@ def scheduled(
         return stack.run(tensors, Numerics.current())
 
     requires_grad = tuple(meta.requires_grad for meta in stack.operands)
-    reached = stack.reached()
+    resting = stack.resting()
 
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
         num_rows = len(flows) - stack.num_last
@@ -278,12 +278,12 @@ def scheduled(
 
     return Swept(
         _sweep(stack, forward),
-        rerun_of(run, requires_grad, reached),
+        rerun_of(run, requires_grad, resting),
         len(flows),
         len(stack.written),
         flows,
         held,
-        _replays(stack, forward, backward, held, reached),
+        _replays(stack, forward, backward, held, resting),
         batch_of,
     )
 
@@ -308,12 +308,13 @@ def _replays(
     forward: Sequence[Action],
     backward: Sequence[Action],
     held: Held,
-    reached: tuple[bool, ...],
+    resting: tuple[int, ...],
 ) -> Callable[[Asked], Replayed]:
     def replays(asked: Asked) -> Replayed:
+        pulled = sum(1 << k for k, each in enumerate(asked.layouts) if each is not None)
         wanted = [
-            each and is_reached
-            for each, is_reached in zip(asked.wanted, reached, strict=True)
+            each and bool(bits & pulled)
+            for each, bits in zip(asked.wanted, resting, strict=True)
         ]
         count = len(stack.operands)
 

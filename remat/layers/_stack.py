@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import final
 
@@ -105,24 +106,33 @@ class Stack:
         }
         return found | {id(self.links[-1]): self.num_last}
 
-    def reached(self) -> tuple[bool, ...]:
-        """For each operand whether some output may rest on it."""
-        found = [False] * len(self.operands)
-        first = self.links[0].reached
-        found[: self.num_state] = first[: self.num_state]
+    def resting(self) -> tuple[int, ...]:
+        """For each operand the outputs that may rest on it, a bit for each."""
+        found = [0] * len(self.operands)
         distinct = {id(link): link for link in self.links}
-        for link in distinct.values():
-            reached = link.reached[link.num_state :]
-            places = [
-                *range(self.num_state, self.num_entered),
-                *(self.num_entered + place for place in link.captured),
+        resting = {key: _places_of_bits(link) for key, link in distinct.items()}
+        # From the last stage back: which outputs rest on each leaf of its state.
+        state = [1 << place for place in range(self.num_last)]
+        for link in reversed(self.links):
+            rows = range(self.num_last, self.num_last + len(link.returned()))
+            after = [*state, *(1 << place for place in rows)]
+            bits = [
+                functools.reduce(operator.or_, (after[place] for place in places), 0)
+                for places in resting[id(link)]
             ]
-            for place, each in zip(places, reached, strict=True):
-                found[place] = found[place] or each
+            state, others = bits[: link.num_state], bits[link.num_state :]
+            for place, each in zip(self._places_after(link), others, strict=True):
+                found[place] |= each
+        found[: self.num_state] = state
         return tuple(
-            each and meta.requires_grad
+            each if meta.requires_grad else 0
             for each, meta in zip(found, self.operands, strict=True)
         )
+
+    def _places_after(self, link: Link) -> list[int]:
+        """Where the operands of a link after its state are among those of the stack."""
+        captured = [self.num_entered + place for place in link.captured]
+        return [*range(self.num_state, self.num_entered), *captured]
 
     def batched(self, batch: Batch) -> Stack:
         """The stack of the mapped links, over physical tensors.
@@ -159,6 +169,13 @@ class Stack:
             return [*found[: self.num_state], *scanned]
 
         return enter
+
+
+def _places_of_bits(link: Link) -> list[list[int]]:
+    count = len(link.returned())
+    return [
+        [place for place in range(count) if bits >> place & 1] for bits in link.resting
+    ]
 
 
 def _mapped(
