@@ -163,6 +163,25 @@ def test_a_container_warns():
         modules.apply(a_model(), "layers")
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("where", [torch.jit.ScriptModule, "*"], ids=["class", "glob"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_script_module_is_refused(where, engine):
+    """No region can look into it; nothing of the model is changed."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+
+    with pytest.raises(
+        TraceError,
+        match=r"matches `1`, a RecursiveScriptModule. TorchScript's .*gradients.* Use what "
+        r"it was before torch.jit.script",
+    ):
+        modules.apply(model, where, engine=engine)
+
+    assert "forward" not in vars(model[0])
+    assert modules.remove(model) is model
+
+
 @pytest.mark.parametrize("where", [3, None, Block(0), (Block, "layers.*")])
 def test_a_place_that_is_none(where):
     """Anything else is refused, with what it can be."""

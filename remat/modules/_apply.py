@@ -12,9 +12,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from remat._api import Region, remat
+from remat._errors import TraceError, explain
 from remat._lines import warn
 from remat.modules._where import Where, matching
 
@@ -49,6 +51,7 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         TypeError: `where`, or an option, is none.
         ValueError: an option has a value that it cannot have.
         PolicyError: `policy` is none.
+        TraceError: a match is a ScriptModule. No module is changed.
 
     Warns:
         RematWarning: nothing matches, or a match is a container that is never called.
@@ -128,6 +131,8 @@ def _with_a_forward(
     """The modules that can be called; says so where there is none, or another."""
     callable_ones: list[nn.Module] = []
     for name, module in found:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _scripted(name, module, where)
         if type(module).forward is nn.Module.forward:
             _warn(
                 f"`{name}`, a {type(module).__name__}, has no `forward`.",
@@ -146,6 +151,18 @@ def _with_a_forward(
             where,
         )
     return callable_ones
+
+
+def _scripted(name: str, module: nn.Module, where: Where) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"modules.apply(where={where!r})",
+            what=f"matches `{name}`, a {type(module).__name__}.",
+            why="TorchScript's interpreter runs its forward, and shows a region neither the "
+            "operators nor the gradients of its parameters.",
+            do="Use what it was before torch.jit.script, or have `where` leave it out.",
+        )
+    )
 
 
 def _warn(what: str, why: str, do: str, where: Where) -> None:
