@@ -196,6 +196,8 @@ class Rerun(WithoutProgram):
         state: what is put back around each run.
         returned: how what it returns is made from the outputs; None means they are it.
         all_flow: whether every output has a gradient, whatever a run's graph says.
+        is_primal: whether it hands out what the user's function does, or that in tangents
+            or mapped: what `state.resting` tells of. Gradients rest on others.
         num_leading: nothing comes before the operands.
     """
 
@@ -205,6 +207,7 @@ class Rerun(WithoutProgram):
     state: RunState
     returned: tuple[View, ...] | None = None
     all_flow: bool = False
+    is_primal: bool = True
     num_leading: int = 0
 
     def views(self, roots: Roots) -> tuple[View, ...] | None:
@@ -236,7 +239,7 @@ class Rerun(WithoutProgram):
                 outputs = [each for each in self.run(leaves) if each is not None]
             bits = resting(outputs, leaves, self.state.engine)
             guard_against_others(leaves)
-            if self.state.resting is None:
+            if self.state.resting is None and self.is_primal:
                 self.state.resting = bits
             found = [_compat.detached(each) for each in outputs]
             if self.all_flow:
@@ -250,7 +253,7 @@ class Rerun(WithoutProgram):
         """The region of the gradients; an operand that no output rests on has none."""
         outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
         wanted = [index for index, each in enumerate(asked.wanted) if each]
-        rests = self.state.resting if self.function is self.run else None
+        rests = self.state.resting if self.is_primal else None
         pulled = sum(1 << index for index in outputs)
         # What follows the operands, such as tangents, is always reached.
         unreached = {k for k, each in enumerate(rests or ()) if not each & pulled}
@@ -275,6 +278,7 @@ class Rerun(WithoutProgram):
             self.state,
             returned=views,
             all_flow=True,
+            is_primal=False,
         )
 
     def jvp(
@@ -283,7 +287,7 @@ class Rerun(WithoutProgram):
         """The region of the outputs' tangents."""
         pushed = pushforward(self.function, None, has_tangent)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
-        return Rerun(pushed, pushed, wanted, self.state), None
+        return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
@@ -291,7 +295,10 @@ class Rerun(WithoutProgram):
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
         function = tracked(self.function, wanted) if save else self.function
         over = mapped(function, None, batch, 0)
-        return Batched(Rerun(over, over, self.requires_grad, self.state), None)
+        region = Rerun(
+            over, over, self.requires_grad, self.state, is_primal=self.is_primal
+        )
+        return Batched(region, None)
 
 
 def _zeros_for_none(function: Flat, pull: Pull) -> Flat:

@@ -295,6 +295,29 @@ def test_a_node_waits_for_nothing_but_what_its_outputs_rest_on() -> None:
     assert {id(each) for each in leaves} == {id(each) for each in used.parameters()}
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_second_derivatives_of_mapped_gradients(engine: str) -> None:
+    """Which output rests on what is no matter of the gradients, whose region is mapped."""
+
+    def two(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return a.sin() * 2, (b * c).cos() * b
+
+    def second(fun: Any) -> Any:
+        def loss(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            first, other = fun(x, w, v)
+            return (first * w).square().sum() + other.pow(3).sum()
+
+        def of_all(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, None, 0))
+            return each(w, v, x).square().sum()
+
+        args = seeded(3), seeded(3, seed=1), seeded(4, 3, seed=2)
+        return torch.func.grad(of_all, argnums=(0, 1, 2))(*args)
+
+    assert_close(second(remat(two, engine=engine)), second(two))
+
+
 def test_a_traced_region_inside() -> None:
     """The other way round there is nothing in the way."""
     inner = remat(traceable)
