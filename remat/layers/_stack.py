@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import final
 
@@ -116,10 +115,7 @@ class Stack:
         for link in reversed(self.links):
             rows = range(self.num_last, self.num_last + len(link.returned()))
             after = [*state, *(1 << place for place in rows)]
-            bits = [
-                functools.reduce(operator.or_, (after[place] for place in places), 0)
-                for places in resting[id(link)]
-            ]
+            bits = [_united(after, places) for places in resting[id(link)]]
             state, others = bits[: link.num_state], bits[link.num_state :]
             for place, each in zip(self._places_after(link), others, strict=True):
                 found[place] |= each
@@ -169,6 +165,13 @@ class Stack:
             return [*found[: self.num_state], *scanned]
 
         return enter
+
+
+def _united(bits: Sequence[int], places: Sequence[int]) -> int:
+    found = 0
+    for place in places:
+        found |= bits[place]
+    return found
 
 
 def _places_of_bits(link: Link) -> list[list[int]]:

@@ -4,10 +4,22 @@ Each has the signature that the newest torch gives it. What cannot be kept raise
 why; docs/interop_torch.md goes through torch's own tests, behavior by behavior.
 """
 
+from remat._errors import RecomputationError as CheckpointError
 from remat.interop.torch._checkpoint import (
     checkpoint,
     checkpoint_sequential,
     noop_context_fn,
+)
+from remat.interop.torch._helpers import (
+    CheckpointFunction,
+    DefaultDeviceType,
+    GraphExecGroup,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
 )
 from remat.interop.torch._selective import (
     CheckpointPolicy,
@@ -20,12 +32,22 @@ from remat.interop.torch._wrapper import (
 )
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointFunction",
     "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
     "SelectiveCheckpointContext",
     "apply_activation_checkpointing",
+    "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
     "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
 ]
