@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,6 +390,29 @@ def test_a_text_of_a_size_is_that_of_each(text: Callable[[Tensor], str]) -> None
         assert_bitwise(run(first, (x,)), run(plain, (x,)))
 
     assert sum("is traced for each size" in each for each in told) == 1
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "text": lambda x: json.loads(json.dumps(x.shape[1], default=str)),
+    "array": lambda x: np.array([x.shape[1]])[0],
+}
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+@pytest.mark.parametrize("held", HOLDERS.values(), ids=HOLDERS)
+def test_what_holds_a_size_has_that_of_each_call(held: Callable[..., Any]) -> None:
+    """As docs/limits.md says: a text or an object in it, but never another call's size."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x.sin() * float(held(x))
+
+    region = traced(fun)
+
+    for length in (3, 4, 5):
+        assert_bitwise(
+            run(region, (sequence(2, length),)), run(fun, (sequence(2, length),))
+        )
 
 
 @functools.singledispatch
