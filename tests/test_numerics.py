@@ -23,6 +23,7 @@ def test_casts_of_weights_do_not_outlive_the_body(way: str) -> None:
     w = seeded(3, 3, dtype=torch.float32).requires_grad_()
 
     with torch.autocast("cpu", torch.bfloat16):
+        inside = None
         with contextlib.suppress(ZeroDivisionError), Numerics.current().applied():
             inside = x @ w
             _ = 1 // (way == "returns")
@@ -31,6 +32,7 @@ def test_casts_of_weights_do_not_outlive_the_body(way: str) -> None:
             w.mul_(2)
         after = x @ w
 
+    assert inside is not None
     assert_bitwise(inside.detach(), expected)
     assert_bitwise(after.detach(), in_bfloat16(x, w))
 

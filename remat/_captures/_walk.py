@@ -161,16 +161,18 @@ class Survey:
         """The tensors in sets and queues, to which no way leads that holds at each call."""
         found: list[Tensor] = []
         seen: set[int] = set()
-        pending = [self]
+        pending: list[Survey] = [self]
         while pending:
-            holders = {
-                identity: cast("Iterable[object]", node.value)
-                for identity, node in pending.pop().nodes.items()
-                if isinstance(node.value, (set, frozenset, deque))
-                and identity not in seen
-            }
-            seen.update(holders)
-            inside = tuple(itertools.chain.from_iterable(holders.values()))
+            nodes = pending.pop().nodes
+            new = {key: each.value for key, each in nodes.items() if key not in seen}
+            seen.update(new)
+            inside = tuple(
+                itertools.chain.from_iterable(
+                    cast("Iterable[object]", each)
+                    for each in new.values()
+                    if issubclass(type(each), (set, frozenset, deque))
+                )
+            )
             if inside:
                 further = Survey(inside)
                 found += further.reached

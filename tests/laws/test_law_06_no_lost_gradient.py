@@ -276,12 +276,20 @@ def test_a_tensor_of_an_outer_transform_is_captured(name: str) -> None:
     assert_close(gradients(remat), gradients(lambda fun: fun))
 
 
+def ring(w: Tensor) -> Any:
+    """A set of a module that holds the set."""
+    module: Any = Scaler(w)
+    module.others = {module}
+    return module.others
+
+
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "set": lambda w: {w},
     "frozenset": lambda w: frozenset([w]),
     "queue": lambda w: deque([w]),
     "set_in_a_set": lambda w: {frozenset([w])},
     "set_of_modules": lambda w: {Scaler(w)},
+    "ring": ring,
 }
 
 
