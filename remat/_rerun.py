@@ -28,7 +28,7 @@ from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._forward import Results
 from remat._function import Roots
 from remat._numerics import Numerics
-from remat._resting import ALL, guard_against_others, resting, variables
+from remat._resting import guard_against_others, resting, variables
 from remat._run_state import RunState
 from remat._trace import Flat, View
 
@@ -53,7 +53,7 @@ def call(
     if not any(map(_compat.requires_grad_anywhere, operands)):
         found = fun(*args, **kwargs)
         if any(map(_compat.requires_grad_anywhere, survey.hidden)):
-            _resting(_compat.tensor_leaves(found), ())
+            resting(_compat.tensor_leaves(found), ())
         return found
     result = _Result()
     state = RunState(
