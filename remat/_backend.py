@@ -7,7 +7,6 @@ each call already. It fuses and reorders, so that numbers agree to rounding and 
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -19,9 +18,6 @@ from remat._graph import Graph, TensorMeta, Value, replace_refs
 
 # What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
 _FOR_CPP = 16
-
-# Inductor's own state is shared by all threads.
-_compiling = threading.RLock()
 
 
 def can_compile(graph: Graph) -> bool:
@@ -52,7 +48,12 @@ class Compiled:
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs for these inputs, whose list it empties; no gradient is recorded."""
         if self._function is None:
-            with _compiling, _compat.leave_functorch(), torch.no_grad():
+            # Inductor's own state is shared by all threads.
+            with (
+                _compat.one_trace_at_a_time(),
+                _compat.leave_functorch(),
+                torch.no_grad(),
+            ):
                 like = [tensor.detach() for tensor in inputs]
                 self._function = _compat.inductor(
                     exported(self._graph),

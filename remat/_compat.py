@@ -477,6 +477,18 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def overrides_functions(kind: type[Tensor]) -> bool:
+    """Whether a subclass says for itself what functions of torch do with its tensors.
+
+    Obsolete when torch has a public name for a class that leaves them as they are.
+    """
+    handler: Any = kind.__torch_function__
+    plain: Any = Tensor.__torch_function__
+    if handler is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(handler, "__func__", handler) is not plain.__func__
+
+
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check that tensors have the metadata of these: type, layout, dtype, device, grad.
 
@@ -944,6 +956,22 @@ def dual_level_told() -> Generator[None]:
     finally:
         _transforms.JVP_NESTING -= 1
         _forward_ad._current_level = -1
+
+
+_tracing = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_trace_at_a_time() -> Generator[None]:
+    """Inside, no other thread traces or compiles, and a backward stays on this thread.
+
+    Torch's tracer patches `nn.Module` and notes in one place for all threads what it has to
+    put back; ours patches the classes that it watches. A thread that autograd has for a
+    device must not be waited for here: what it runs may itself be waiting to trace.
+    Obsolete when traces on two threads work on plain torch, and patch nothing.
+    """
+    with _tracing, torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def make_fx(
@@ -1501,6 +1529,25 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     Obsolete when torch makes the one of its two switches public that leaves subclasses on.
     """
     return torch._C.DisableTorchFunction()
+
+
+def torch_function_state() -> Any:
+    """Whether subclasses and modes handle functions of torch on this thread."""
+    return torch._C._get_torch_function_state()
+
+
+@contextlib.contextmanager
+def torch_function_as(state: Any) -> Generator[None]:
+    """Inside, they do so as they did: `loss.backward()` turns subclasses off for its time.
+
+    It does where the loss is of a subclass. Obsolete when a backward does not.
+    """
+    before = torch_function_state()
+    torch._C._set_torch_function_state(state)
+    try:
+        yield
+    finally:
+        torch._C._set_torch_function_state(before)
 
 
 def caller(depth: int) -> FrameType | None:

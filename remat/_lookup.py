@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -25,9 +24,6 @@ from remat._options import Settings
 from remat._routes import Found, holding
 from remat._running import known_inside
 from remat._signature import Signature, labels
-
-# One trace at a time: a trace patches the classes that it watches.
-_tracing = threading.RLock()
 
 
 @final
@@ -100,7 +96,7 @@ class Lookup:
         if found is not None:
             cache.hits += 1
             return found
-        with _tracing:
+        with _compat.one_trace_at_a_time():
             found = cache.find(key, roots)
             if found is not None:
                 cache.hits += 1
@@ -129,7 +125,7 @@ class Lookup:
         found = holding(entries, roots)
         if found is not None:
             return found
-        with _tracing:
+        with _compat.one_trace_at_a_time():
             _compat.load_tracer()
             names = labels(self.fun, args, kwargs)
             missed = _Missed(signature, roots, numerics, names)

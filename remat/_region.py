@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
 
+from remat import _compat
 from remat._any_region import Asked, Batched, Pushed
 from remat._derived import (
     Batch,
@@ -168,7 +169,11 @@ class Region:
             backward_numerics=numerics,
             gradients=gradients,
         )
-        with self.function.restored(roots), self.function.numerics.applied():
+        with (
+            _compat.one_trace_at_a_time(),
+            self.function.restored(roots),
+            self.function.numerics.applied(),
+        ):
             joints = self.function.joints(request)
         if not self.states:
             return joints

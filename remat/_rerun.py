@@ -230,13 +230,14 @@ class Rerun(WithoutProgram):
         """Runs the function on tensors that no transform has wrapped."""
 
         def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
-            leaves = [
-                _compat.detached(tensor).requires_grad_(wanted)
-                for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
-            ]
-            with self.state.around(), torch.enable_grad():
-                # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
-                outputs = [each for each in self.run(leaves) if each is not None]
+            with _compat.torch_function_as(self.state.torch_functions):
+                leaves = [
+                    _compat.detached(tensor).requires_grad_(wanted)
+                    for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
+                ]
+                with self.state.around(), torch.enable_grad():
+                    # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
+                    outputs = [each for each in self.run(leaves) if each is not None]
             bits = resting(outputs, leaves, self.state.engine)
             guard_against_others(leaves)
             if self.state.resting is None and self.is_primal:

@@ -80,6 +80,7 @@ class RunState:
         explicit: generators that were handed to an operator, with their states then.
         found: the buffers that the first run changed, with what they held.
         resting: for each leaf the outputs that rest on it, a bit for each.
+        torch_functions: whether subclasses of tensors handle functions of torch.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class RunState:
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.resting: tuple[int, ...] | None = None
+        self.torch_functions = _compat.torch_function_state()
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""

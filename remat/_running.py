@@ -24,6 +24,7 @@ from remat._graph import TensorMeta
 from remat._indexing import LookUps
 from remat._lines import user_line
 from remat._memoized import keeper_of, remedy
+from remat._signature import overriding
 from remat.policies._operators import function_name
 
 
@@ -187,6 +188,8 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
         raise _out_of_reach(tensor)
     if is_lazy(tensor):
         raise _uninitialized()
+    if _compat.overrides_functions(type(tensor)):
+        raise overriding(type(tensor))
     wanted = _compat.requires_grad_anywhere(tensor)
     if wanted and torch.is_grad_enabled() and _compat.is_below_autograd():
         # TorchScript raises its own error for any, and drops what it says.

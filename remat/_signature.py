@@ -144,7 +144,7 @@ def sign(
 
     Raises:
         StaticArgumentError: if a leaf can be neither traced nor compared.
-        TraceError: if a tensor is sparse.
+        TraceError: if a tensor is sparse, or of a class with functions of its own.
     """
     if statics.are_given:
         args, kwargs = _wrapped(function, args, kwargs, statics)
@@ -161,6 +161,8 @@ def sign(
     if leaves.has_sparse:
         flat = _compat.flatten(arguments)[0]
         raise _sparse(flat, labels(function, args, kwargs))
+    if leaves.overrides is not None:
+        raise overriding(leaves.overrides)
     return Signature(
         key,
         arguments,
@@ -187,6 +189,20 @@ def _sparse(leaves: Sequence[Any], names: Sequence[str]) -> TraceError:
     )
 
 
+def overriding(kind: type[Tensor]) -> TraceError:
+    """The error of a region that is given, or reaches, a tensor of such a class."""
+    return TraceError(
+        explain(
+            where=f"a tensor of the class {kind.__qualname__}",
+            what="has a `__torch_function__` of its own, and cannot be traced.",
+            why="It would have its say when the region's programs run, in the forward and "
+            "again in the backward, but not in the trace that they are made from.",
+            do="Pass `x.as_subclass(torch.Tensor)`, or use "
+            'engine="rerun", which runs the function again in the backward.',
+        )
+    )
+
+
 def _kind(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return TENSOR
@@ -199,7 +215,7 @@ class _Leaves:
 
     __slots__ = (
         *("_describe", "_places"),
-        *("has_sparse", "objects", "tensors", "wants_gradient"),
+        *("has_sparse", "objects", "overrides", "tensors", "wants_gradient"),
     )
 
     def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
@@ -208,6 +224,7 @@ class _Leaves:
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
         self.has_sparse = False
+        self.overrides: type[Tensor] | None = None
         self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
@@ -224,6 +241,8 @@ class _Leaves:
             if _compat.is_under_way(tree):
                 tree = _compat.arrived(tree)
             self.tensors.append(tree)
+            if type(tree) is not Tensor and _compat.overrides_functions(type(tree)):
+                self.overrides = type(tree)
             if tree.layout is not _STRIDED:
                 self.has_sparse = True
                 return Tensor

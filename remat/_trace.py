@@ -188,6 +188,7 @@ def trace(request: Request) -> Traced:
         running.in_parts.add("given")
     devices = [torch.device("cpu"), *(each.device for each in request.operands)]
     with (
+        _compat.one_trace_at_a_time(),
         entered(running),
         _streams.standing_in(devices),
         _compat.isolated(),
@@ -565,7 +566,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
     # A trace around this one would take what is done here for the user's calls.
-    with entered(None):
+    with entered(None), _compat.one_trace_at_a_time():
         with _compat.isolated(), mode, torch.no_grad():
             fakes = [fake_of(meta) for meta in metas]
             module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)

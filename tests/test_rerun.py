@@ -346,6 +346,37 @@ def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
         assert_bitwise(found.to_dense(), expected.to_dense())
 
 
+class Doubling(Tensor):
+    """A class of tensors whose sine is twice the sine."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is torch.sin else out
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])
+def test_a_class_with_functions_of_its_own(is_captured: bool) -> None:
+    """A trace would not see what they do to the numbers; they are on in a run again.
+
+    torch turns them off during a backward from a tensor of the class.
+    """
+    x = seeded(4).as_subclass(Doubling).requires_grad_()
+
+    def f(y: Tensor) -> Tensor:
+        return torch.sin(x if is_captured else y).exp() * y
+
+    again = remat(f, engine="rerun")
+    assert_bitwise(
+        torch.autograd.grad(again(x).sum(), x), torch.autograd.grad(f(x).sum(), x)
+    )
+    with pytest.raises(TraceError, match="class Doubling: has a `__torch_function__`"):
+        remat(f)(seeded(4).requires_grad_() if is_captured else x)
+
+
 def test_a_tensor_left_elsewhere_loses_no_gradient() -> None:
     """What the function hands out past its return value has a gradient, or raises."""
     kept: list[Tensor] = []

@@ -4,6 +4,7 @@
 changed. Threads may share a region."
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -277,6 +279,45 @@ def test_two_threads_train_through_one_region(widths: Any, engine: str) -> None:
     plain = [train(block, Net(i, width)) for i, width in enumerate(widths)]
     assert_bitwise(found, serial)
     assert_close(found, plain)
+
+
+@pytest.mark.contract
+def test_threads_derive_from_one_region_at_once() -> None:
+    """What each transform needs is traced when it is met: by several threads, here."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return block(x, w).sum()
+
+    x, w = seeded(3, 4), seeded(4, 4, seed=1)
+    stacked = torch.stack([w, w.cos(), w.sin()])
+    # No forward mode: torch has one level of it for all threads.
+    derived: list[Callable[[Any], Any]] = [
+        lambda g: grad(g)(x, w),
+        lambda g: vmap(grad(g), in_dims=(None, 0))(x, stacked),
+        lambda g: vmap(g, in_dims=(0, None))(x[:, None], w),
+        lambda g: grad(lambda x: grad(g, 1)(x, w).sin().sum())(x),
+        lambda g: vmap(grad(lambda w: grad(g)(x, w).cos().sum()))(stacked),
+        lambda g: torch.func.jacrev(grad(g), argnums=1)(x, w),
+    ]
+    region = remat(f)
+    found: list[Any] = [None] * len(derived)
+    start, patched = threading.Barrier(len(derived)), nn.Module.__call__
+    interval = sys.getswitchinterval()
+
+    def work(i: int) -> None:
+        start.wait()
+        found[i] = derived[i](region)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(derived))]
+    sys.setswitchinterval(1e-5)  # so that they overlap
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    sys.setswitchinterval(interval)
+
+    assert_close(found, [each(f) for each in derived])
+    assert nn.Module.__call__ is patched
 
 
 def test_a_thread_without_grad_beside_one_with() -> None:
