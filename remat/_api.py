@@ -341,6 +341,8 @@ class BoundRegion:
         """What regions answer about a call, with the object filled in."""
         if name in ("programs", "saved_residuals"):
             return functools.partial(getattr(self._region, name), self.__self__)
+        if name == "__code__":  # torch.export names the arguments of a forward by it
+            return self.__wrapped__.__code__
         return getattr(self._region, name)
 
 

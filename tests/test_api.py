@@ -130,6 +130,32 @@ def test_a_wrapped_method_calls_through_inspect() -> None:
     assert list(inspect.signature(Methods(1.0).method).parameters) == ["x"]
 
 
+class Scaled(nn.Module):
+    """A module whose forward is a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    @remat
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+        return self.linear(x).sin() * scale
+
+
+def test_a_module_whose_forward_is_a_region_can_be_exported() -> None:
+    """As it is for fixed sizes; for open ones where regions are off."""
+    model, x = Scaled(), torch.linspace(-1, 1, 12).view(4, 3)
+    rows = torch.export.Dim("rows", min=2)
+
+    fixed = torch.export.export(model, (x,), {"scale": 3.0}).module()
+    with disabled():
+        sizes = {"x": {0: rows}}
+        open_ = torch.export.export(model, (x,), dynamic_shapes=sizes).module()
+
+    assert_bitwise(fixed(x, scale=3.0), model(x, scale=3.0))
+    assert_bitwise(open_(x[:2]), model(x[:2]))
+
+
 @pytest.mark.contract
 def test_a_module_stays_a_module() -> None:
     """Parameters, state dict, training, device moves and attributes are the module's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
 from remat._errors import PolicyError, explain
@@ -37,10 +37,15 @@ class Budget(WholeProgram):
     Attributes:
         size: bytes; a float is a part of what no remat saves; "auto"; or a `Memory`.
         allow: what may be saved, and how; None for anything, as it is.
+        is_part: whether the size is a part: all, 1.0, equals one byte, 1, in Python.
     """
 
     size: int | float | str | Memory
     allow: AbstractPolicy | None = None
+    is_part: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_part", isinstance(self.size, float))
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -79,8 +79,11 @@ class Budget(AbstractSchedule):
     """
 
     size: int | float | str
+    # All, 1.0, equals one byte, 1, in Python.
+    is_part: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "is_part", isinstance(self.size, float))
         if isinstance(self.size, float):
             if 0 < self.size <= 1:
                 return

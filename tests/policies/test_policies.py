@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional
 
-from remat import policies, remat, storage
+from remat import policies, remat, schedules, storage
 from remat._errors import PolicyError
 from remat.policies import (
     AbstractPolicy,
@@ -238,6 +238,15 @@ def test_pickles_and_copies(policy: AbstractPolicy):
 def test_unlike_policies_differ():
     """No two policies of the table are equal."""
     assert len(set(POLICIES)) == len(POLICIES)
+
+
+@pytest.mark.parametrize("make", [policies.budget, schedules.Budget])
+def test_one_byte_is_not_the_whole(make: Any):
+    """As numbers 1 and 1.0 are equal; as sizes they are not, nor are their traces one."""
+    one, whole = make(1), make(1.0)
+
+    assert one != whole
+    assert len({one, whole, make(1), make(1.0)}) == 2
 
 
 @pytest.mark.parametrize(
