@@ -4,10 +4,13 @@ Each answers the values that can be reached in one step. `names` are the names t
 user's code mentions: of modules, classes and functions only these are looked at.
 """
 
+import contextvars
 import functools
 import importlib.util
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -22,14 +25,23 @@ from remat._captures._library import (
     mentions,
     user_bases,
 )
-from remat._captures._places import Step, attributes, is_simple
+from remat._captures._places import (
+    Step,
+    attributes,
+    in_context,
+    is_simple,
+    referent,
+)
 
 Content: TypeAlias = dict[Step, object]
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
 # Stdlib classes whose instances are namespaces of the user's; others are machinery, with
 # ways (loggers, threads) into everything.
-_NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace"})
+_NAMESPACES = frozenset(
+    {"types.SimpleNamespace", "argparse.Namespace"}
+    | {f"{threading.local.__module__}.{threading.local.__qualname__}"}
+)
 # What making an object runs: mentioned by no operator on an object that exists already.
 _CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
@@ -149,6 +161,16 @@ def _of_descriptor(owner: Any, names: set[str]) -> Content:
     return {("attr", "__func__"): owner.__func__}
 
 
+def _of_variable(owner: contextvars.ContextVar[object], names: set[str]) -> Content:
+    del names
+    return {("variable", ""): in_context(owner)}
+
+
+def _of_reference(owner: weakref.ref[object], names: set[str]) -> Content:
+    del names
+    return {("referent", ""): referent(owner)}
+
+
 def _of_wrapper(owner: object, names: set[str]) -> Content:
     """Of our own regions and of cached functions: what they wrap, and with what options.
 
@@ -228,6 +250,8 @@ _SORTS: tuple[tuple[type, Look], ...] = (
     (property, _of_property),
     (staticmethod, _of_descriptor),
     (classmethod, _of_descriptor),
+    (contextvars.ContextVar, _of_variable),
+    (weakref.ref, _of_reference),
     (dict, _of_dict),
     (list, _of_sequence),
     (tuple, _of_sequence),

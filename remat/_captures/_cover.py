@@ -1,6 +1,7 @@
 """What a trace rests on: from what was reached and what was read to spots and rules."""
 
 import functools
+import threading
 import types
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -194,7 +195,7 @@ class _Baker:
 
 
 def _has_dict(value: object) -> bool:
-    return type(value).__dictoffset__ != 0
+    return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
 
 
 def _shapes(node: Node) -> Iterable[Step]:

@@ -9,9 +9,11 @@ This module also says what a *simple* value is: one that is compared by what it 
 that a baked trace may hold on to without keeping anything of the user's alive.
 """
 
+import contextvars
 import enum
 import numbers
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -38,6 +40,14 @@ _BY_IDENTITY = frozenset(
         *(types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType),
     }
 )
+
+
+class Unset(enum.Enum):
+    """What a context variable holds that has neither been set nor has a default."""
+
+    UNSET = enum.auto()
+
+
 # The types whose instances are simple whatever they hold: the quick test of the walk.
 SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
 
@@ -154,10 +164,26 @@ def attributes(owner: object) -> dict[str, object]:
     """
     if isinstance(owner, type):
         return cast("dict[str, object]", type.__dict__["__dict__"].__get__(owner))
+    if isinstance(owner, threading.local):
+        # This thread's own. A subclass has one for all threads besides, which stays empty.
+        return threading.local.__getattribute__(owner, "__dict__")
     try:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
+
+
+def in_context(variable: contextvars.ContextVar[object]) -> object:
+    """What a context variable holds here."""
+    try:
+        return variable.get()
+    except LookupError:
+        return Unset.UNSET
+
+
+def referent(reference: Callable[[], object]) -> object:
+    """What a weak reference refers to; None if that is gone."""
+    return reference()
 
 
 def _registered(name: str) -> Callable[[Any], Any]:
@@ -202,6 +228,8 @@ _KINDS = {
     "import": Kind(
         "__import__('sys').modules", "[{}]", lambda owner: sys.modules, "{}", "import"
     ),
+    "variable": Kind("in_context({})", "", in_context, "{}", "context variable"),
+    "referent": Kind("{}()", "", referent, "()"),
     "type": Kind("type({})", "", type, "{}", "class"),
     "base": Kind(
         "{}.__mro__", "[{}]", lambda owner: owner.__mro__, "{}", "base class"
@@ -225,12 +253,14 @@ def look(owner: object, step: Step) -> object:
         AttributeError, LookupError, TypeError, ValueError: nothing stands there.
     """
     kind, key = step
-    if kind == "attr":
+    if kind == "attr" and key != "__dict__":
         return object.__getattribute__(owner, cast("str", key))
+    if kind == "attr":
+        return attributes(owner)
     if kind == "inherited":
         return getattr(type(owner), cast("str", key))
     holder = _KINDS[kind].find(owner)
-    if kind == "type":
+    if not _KINDS[kind].item:
         return holder
     return holder[key].cell_contents if kind == "cell" else holder[key]
 
@@ -252,6 +282,9 @@ def put(owner: Any, step: Step, value: object) -> None:
         owner.__defaults__ = tuple(defaults)
     elif kind == "var" and isinstance(owner, type):
         type.__setattr__(owner, cast("str", key), value)
+    elif kind == "variable":
+        # Only who set it can make it unset again.
+        owner.set(value)
     else:
         _KINDS[kind].find(owner)[key] = value
 
@@ -306,6 +339,8 @@ def _first_word(owner: Any, step: Step) -> str:
         code = owner.__code__
         first = code.co_argcount - len(owner.__defaults__)
         return code.co_varnames[first + cast("int", key)]
+    if kind == "variable":
+        return owner.name
     if kind == "type":
         return type(owner).__qualname__
     if kind == "base":

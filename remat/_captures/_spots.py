@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast, final
 
 from torch import Tensor
 
-from remat._captures._places import MISSING, NOT_THERE, Step, look, same
+from remat._captures._places import MISSING, NOT_THERE, Step, in_context, look, same
 
 
 class Constants:
@@ -25,6 +25,7 @@ class Constants:
             "same": same,
             "Tensor": Tensor,
             "NOT_THERE": NOT_THERE,
+            "in_context": in_context,
         }
         self._names: dict[int, str] = {}
         self._num_temporaries = 0

@@ -9,7 +9,10 @@ traced, or leaves a fake tensor in a user's object, raises `SideEffectError`."
 
 import functools
 import math
+import threading
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,7 +170,48 @@ def hook_removed() -> State:
     return model, handle.remove
 
 
+class Context(threading.local):
+    """State of a thread's own, over a default that all share."""
+
+    value = 2.0
+
+
+def on_context(kind: type[Any]) -> State:
+    context = kind()
+    fun = lambda x: scaled(x, getattr(context, "value", 2.0))  # noqa: E731
+    return fun, lambda: setattr(context, "value", 3.0)
+
+
+def variable_set(*default: Any) -> State:
+    variable: ContextVar[Any] = ContextVar("variable")
+    if default:
+        variable = ContextVar("variable", default=default[0])
+        return (lambda x: scaled(x, variable.get().value)), (
+            lambda: setattr(variable.get(), "value", 3.0)
+        )
+    return (lambda x: scaled(x, variable.get(2.0))), lambda: variable.set(3.0)
+
+
+def referent_changes() -> State:
+    holder = Holder()
+    reference = weakref.ref(holder)
+    fun = lambda x: scaled(x, getattr(reference(), "value", 4.0))  # noqa: E731
+    return fun, lambda: setattr(holder, "value", 3.0)
+
+
+def referent_dies() -> State:
+    holders = [Holder()]
+    reference = weakref.ref(holders[0])
+    return (lambda x: scaled(x, 2.0 if reference() else 3.0)), holders.clear
+
+
 CHANGES: dict[str, Callable[[], State]] = {
+    "thread_local": lambda: on_context(threading.local),
+    "thread_local_class": lambda: on_context(Context),
+    "context_variable": variable_set,
+    "context_variable_default": lambda: variable_set(Holder()),
+    "weak_referent": referent_changes,
+    "weak_reference": referent_dies,
     "cell": cell,
     "global": lambda: (reads_global, set_global("FACTOR", 3.0)),
     "global_to_int": lambda: (reads_global, set_global("FACTOR", 2)),
@@ -257,6 +301,33 @@ def test_a_change_is_noticed(state: Callable[[], State]) -> None:
     after = value_and_gradient(fun)
     assert_bitwise(value_and_gradient(region), after)
     assert_bitwise(value_and_gradient(region), after)
+
+
+@pytest.mark.contract
+def test_each_thread_has_its_own_state() -> None:
+    """A trace holds for what its own thread finds; a captured tensor is found there too."""
+    context, variable = Context(), ContextVar[Tensor]("variable")
+    fun = lambda x: scaled(x, context.value) * variable.get()  # noqa: E731
+    region, found = remat(fun), list[Any]()
+
+    def work(value: float) -> None:
+        context.value = value
+        variable.set(seeded(3, seed=int(value)).requires_grad_())
+        found.append((value_and_gradient(region), value_and_gradient(fun)))
+        region(seeded(2, 3)).sum().backward()
+        first = variable.get().grad
+        variable.get().grad = None
+        fun(seeded(2, 3)).sum().backward()
+        found.append((first, variable.get().grad))
+
+    for value in (2.0, 3.0, 2.0):
+        thread = threading.Thread(target=work, args=(value,))
+        thread.start()
+        thread.join()
+
+    assert len(found) == 6
+    for ours, plain in found:
+        assert_bitwise(ours, plain)
 
 
 STATICS = {
