@@ -193,6 +193,18 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
         return requires_grad_anywhere(_functorch_c.get_unwrapped(tensor))
 
 
+def is_followed(tensor: Tensor) -> bool:
+    """Whether a transform has wrapped a tensor, or autograd follows it in either mode."""
+    if requires_grad_anywhere(tensor):
+        return True
+    if _functorch_c.is_functorch_wrapped_tensor(tensor):
+        return True
+    if not dual_level_is_active():
+        return False
+    with without_torch_function():
+        return _forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     """Gives a tensor a new value, below the transforms that have not wrapped it.
 

@@ -98,12 +98,12 @@ def rerun_of(
 
 
 def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """The reached tensors that some level of reverse mode wants, less the arguments."""
+    """The reached tensors that some transform, or autograd, follows, less the arguments."""
     known = set(map(id, given))
     return [
         tensor
         for tensor in survey.reached
-        if id(tensor) not in known and _compat.requires_grad_anywhere(tensor)
+        if id(tensor) not in known and _compat.is_followed(tensor)
     ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad
 
 from remat import (
     CapturedTensorError,
@@ -344,6 +345,34 @@ def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
         assert found is not None
         assert expected is not None
         assert_bitwise(found.to_dense(), expected.to_dense())
+
+
+CAPTURING: dict[str, Callable[..., Any]] = {
+    "jvp": lambda d, x, w: torch.func.jvp(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x).sum())(x), (w,), (w.cos(),)
+    ),
+    "jacfwd": lambda d, x, w: torch.func.jacfwd(
+        lambda w: grad(lambda x: d(lambda: (x * w).sin())().sum())(x)
+    )(w),
+    "vmap": lambda d, x, w: torch.func.vmap(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x).sum())(x)
+    )(torch.stack([w, w.cos()])),
+    "grad": lambda d, x, w: grad(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x * w).sum())(x).sum()
+    )(w),
+}  # fmt: skip
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("derived", CAPTURING.values(), ids=CAPTURING)
+def test_a_captured_tensor_that_a_transform_follows(derived: Any, engine: str) -> None:
+    """Forward mode and vmap follow it through the region, whether or not reverse mode does."""
+    x, w = seeded(3), seeded(3, seed=1)
+
+    plain = derived(lambda fun: fun, x, w)
+
+    assert_close(derived(lambda fun: remat(fun, engine=engine), x, w), plain)
 
 
 class Doubling(Tensor):
