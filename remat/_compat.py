@@ -494,9 +494,9 @@ def overrides_functions(kind: type[Tensor]) -> bool:
 
     Obsolete when torch has a public name for a class that leaves them as they are.
     """
-    handler: Any = kind.__torch_function__
-    plain: Any = Tensor.__torch_function__
-    if handler is torch._C._disabled_torch_function_impl:
+    handler: Any = getattr(kind, "__torch_function__")  # noqa: B009
+    plain: Any = getattr(Tensor, "__torch_function__")  # noqa: B009
+    if handler is _torch._C._disabled_torch_function_impl:
         return False
     return getattr(handler, "__func__", handler) is not plain.__func__
 
@@ -1545,7 +1545,7 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
 
 def torch_function_state() -> Any:
     """Whether subclasses and modes handle functions of torch on this thread."""
-    return torch._C._get_torch_function_state()
+    return _torch._C._get_torch_function_state()
 
 
 @contextlib.contextmanager
@@ -1555,11 +1555,11 @@ def torch_function_as(state: Any) -> Generator[None]:
     It does where the loss is of a subclass. Obsolete when a backward does not.
     """
     before = torch_function_state()
-    torch._C._set_torch_function_state(state)
+    _torch._C._set_torch_function_state(state)
     try:
         yield
     finally:
-        torch._C._set_torch_function_state(before)
+        _torch._C._set_torch_function_state(before)
 
 
 def caller(depth: int) -> FrameType | None:

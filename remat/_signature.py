@@ -241,8 +241,9 @@ class _Leaves:
             if _compat.is_under_way(tree):
                 tree = _compat.arrived(tree)
             self.tensors.append(tree)
-            if type(tree) is not Tensor and _compat.overrides_functions(type(tree)):
-                self.overrides = type(tree)
+            kind = cast("type[Tensor]", type(tree))
+            if kind is not Tensor and _compat.overrides_functions(kind):
+                self.overrides = kind
             if tree.layout is not _STRIDED:
                 self.has_sparse = True
                 return Tensor

@@ -138,7 +138,7 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     @remat
-    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.linear(x).sin() * scale
 
 
