@@ -283,7 +283,8 @@ def put(owner: Any, step: Step, value: object) -> None:
     elif kind == "var" and isinstance(owner, type):
         type.__setattr__(owner, cast("str", key), value)
     elif kind == "variable":
-        # Only who set it can make it unset again.
+        if value is Unset.UNSET:
+            raise LookupError("only who set a context variable can make it unset again")
         owner.set(value)
     else:
         _KINDS[kind].find(owner)[key] = value

@@ -12,7 +12,7 @@ into its globals; what its functions hold in closures, and its objects, are.
 
 import contextlib
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
 
@@ -36,6 +36,7 @@ from remat._captures._places import (
     SIMPLE_TYPES,
     Label,
     Step,
+    Unset,
     in_words,
     is_simple,
     kind_of,
@@ -271,15 +272,15 @@ class Survey:
                 _refill(node.value, node.content)
             elif before is MISSING:
                 remove(node.value, step)
-            else:
+            elif before is not Unset.UNSET:
                 put(node.value, step, before)
 
     @contextlib.contextmanager
     def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
-        """Inside, tensors and simple attributes of modules are those of the survey.
+        """Inside, all reached state is what it was in the survey, tensors' numbers aside.
 
         What stands there now, such as a parameter that `functional_call` has put back, or
-        `training`, stands there again at the end.
+        `training`, stands there again at the end. A weak reference stays as it is.
 
         Args:
             but: tensors whose places are left as they are.
@@ -300,7 +301,33 @@ class Survey:
                     undo.callback(remove, node.value, step)
                 else:
                     undo.callback(put, node.value, step, now)
+            self._put_back_state(undo)
             yield
+
+    def _put_back_state(self, undo: contextlib.ExitStack) -> None:
+        """Puts back what the places of tensors and of modules leave out."""
+        filled: set[int] = set()
+        for node, step, before, after in [*self._differences()]:
+            owner = node.value
+            if isinstance(before, Tensor) or step[0] == "referent":
+                continue
+            if step[0] == "item":
+                if id(owner) not in filled:
+                    filled.add(id(owner))
+                    undo.callback(_fill, owner, _copied(owner))
+                    _refill(owner, node.content)
+                continue
+            try:
+                if before is MISSING:
+                    remove(owner, step)
+                else:
+                    put(owner, step, before)
+            except NOT_THERE as error:
+                raise _gone(node, step) from error
+            if after is MISSING:
+                undo.callback(remove, owner, step)
+            else:
+                undo.callback(put, owner, step, after)
 
     def _places(self, but: Set[int]) -> Iterator[tuple[Node, Step]]:
         for identity, paths in self.tensors.items():
@@ -354,11 +381,22 @@ def _gone(node: Node, step: Step) -> RecomputationError:
 
 def _refill(owner: list[object] | dict[object, object], content: Content) -> None:
     before = {step[1]: value for step, value in content.items() if step[0] == "item"}
+    _fill(owner, [*before.values()] if isinstance(owner, list) else before)
+
+
+def _copied(owner: Any) -> Any:
+    return [*owner] if isinstance(owner, list) else {**owner}
+
+
+def _fill(owner: Any, items: Any) -> None:
+    """Makes a list or a dict hold these items, past any method of its class."""
     if isinstance(owner, list):
-        list[object].__setitem__(owner, slice(None), [*before.values()])
-    else:
-        dict[object, object].clear(owner)
-        dict[object, object].update(owner, before)
+        list[object].__setitem__(owner, slice(None), items)
+        return
+    # An ordered one keeps its order beside: dict's own methods would spoil it.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    base.update(owner, items)
 
 
 def _changed(node: Node, step: Step, before: object, after: object) -> str:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import remat
+from remat import RecomputationError, remat
 from tests.support import assert_bitwise, seeded
 
 Fun = Callable[..., Tensor]
@@ -301,6 +301,48 @@ def test_a_change_is_noticed(state: Callable[[], State]) -> None:
     after = value_and_gradient(fun)
     assert_bitwise(value_and_gradient(region), after)
     assert_bitwise(value_and_gradient(region), after)
+
+
+# What these change are tensors themselves, which no place in the user's objects tells.
+IN_TENSORS = {"parameter_data", "parameter_in_place", "parameter_frozen"}
+SET_SINCE = {"context_variable"}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - IN_TENSORS - SET_SINCE))
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_backward_finds_the_state_of_its_forward(engine: str, name: str) -> None:
+    """What changed in between is as it was while a backward needs it, and only then."""
+    fun, change = CHANGES[name]()
+    region: Any = remat(fun, engine=engine)
+    x = seeded(2, 3, seed=3).requires_grad_()
+    buffers = [*fun.buffers()] if isinstance(fun, nn.Module) else []
+    saved = [(buffer, buffer.clone()) for buffer in buffers]
+    (expected,) = torch.autograd.grad(fun(x).sum(), x)
+    for buffer, value in saved:
+        buffer.copy_(value)
+
+    out = region(x).sum()
+    change()
+    # A training run of batch_norm would write into what waits.
+    after = None if buffers else fun(x).detach()
+    (found,) = torch.autograd.grad(out, x)
+
+    assert_bitwise(found, expected)
+    assert after is None or torch.equal(fun(x), after)
+
+
+def test_a_context_variable_that_was_unset_cannot_be_again() -> None:
+    """A rerun that would need it so says that it cannot be."""
+    fun, change = variable_set()
+    out = remat(fun, engine="rerun")(seeded(2, 3).requires_grad_())
+
+    change()
+
+    with pytest.raises(
+        RecomputationError, match=r"context variable `variable`: cannot"
+    ):
+        out.sum().backward()
 
 
 @pytest.mark.contract
