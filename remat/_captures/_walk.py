@@ -391,7 +391,8 @@ def _copied(owner: Any) -> Any:
 def _fill(owner: Any, items: Any) -> None:
     """Makes a list or a dict hold these items, past any method of its class."""
     if isinstance(owner, list):
-        list[object].__setitem__(owner, slice(None), items)
+        held = cast("list[object]", owner)
+        list[object].__setitem__(held, slice(None), items)
         return
     # An ordered one keeps its order beside: dict's own methods would spoil it.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
