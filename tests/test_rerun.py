@@ -6,6 +6,7 @@ function runs again in the backward, buffers restored around it; any policy but
 """
 
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -535,13 +536,97 @@ def test_a_run_that_fails_in_the_backward_leaves_state_as_it_was() -> None:
     assert_bitwise([torch.get_rng_state(), *norm.buffers()], before)
 
 
-def test_what_cannot_be_put_back_raises() -> None:
-    """A list that lost its tensor, say: the gradient would be another's."""
-    held = [seeded(4).requires_grad_()]
-    y = remat(lambda x: branches(x * held[0]), engine="rerun")(seeded(4, seed=1))
-    held.clear()
+def _through_a_loop(call: Callable[[Any], Any], layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = call(lambda x: layer(x) + 1)(x)  # noqa: B023  the point
+    return x
 
-    with pytest.raises(RecomputationError, match=r"held.*cannot be put back"):
+
+def _through_an_index(call: Callable[[Any], Any], layers: Any, x: Tensor) -> Tensor:
+    for index in range(len(layers)):
+        x = call(lambda x: layers[index](x) * (index + 1))(x)  # noqa: B023
+    return x
+
+
+def _through_a_list(call: Callable[[Any], Any], layers: Any, x: Tensor) -> Tensor:
+    held: list[Any] = []
+    function = call(lambda x: held[-1](x))
+    for layer in layers:
+        held.append(layer)
+        x = function(x)
+    return x
+
+
+def _through_an_attribute(call: Callable[[Any], Any], layers: Any, x: Tensor) -> Tensor:
+    holder = types.SimpleNamespace()
+    function = call(lambda x: holder.layer(x))
+    for layer in layers:
+        holder.layer = layer
+        x = function(x)
+    return x
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    "stack",
+    [_through_a_loop, _through_an_index, _through_a_list, _through_an_attribute],
+    ids=["closure", "index", "list", "attribute"],
+)
+def test_what_a_loop_changes_is_for_the_backward_as_it_was(
+    stack: Callable[..., Tensor], engine: str
+) -> None:
+    """Each layer's gradient is its own, not the last one's (law 7)."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(3))
+    leaves = [seeded(2, 3).requires_grad_(), *layers.parameters()]
+
+    def gradients(call: Callable[[Any], Any]) -> tuple[Tensor, ...]:
+        out = stack(call, layers, leaves[0])
+        return torch.autograd.grad(out.tanh().sum(), leaves)
+
+    assert_bitwise(
+        gradients(lambda function: remat(function, engine=engine)),
+        gradients(lambda function: function),
+    )
+
+
+@pytest.mark.contract
+def test_what_a_function_changes_itself_goes_on_from_there() -> None:
+    """It may count its runs; what others have changed is theirs again after each."""
+    runs: list[int] = []
+    scales = [2.0]
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(len(runs))
+        return x.sin() * scales[0]
+
+    x = seeded(3).requires_grad_()
+    y = remat(fun, engine="rerun")(x)
+    scales[:] = [5.0, 6.0]
+    y.sum().backward()
+
+    assert runs == [0, 1]
+    assert scales == [5.0, 6.0]
+    assert x.grad is not None
+    assert_bitwise([x.grad], [2.0 * x.detach().cos()])
+
+
+def test_what_cannot_be_put_back_raises() -> None:
+    """An object that has become another's: its gradient would be another's as well."""
+
+    class Scale:
+        factor = 2.0
+
+    class Other(Scale):
+        pass
+
+    held = Scale()
+    x = seeded(4).requires_grad_()
+    y = remat(lambda x: branches(x * held.factor), engine="rerun")(x)
+    held.__class__ = Other
+
+    with pytest.raises(RecomputationError, match=r"Other.*cannot be put back"):
         y.sum().backward()
 
 
