@@ -124,7 +124,13 @@ def register_tracker(tracker: Tracker) -> TrackerHandle:
 
 def is_tracker(value: object) -> bool:
     """Whether an object is registered."""
-    return any(value is each for each in registered.values())
+    return number_of(value) is not None
+
+
+def number_of(value: object) -> int | None:
+    """The number of an object's registration, None of one that is not registered."""
+    held = (number for number, each in registered.items() if each is value)
+    return next(held, None)
 
 
 @contextlib.contextmanager

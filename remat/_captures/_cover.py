@@ -9,6 +9,7 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
+from remat import _trackers
 from remat._captures._contents import REGISTERED, WATCHED, slots
 from remat._captures._covered import Covered
 from remat._captures._library import is_library_module
@@ -19,6 +20,7 @@ from remat._captures._spots import (
     Instance,
     IsTensor,
     Keyed,
+    Registered,
     Rule,
     Runs,
     SameAs,
@@ -218,6 +220,9 @@ def _shapes(node: Node) -> Iterable[Step]:
 def _rule(value: object) -> Rule:
     """What must stay true of an object by itself."""
     kind = type(value)
+    number = _trackers.number_of(value)
+    if number is not None:
+        return Registered(number)
     if isinstance(value, types.FunctionType):
         return Runs(value.__code__)
     if isinstance(value, type):

@@ -14,6 +14,7 @@ from remat._captures._spots import (
     Instance,
     IsTensor,
     Keyed,
+    Registered,
     Runs,
     SameAs,
     Sized,
@@ -90,6 +91,8 @@ def _difference(spot: Spot, value: object) -> str:
             return f"{spot.label} was a {kind.__name__} of {num} items and has changed"
         case Keyed(kind, keys):
             return f"{spot.label} was a {kind.__name__} with the keys {keys} and has changed"
+        case Registered():
+            return f"{spot.label} was another tracker"
         case Instance(kind) | IsTensor(kind):
             return f"{spot.label} was a {kind.__qualname__} and is {now}"
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast, final
 
 from torch import Tensor
 
+from remat import _trackers
 from remat._captures._places import MISSING, NOT_THERE, Step, in_context, look, same
 
 
@@ -26,6 +27,7 @@ class Constants:
             "Tensor": Tensor,
             "NOT_THERE": NOT_THERE,
             "in_context": in_context,
+            "TRACKERS": _trackers.registered,
         }
         self._names: dict[int, str] = {}
         self._num_temporaries = 0
@@ -174,6 +176,24 @@ class Keyed:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """The tracker of this registration: a program draws from its states, by its number."""
+
+    number: int
+
+    def holds(self, value: object, values: Sequence[object]) -> bool:
+        """Whether that tracker still stands there."""
+        del values
+        return _trackers.registered.get(self.number) is value
+
+    def clause(self, value: str, constants: Constants) -> str:
+        """The same in Python."""
+        del constants
+        return f"TRACKERS.get({self.number}) is {value}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Nothing stands there: what was read came from elsewhere, or was found missing."""
 
@@ -183,7 +203,9 @@ class Absent:
         return value is MISSING
 
 
-Rule: TypeAlias = Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Absent
+Rule: TypeAlias = (
+    Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Registered | Absent
+)
 
 _LITERAL = (type(None), bool, type(...))
 

@@ -522,6 +522,29 @@ def test_registering_anew_traces_anew() -> None:
         region(x)
 
 
+@each_kind
+@each_engine
+def test_equal_modules_with_trackers_of_their_own(engine: str) -> None:
+    """Each draws from its own tracker, also where it finds the other one's trace."""
+    other = type(tracker)()
+    blocks = [Block(), Block()]
+    blocks[1].tracker = other
+    regions = [remat(block, engine=engine) for block in blocks]
+    regions[0].cache_clear()
+
+    def both(layers: Any) -> list[Tensor]:
+        settle()
+        other.set_states({})
+        other.add("tp", 13)
+        x = seeded(5, 8).requires_grad_()
+        found = [layer(x) for layer in (*layers, *layers)]
+        gradients = torch.autograd.grad(torch.stack(found).cos().sum(), x)
+        return [*found, *gradients, *states()]
+
+    with random.register_tracker(other):
+        assert_bitwise(both(regions), both(blocks))
+
+
 def test_keys_refuse_a_fork() -> None:
     """Under `rng="keys"` a draw is refused wherever its numbers come from."""
     settle()
