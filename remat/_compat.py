@@ -2056,6 +2056,11 @@ def gather_records(record: Tensor, group: Any) -> list[Tensor]:
     return found
 
 
+def ranks_of(group: Any) -> list[int]:
+    """The ranks of a process group. Obsolete when torch types it."""
+    return _dist.get_process_group_ranks(group)
+
+
 def selective_policy(context: object) -> Callable[..., Any] | None:
     """The policy of a context of torch's own selective checkpointing, None of another.
 

@@ -196,6 +196,11 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
         found = InputStorages(each=tuple(saved_inputs.items()))
     else:
         found = InputStorages(others=saved_inputs)
+    for path, _ in found.each:
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f'remat(saved_inputs=...) names arguments by text, such as "x", not by {path!r}.'
+            )
     storages = [*(storage for _, storage in found.each), found.others]
     for storage in storages:
         if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -31,19 +31,26 @@ class Waiting(Tensor):
         stored: what waits.
         stride_order: the dimensions, the one of the largest stride first, in which the
             value was contiguous; None if there is no such order.
+        part: of a DTensor, what stands for this rank's part, and how it is spread.
     """
 
     stored: Stored
     stride_order: tuple[int, ...] | None
+    part: tuple[Waiting, Any] | None
 
     @classmethod
     def of(
-        cls, value: Tensor, stored: Stored, stride_order: tuple[int, ...] | None
+        cls,
+        value: Tensor,
+        stored: Stored,
+        stride_order: tuple[int, ...] | None,
+        part: tuple[Waiting, Any] | None = None,
     ) -> Waiting:
         """A tensor that looks like `value` and holds `stored`."""
         found: Waiting = _compat.tensor_without_data(cls, value)
         found.stored = stored
         found.stride_order = stride_order
+        found.part = part
         return found
 
     @classmethod
@@ -53,7 +60,7 @@ class Waiting(Tensor):
         """Lets the value be passed on, and refuses every other operator."""
         if func in _PASSED_ON:
             (value,) = args
-            return cls.of(value, value.stored, value.stride_order)
+            return cls.of(value, value.stored, value.stride_order, value.part)
         raise RematError(
             explain(
                 where=f"{func} on a saved value of a region",
@@ -75,6 +82,9 @@ class Waiting(Tensor):
 
     def as_it_was(self, restored: Tensor) -> Tensor:
         """What the storage gave back, with the strides that the value had."""
+        if self.part is not None:
+            part, spread = self.part
+            return _compat.in_place_of(part.as_it_was(restored), spread)
         shape, stride = self.shape, self.stride()
         once = _once(shape, stride)
         if self.stride_order is None:
@@ -124,6 +134,12 @@ def wait(
     """
     if type(storage) is Keep or _compat.proxy_is_active() or _compat.is_fake(value):
         return value
+    spread = _compat.placement(value)
+    if spread is not None:
+        part = wait(_compat.local_part(value), storage, place.of(spread), twins)
+        if type(part) is not Waiting:
+            return value
+        return Waiting.of(value, part.stored, None, (part, spread))
     stride = value.stride()
     numbers = value[tuple(slice(size) for size in _once(value.shape, stride))]
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
@@ -149,7 +165,8 @@ def _store_once(
     if type(dense) is not Tensor:  # a subclass may have no memory of its own
         return storage.store(dense, place)
     flips = (dense.is_conj(), dense.is_neg())
-    key = (storage, dense.data_ptr(), dense.numel(), dense.dtype, *flips)
+    number = (dense.data_ptr(), dense.numel(), dense.dtype)
+    key = (storage, place.spread, *number, *flips)
     stored = twins.get(key)
     if stored is None:
         stored = twins[key] = storage.store(dense, place)

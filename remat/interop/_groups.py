@@ -32,6 +32,7 @@ def shard_over(
 
     Raises:
         RuntimeError: there are no process groups.
+        TypeError: the group is none, or one to which this rank does not belong.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -41,6 +42,16 @@ def shard_over(
                 why="Each rank of a process group keeps its part.",
                 do="Call torch.distributed.init_process_group(...) first, or leave the "
                 "sharding off.",
+            )
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            explain(
+                where="checkpoint",
+                what=f"got {group!r}, of type {type(group).__name__}, as the group.",
+                why="Each rank of a process group keeps its part, and this one is in none.",
+                do="Pass a torch.distributed.ProcessGroup that this rank belongs to, such as "
+                'mesh["tp"].get_group().',
             )
         )
     devices = [tensor.device.type for tensor in _compat.tensor_leaves((args, kwargs))]

@@ -16,7 +16,6 @@ References:
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
@@ -86,8 +85,12 @@ class Shard(AbstractStorage):
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """A copy of this rank's part, which the others' complete when it is restored."""
-        if _is_distributed(value):
-            return self._store_distributed(value, place)
+        spread = _compat.placement(value)
+        if spread is not None:
+            part = self.store(_compat.local_part(value).contiguous(), place.of(spread))
+            return Stored((part,), lambda parts: _compat.in_place_of(parts[0], spread))
+        if place.spread is not None and _is_cut(self, place):
+            return Stored.whole(value)
         cut = self._cut(value, place.order)
         size = self.mesh.size()
         if size == 1:
@@ -100,25 +103,6 @@ class Shard(AbstractStorage):
             return Stored.whole(value)
         part = cut.part(value, size, self.mesh.get_local_rank())
         return Stored((part,), cut.joined, _Gather(self.mesh))
-
-    def _store_distributed(self, value: Any, place: Place) -> Stored:
-        """Of a DTensor, the local tensor if all ranks of this mesh hold the same one."""
-        placement = _placement_along(value, self.mesh)
-        if placement is not None and placement.is_partial():
-            raise _partial(self, value, place)
-        if placement is not None and not placement.is_replicate():
-            return Stored.whole(value)
-        mesh, placements = value.device_mesh, value.placements
-        shape, stride = value.shape, value.stride()
-        kind: Any = value.__class__
-
-        def decode(parts: Sequence[Tensor]) -> Tensor:
-            return kind.from_local(
-                parts[0], mesh, placements, run_check=False, shape=shape, stride=stride
-            )
-
-        stored = self.store(value.to_local().contiguous(), place)
-        return Stored((stored,), decode)
 
     def _cut(self, value: Tensor, order: tuple[int | None, ...] | None) -> "_Cut":
         """How the value is cut."""
@@ -318,24 +302,35 @@ class _Gather:
         return end
 
 
-def _is_distributed(value: Tensor) -> bool:
-    """Whether a value is a DTensor; the module that has them is slow to import."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+def _is_cut(shard: Shard, place: Place) -> bool:
+    """Whether the ranks of a mesh hold unlike parts of a DTensor.
+
+    Raises:
+        NotReplicatedError: they hold the terms of a sum.
+    """
+    spread = place.spread
+    along = [
+        placement
+        for dim, placement in enumerate(spread.placements)
+        if _meet(spread.mesh.get_group(dim), shard.mesh.get_group())
+    ]
+    if any(placement.is_partial() for placement in along):
+        raise _partial(shard, place)
+    return not all(placement.is_replicate() for placement in along)
 
 
-def _placement_along(value: Any, mesh: "DeviceMesh") -> Any:
-    """How a DTensor is placed along a mesh's dimension, None if it does not know it."""
-    names = value.device_mesh.mesh_dim_names or ()
-    name = _name_of(mesh)
-    return value.placements[names.index(name)] if name in names else None
+def _meet(one: Any, other: Any) -> bool:
+    """Whether two groups have more ranks in common than this one."""
+    first, second = map(_compat.ranks_of, (one, other))
+    return len({*first} & {*second}) > 1
 
 
-def _partial(shard: Shard, value: Any, place: Place) -> NotReplicatedError:
+def _partial(shard: Shard, place: Place) -> NotReplicatedError:
+    spread = place.spread
     return NotReplicatedError(
         explain(
-            where=f"value {place.index} of a region, a DTensor of {[*value.shape]} "
-            f"placed as {value.placements}, stored by {shard!r}",
+            where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
+            f"placed as {spread.placements}, stored by {shard!r}",
             what="is partial: each rank holds one term of a sum.",
             why="No rank holds the value of which it could keep a part.",
             do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",

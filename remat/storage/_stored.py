@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -26,12 +26,19 @@ class Place:
         order: the dimensions of the user's value, in the order in which `store` sees them,
             None for one that vmap added; None if that is their own order.
         mapped: the dimensions that vmap added to the value, as it is outside of `store`.
+        spread: of a DTensor, of which `store` sees this rank's part, how it is spread over
+            the ranks (its spec); None for any other tensor.
     """
 
     index: int = 0
     call: int = 0
     order: tuple[int | None, ...] | None = None
     mapped: tuple[int, ...] = ()
+    spread: Any = None
+
+    def of(self, spread: Any) -> Place:
+        """The same for this rank's part of a DTensor."""
+        return dataclasses.replace(self, spread=spread)
 
 
 FIRST = Place()

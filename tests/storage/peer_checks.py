@@ -282,6 +282,19 @@ def check_groups_of_some_ranks(mesh: Any) -> None:
     assert_same([gradient(x)], [gradient(plain)])
 
 
+def check_what_is_no_group_of_this_rank_is_refused(mesh: Any) -> None:
+    alone = dist.new_group([0])
+    others = [mesh, "tp", *([] if mesh.get_local_rank() == 0 else [alone])]
+    for group in others:
+        with pytest.raises(TypeError, match=r"as the group\..*this rank belongs to"):
+            transformer_engine.checkpoint(
+                curve,
+                torch.ones(4, requires_grad=True),
+                distribute_saved_activations=True,
+                tp_group=group,
+            )
+
+
 def check_partitioned_activations_wait_on_the_host(mesh: Any) -> None:
     x = torch.randn(7, requires_grad=True)
     message = 'Offload.*has no effect on a value that is on "cpu" already'

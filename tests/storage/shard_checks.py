@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard as Placed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard as Placed,
+    distribute_tensor,
+)
 
 from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
 from remat.reporting._gpt import GPTShape
@@ -547,4 +554,60 @@ def check_distributed_tensors(mesh: Any) -> None:
     with pytest.raises(
         NotReplicatedError, match="is partial: each rank holds one term"
     ):
+        region(partial)
+
+
+def check_other_storages_take_this_ranks_part_of_a_distributed_tensor(
+    mesh: Any,
+) -> None:
+    for cut in (Replicate(), Placed(0), Placed(1)):
+        whole = distribute_tensor(torch.randn(5, 3).relu(), mesh, [cut])
+        count = whole.to_local().numel()
+        kept = math.ceil(count / mesh.size()) if cut.is_replicate() else count
+        for chain, num_elements in (
+            (Quantize(8), count),
+            (Quantize(8) >> Shard(mesh), kept),
+            (Shard(mesh, "a (tp b)") >> Quantize(8), None),
+            (Sparse(0), None),
+            (Cast(torch.bfloat16) >> Shard(mesh), kept),
+        ):
+            x = whole.detach().requires_grad_()
+            for given in (x, x.t()):  # what lies in memory waits
+                y = remat(lambda x: x.sin(), saved_inputs=chain)(given)
+                if num_elements is not None:
+                    assert parts_in(y)[0].numel() == num_elements
+                grads: list[Any] = [
+                    *torch.autograd.grad(y.sum(), x, retain_graph=True),
+                    *torch.autograd.grad(y.sum(), x),
+                    *torch.autograd.grad(given.sin().sum(), x),
+                ]
+                grad, again, plain = grads
+                assert grad.placements == plain.placements
+                ours, theirs = grad.to_local(), plain.to_local()
+                bound = 0.0 if chain.is_exact else 0.05
+                torch.testing.assert_close(ours, theirs, atol=bound, rtol=0.0)
+                assert_same([ours], [again.to_local()])
+
+
+def check_a_distributed_tensors_mesh_is_known_by_its_ranks(mesh: Any) -> None:
+    """Not by the name of a dimension: a mesh may have none, or another."""
+    size = mesh.size()
+    nameless = init_device_mesh("cpu", (size,))
+    grid = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "row"))
+    own = torch.ones(2, 3) * mesh.get_local_rank()
+    region = remat(lambda x: x.sin().sin(), saved_inputs=Shard(mesh, None, "trust"))
+    for given, cut in (
+        (DTensor.from_local(own, nameless, [Placed(0)]), False),
+        (DTensor.from_local(own, grid, [Replicate(), Placed(1)]), False),
+        (DTensor.from_local(own * 0, nameless, [Replicate()]), True),
+        (DTensor.from_local(own * 0, grid, [Placed(0), Replicate()]), True),
+    ):
+        x = given.requires_grad_()
+        y = region(x)
+        assert [each.numel() for each in parts_in(y)] == [math.ceil(6 / size)] * cut
+        grad: Any = torch.autograd.grad(y.sum(), x)[0]
+        plain: Any = torch.autograd.grad(x.sin().sin().sum(), x)[0]
+        assert_same([grad.to_local()], [plain.to_local()])
+    partial = DTensor.from_local(own, nameless, [Partial()]).requires_grad_()
+    with pytest.raises(NotReplicatedError, match="is partial"):
         region(partial)
