@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, final
 
 import torch
@@ -25,6 +25,7 @@ from remat import _captures, _compat, _sharded, _wrapped
 from remat._any_region import Asked, Batched, Call, WithoutProgram
 from remat._bind import bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
+from remat._errors import SavedTensorModifiedError, explain
 from remat._forward import Results
 from remat._function import Roots
 from remat._numerics import Numerics
@@ -56,6 +57,7 @@ def call(
             resting(_compat.tensor_leaves(found), ())
         return found
     result = _Result()
+    constants = _Constants(survey, operands)
     state = RunState(
         _buffers(survey, given),
         [*operands, *managed],
@@ -75,7 +77,13 @@ def call(
             _Substituted(stand_ins, state),
             numerics.applied(),
         ):
-            return result.apart(fun(*new_args, **new_kwargs))
+            if is_again:
+                constants.require_unchanged(state.found)
+            found = result.apart(fun(*new_args, **new_kwargs))
+            if not is_again:
+                constants.settle(state.used)
+                state.used.clear()
+            return found
 
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))
     region = Rerun(flat, flat, wanted, state)
@@ -173,15 +181,72 @@ class _Substituted(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = _compat.map_tensors(
-            lambda tensor: self._stand_ins.get(id(tensor), tensor), (args, kwargs or {})
-        )
+        args, kwargs = _compat.map_tensors(self._met, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.meet(each)
         out = func(*args, **kwargs)
         self._state.watch(func)
         return out
+
+    def _met(self, tensor: Tensor) -> Tensor:
+        if self._state.before is None:
+            self._state.used.add(id(tensor))
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+@final
+class _Constants:
+    """The tensors without a gradient that a function reaches: nothing keeps their numbers.
+
+    Those that it used and did not change must be what they were when it runs again.
+    """
+
+    def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
+        known = set(map(id, operands))
+        self._survey = survey
+        self._versions = [
+            (tensor, tensor._version)  # noqa: SLF001
+            for tensor in survey.reached
+            if id(tensor) not in known and _has_version(tensor)
+        ]
+
+    def settle(self, used: Set[int]) -> None:
+        """Keeps to those that the first run used and has not changed."""
+        self._versions = [
+            (tensor, version)
+            for tensor, version in self._versions
+            if id(tensor) in used and tensor._version == version  # noqa: SLF001
+        ]
+
+    def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Looks whether one was written to since.
+
+        Args:
+            found: buffers that are put back to what they were.
+
+        Raises:
+            SavedTensorModifiedError: one was.
+        """
+        put_back = {id(buffer) for buffer, _ in found}
+        for tensor, version in self._versions:
+            if tensor._version != version and id(tensor) not in put_back:  # noqa: SLF001
+                raise _modified(self._survey.tensors[id(tensor)][0].label)
+
+
+def _has_version(tensor: Tensor) -> bool:
+    return not tensor.is_inference() and _compat.level_of(tensor) < 0
+
+
+def _modified(label: str) -> SavedTensorModifiedError:
+    return SavedTensorModifiedError(
+        explain(
+            where=f"the backward of a region that reaches {label}",
+            what="a tensor that the function reads was changed in place since the forward.",
+            why="The function runs again, and would start from other numbers.",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
+        )
+    )
 
 
 @final

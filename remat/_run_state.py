@@ -81,6 +81,7 @@ class RunState:
         found: the buffers that the first run changed, with what they held.
         resting: for each leaf the outputs that rest on it, a bit for each.
         torch_functions: whether subclasses of tensors handle functions of torch.
+        used: the ids of the tensors that operators are given, while the first run runs.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class RunState:
         self.found: list[tuple[Tensor, Tensor]] = []
         self.resting: tuple[int, ...] | None = None
         self.torch_functions = _compat.torch_function_state()
+        self.used: set[int] = set()
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""

@@ -63,7 +63,8 @@ class Shard(AbstractStorage):
         TypeError: `mesh` is no device mesh, or `pattern` no text.
         ValueError: the mesh has more dimensions than one, the pattern does not name its
             dimension, or `replicated` is another word; when a value is stored: it has
-            another number of dimensions than the pattern.
+            another number of dimensions than the pattern, or this rank is not one of
+            the mesh's.
         NotReplicatedError: when a value is stored: it is not the same on all ranks.
 
     Example:
@@ -93,6 +94,8 @@ class Shard(AbstractStorage):
             return Stored.whole(value)
         cut = self._cut(value, place.order)
         size = self.mesh.size()
+        if self.mesh.get_coordinate() is None:
+            raise _not_of_the_mesh(self)
         if size == 1:
             if place.call == 0:
                 _warn_of_no_effect(self)
@@ -221,6 +224,15 @@ def _other_dimensions(
         f"{str(dtype).removeprefix('torch.')}{shape}.",
         do="Write one axis for each dimension, name the inputs that have these in "
         f"`saved_inputs`, or pass None, which takes any value: Shard({shard.mesh!r}).",
+    )
+
+
+def _not_of_the_mesh(shard: Shard) -> ValueError:
+    return refuse(
+        "Shard(mesh=...)",
+        shard.mesh,
+        why="This rank is not among its ranks, and has no part to keep.",
+        do="Pass a mesh of which this rank is one, or leave `Shard` out on this rank.",
     )
 
 

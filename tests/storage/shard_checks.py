@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -611,3 +611,11 @@ def check_a_distributed_tensors_mesh_is_known_by_its_ranks(mesh: Any) -> None:
     partial = DTensor.from_local(own, nameless, [Partial()]).requires_grad_()
     with pytest.raises(NotReplicatedError, match="is partial"):
         region(partial)
+
+
+def check_a_rank_outside_of_the_mesh_is_told_so(mesh: Any) -> None:
+    first = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    if mesh.get_local_rank() == 0:
+        return
+    with pytest.raises(ValueError, match=r"This rank is not among its ranks"):
+        Shard(first).store(torch.ones(3))
