@@ -560,8 +560,9 @@ def check_distributed_tensors(mesh: Any) -> None:
 def check_other_storages_take_this_ranks_part_of_a_distributed_tensor(
     mesh: Any,
 ) -> None:
+    length = 2 * mesh.size() - 1  # parts of unlike sizes, none of them empty
     for cut in (Replicate(), Placed(0), Placed(1)):
-        whole = distribute_tensor(torch.randn(5, 3).relu(), mesh, [cut])
+        whole = distribute_tensor(torch.randn(length, length).relu(), mesh, [cut])
         count = whole.to_local().numel()
         kept = math.ceil(count / mesh.size()) if cut.is_replicate() else count
         for chain, num_elements in (
