@@ -613,6 +613,63 @@ def test_what_a_function_changes_itself_is_changed_once() -> None:
     assert_bitwise([x.grad], [2.0 * x.detach().cos()])
 
 
+class Moving(nn.Module):
+    """Reads one buffer, moves another, and leaves a third alone."""
+
+    scale: Tensor
+    mean: Tensor
+    other: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0).double())
+        self.register_buffer("mean", torch.tensor(0.0).double())
+        self.register_buffer("other", torch.tensor(1.0).double())
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean())
+        return torch.sin(self.norm(x) * self.scale)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_tensor_without_a_gradient_that_was_changed_since_raises(engine: str) -> None:
+    """Its old numbers are nowhere (law 4); of a buffer as of a closure's tensor."""
+    module, x = Moving(), seeded(3, 4).requires_grad_()
+    factor = torch.tensor(2.0).double()
+    for function, held in (
+        (module, module.scale),
+        (lambda x: (x * factor).sin(), factor),
+    ):
+        y = remat(function, engine=engine)(x)
+        held.mul_(3)
+        with pytest.raises(
+            SavedTensorModifiedError, match=r"scale|factor|operands none"
+        ):
+            y.sum().backward()
+
+
+@pytest.mark.contract
+def test_what_the_function_moves_or_does_not_read_may_change() -> None:
+    """Micro-batches: each backward comes after the other's forward."""
+    module, plain = Moving(), Moving()
+    x, twin = (seeded(3, 4).requires_grad_() for _ in range(2))
+
+    def step(call: Any, own: Moving, leaf: Tensor) -> Tensor:
+        losses = [call(leaf * scale).sum() for scale in (1, 2, 3)]
+        own.other.mul_(2)
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    found = step(remat(module, engine="rerun"), module, x)
+    assert_close(found, step(plain, plain, twin))
+    assert_bitwise([*module.buffers()], [*plain.buffers()])
+
+
 def test_what_cannot_be_put_back_raises() -> None:
     """An object that has become another's: its gradient would be another's as well."""
 
