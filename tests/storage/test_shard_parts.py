@@ -19,6 +19,9 @@ class Alone(FakeMesh):
     def size(self) -> int:
         return 1
 
+    def get_coordinate(self) -> list[int]:
+        return [0]
+
 
 class Recorded:
     """A joint that adds one to each part, and notes what is asked of it."""
