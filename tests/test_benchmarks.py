@@ -46,9 +46,9 @@ def test_steps_are_interleaved():
     ran = []
     steps = {name: lambda name=name: ran.append(name) for name in "ab"}
 
-    times = timing.interleaved(steps, rounds=2, burst=2)
+    times = timing.interleaved(steps, rounds=2, turns=2)
 
-    assert "".join(ran[-12:]) == "aaabbb" * 2
+    assert "".join(ran[-16:]) == "aabb" * 4
     assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
 
 
@@ -56,7 +56,7 @@ def test_another_process_times_its_own_steps():
     """What passes here meanwhile does not count."""
     steps = {"apart": lambda: timing.Elapsed(3.0)}
 
-    assert timing.interleaved(steps, rounds=2, burst=2) == {"apart": [3.0, 3.0]}
+    assert timing.interleaved(steps, rounds=2, turns=2) == {"apart": [3.0, 3.0]}
 
 
 #: What a process with JAX answers, without JAX.
@@ -250,11 +250,11 @@ def test_the_allocator_is_heard():
     assert counted == memory.Bytes(left=4096, peak=8192)
 
 
-def test_bursts_are_for_short_steps():
+def test_short_steps_have_more_turns():
     """And long ones have 7 rounds."""
     pace = timing.Pace.of({"a": lambda: None})
 
-    assert pace == timing.Pace(rounds=timing.MAX_ROUNDS, burst=4, lead=1)
+    assert pace == timing.Pace(rounds=timing.MAX_ROUNDS, turns=4, lead=1)
 
 
 @pytest.mark.parametrize(

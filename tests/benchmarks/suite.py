@@ -126,7 +126,7 @@ def _timed(
     """The times of all contenders and limits."""
     extra = {f"again, {keeps}": run for keeps, run in again.items()}
     steps = {**runner.steps, **extra}
-    times = interleaved(steps, pace.rounds, pace.burst, pace.lead, clock())
+    times = interleaved(steps, pace.rounds, pace.turns, pace.lead, clock())
     for keeps in again:
         times[LIMIT.format(keeps)] = summed(times[PLAIN], times.pop(f"again, {keeps}"))
     return times

@@ -1,7 +1,9 @@
-"""Interleaved timings: every contender once a round, and what is compared is the round.
+"""Interleaved timings: every contender has its turns in a round, and rounds are compared.
 
-A contender runs some steps in a row, of which the first is not counted: a training loop
-does not change its functions from step to step either, and finds its code in the cache.
+A turn is a step that counts, after one that does not: a training loop does not change its
+functions from step to step either, and finds its code in the cache. Where steps are short a
+round is several turns of each, one contender after the other: what else a shared machine
+does in the meantime, it does to all of them.
 """
 
 import gc
@@ -55,32 +57,32 @@ class Pace:
     """How often a row's contenders have their turn.
 
     Attributes:
-        rounds: the turns of each.
-        burst: the steps of a turn that count.
-        lead: the steps before them that do not.
+        rounds: how many are compared.
+        turns: of each contender in a round.
+        lead: the steps of a turn before the one that counts.
     """
 
     rounds: int
-    burst: int
+    turns: int
     lead: int
 
     @classmethod
     def quick(cls) -> "Pace":
         """As little as can be compared."""
-        return cls(rounds=2, burst=1, lead=0)
+        return cls(rounds=2, turns=1, lead=0)
 
     @classmethod
     def of(cls, steps: Mapping[str, Callable[[], object]]) -> "Pace":
-        """At least 7 rounds, more where they cost little; bursts where steps are short."""
+        """At least 7 rounds, more where they cost little; more turns of short steps."""
         started = time.perf_counter()
         for step in steps.values():
             step()
         total_s = time.perf_counter() - started
         mean_s = total_s / len(steps)
-        burst = max(1, min(4, int(SHORT_S / mean_s)))
+        turns = max(1, min(4, int(SHORT_S / mean_s)))
         lead = int(mean_s < SHORT_S)
-        rounds = int(ROW_S / (total_s * (burst + lead)))
-        return cls(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), burst, lead)
+        rounds = int(ROW_S / (total_s * turns * (1 + lead)))
+        return cls(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), turns, lead)
 
 
 def clock() -> Callable[[], float]:
@@ -91,7 +93,7 @@ def clock() -> Callable[[], float]:
 def interleaved(
     steps: Mapping[str, Callable[[], object]],
     rounds: int,
-    burst: int = 1,
+    turns: int = 1,
     lead: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
@@ -99,9 +101,9 @@ def interleaved(
 
     Args:
         steps: the contenders.
-        rounds: how often each has its turn.
-        burst: how many steps a turn counts.
-        lead: how many steps before them it does not.
+        rounds: how many are compared.
+        turns: how often each has its turn in a round; what it took is the mean.
+        lead: how many steps of a turn do not count, before the one that does.
         clock: seconds; those of the processor where others share the machine.
     """
     for step in steps.values():
@@ -112,24 +114,23 @@ def interleaved(
     gc.disable()
     try:
         for _ in range(rounds):
-            for name, step in steps.items():
-                for _ in range(lead):
-                    step()
-                times[name].append(_timed(step, burst, clock) / burst)
+            taken = dict.fromkeys(steps, 0.0)
+            for _ in range(turns):
+                for name, step in steps.items():
+                    for _ in range(lead):
+                        step()
+                    taken[name] += _timed(step, clock)
+            for name, seconds in taken.items():
+                times[name].append(seconds / turns)
     finally:
         gc.enable()
     return times
 
 
-def _timed(step: Callable[[], object], burst: int, clock: Callable[[], float]) -> float:
+def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
     started = clock()
-    apart = 0.0
-    found: object = None
-    for _ in range(burst):
-        found = step()
-        if isinstance(found, Elapsed):
-            apart += found.seconds
-    return apart if isinstance(found, Elapsed) else clock() - started
+    found = step()
+    return found.seconds if isinstance(found, Elapsed) else clock() - started
 
 
 def summed(one: list[float], other: list[float]) -> list[float]:
