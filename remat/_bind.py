@@ -542,9 +542,12 @@ def _gradients_looked_up(
     """The same for a backward that is like none before; the next like it is known."""
     straight: Straight = ctx.call.straight
     ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
+    numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)
     is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
-    if derived.program is not None and not is_recorded:
+    # A trace that was made for it may have run code that sets a switch, and left it so.
+    is_as_asked = not is_recorded and Numerics.current() == numerics
+    if derived.program is not None and is_as_asked:
         straight.learn(ctx.needs_input_grad, cotangents, derived.program)
     return _through(derived, ctx, cotangents)
 

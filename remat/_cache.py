@@ -73,6 +73,9 @@ class Cache:
         entries = self.entries.get((signature.key, numerics))
         if entries is None or not signature.tensors or not _compat.is_quiet():
             return
+        if Numerics.current() != numerics:
+            # The trace has run code that sets a switch, and left it so.
+            return
         others = self._others(entries)
         # One that the number of threads has made useless is replaced.
         is_known = any(

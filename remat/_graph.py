@@ -186,7 +186,7 @@ class Value:
         state: the generator state, recorded just before, that a draw starts from.
         is_redraw: whether a draw sets that state first, instead of finding it.
         after: the draw before it from that generator, if the state is left out where it
-            is the one at which that draw ended (`_partition.chained`); of joint graphs.
+            is the one at which that draw ended (`_redraws.linked`); of joint graphs.
         stream: whose state in a tracker the draw takes and moves, "" for the generator's.
         in_place: whether the user's draw filled a tensor, whose strides then say which
             element gets which number.

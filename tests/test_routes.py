@@ -1,7 +1,7 @@
 """The short way of a call: taken where nothing tells two calls apart, and nowhere else."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import _api, disabled, first_order, random, remat
+from remat import _api, _bind, disabled, first_order, random, remat
 from tests.support import seeded
 
 pytestmark = pytest.mark.contract
@@ -283,6 +283,52 @@ def test_other_switches_are_another_signature(
     region(leaf())
 
     assert counts(region) == (3, 2, 2)
+
+
+@pytest.fixture
+def precise() -> Generator[None]:
+    """Puts the precision of float32 products back."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("precise")
+def test_a_switch_that_the_function_sets_is_another_signature() -> None:
+    """A call under what the trace has left is not one like the call that was traced."""
+
+    def sets(x: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision("high")
+        return x.sin()
+
+    region = remat(sets)
+    for expected in ((0, 1, 1), (0, 2, 2), (1, 2, 2)):
+        region(leaf())
+        assert counts(region) == expected
+
+
+@pytest.mark.usefixtures("precise")
+def test_a_switch_that_a_backwards_trace_sets_is_another_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is looked up for the switches that are in force when it runs."""
+    asked: list[str] = []
+    pulled_back = _bind._pulled_back
+
+    def leaves_high(ctx: Any, cotangents: Any) -> Any:
+        asked.append(torch.get_float32_matmul_precision())
+        found = pulled_back(ctx, cotangents)
+        torch.set_float32_matmul_precision("high")
+        return found
+
+    monkeypatch.setattr(_bind, "_pulled_back", leaves_high)
+    region, x = remat(lambda x: x.sin().sin()), leaf()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision("highest")
+        out = region(x).sum()
+        torch.set_float32_matmul_precision(precision)
+        torch.autograd.grad(out, x)
+
+    assert asked == ["highest", "high"]
 
 
 def test_medium_precision_is_not_high() -> None:
