@@ -7,14 +7,17 @@ that the ledger knows, until the rest is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import final
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from remat import _compat
 from remat._numerics import Numerics
-from remat.layers._links import Link, added, present, pulled
+from remat.layers._links import Link, present, pulled
+from remat.layers._runner import Runner
 from remat.layers._stack import Stack
 from remat.schedules import (
     Action,
@@ -26,6 +29,22 @@ from remat.schedules import (
     Restore,
     Snapshot,
 )
+
+
+class _Placed(NamedTuple):
+    """A link where a run finds it.
+
+    Attributes:
+        link: the link.
+        runner: what runs it.
+        captured: the tensors that it captures.
+        num_after: leaves of the state that it makes.
+    """
+
+    link: Link
+    runner: Runner
+    captured: list[Tensor]
+    num_after: int
 
 
 @final
@@ -43,10 +62,10 @@ class Executor:
     ) -> None:
         self.stack = stack
         self.ledger = Ledger()
-        self._numerics = numerics
+        self._is_quiet = _compat.is_quiet()
         self._operands = operands
         entered = stack.entered(operands)
-        self._captured = operands[stack.num_entered :]
+        self._stages = self._placed(numerics)
         self._first = entered[: stack.num_state]
         self._slices = stack.slices(entered[stack.num_state :])
         self._state: list[Tensor] = self._first
@@ -55,6 +74,21 @@ class Executor:
         self._rows: list[list[Tensor]] = []
         self.mutations: list[Tensor] = []
         self._gradients: _Gradients | None = None
+
+    def _placed(self, numerics: Numerics) -> list[_Placed]:
+        """The link of each stage, placed once for all stages that share it."""
+        stack = self.stack
+        captured = self._operands[stack.num_entered :]
+        placed = {
+            key: _Placed(
+                link,
+                Runner(link, numerics, self._is_quiet),
+                [captured[place] for place in link.captured],
+                stack.num_after(link),
+            )
+            for key, link in {id(link): link for link in stack.links}.items()
+        }
+        return [placed[id(link)] for link in stack.links]
 
     def run(self, actions: Iterable[Action]) -> None:
         """Does what is told, one after the other."""
@@ -110,40 +144,38 @@ class Executor:
         """Says with which cotangents the outputs are pulled back, and to what."""
         self._state = []
         self._rows = []
-        self._gradients = _Gradients(self.stack, cotangents, wanted)
+        self._gradients = _Gradients(self.stack, cotangents, wanted, self._is_quiet)
 
     def gradients(self) -> list[Tensor | None]:
         """Of the operands, None where none is wanted or none comes."""
         assert self._gradients is not None
         return self._gradients.found(self._operands)
 
-    def _operands_of(self, stage: int, link: Link) -> list[Tensor]:
-        self._state = link.laid(self._state)
-        own = [self._captured[place] for place in link.captured]
-        return [*self._state, *self._slices[stage], *own]
+    def _operands_of(self, stage: int, placed: _Placed) -> list[Tensor]:
+        self._state = placed.link.laid(self._state)
+        return [*self._state, *self._slices[stage], *placed.captured]
 
     def _advance(self, stage: int) -> None:
-        link = self.stack.links[stage]
-        operands = self._operands_of(stage, link)
-        returned, mutations = link.advance(operands, self._numerics)
-        self._go_on(stage, link, returned, mutations)
+        placed = self._stages[stage]
+        operands = self._operands_of(stage, placed)
+        returned, mutations = placed.runner.advance(operands)
+        self._go_on(stage, placed.num_after, returned, mutations)
 
     def _record(self, stage: int) -> None:
-        link = self.stack.links[stage]
-        operands = self._operands_of(stage, link)
+        placed = self._stages[stage]
+        operands = self._operands_of(stage, placed)
         self._states[stage] = self._state
-        found = link.record(operands, self._numerics)
+        found = placed.runner.record(operands)
         returned, mutations, self._records[stage] = found
-        self._go_on(stage, link, returned, mutations)
+        self._go_on(stage, placed.num_after, returned, mutations)
 
     def _go_on(
         self,
         stage: int,
-        link: Link,
+        count: int,
         returned: list[Tensor],
         mutations: Sequence[Tensor],
     ) -> None:
-        count = self.stack.num_after(link)
         self._state = returned[:count]
         if self._gradients is None and len(self._rows) == stage:
             # What runs again reads the buffers as they were, and changes none.
@@ -152,13 +184,14 @@ class Executor:
 
     def _pull(self, stage: int) -> None:
         assert self._gradients is not None
-        link = self.stack.links[stage]
+        placed = self._stages[stage]
         self._state = self._states[stage]
-        operands = self._operands_of(stage, link)
+        operands = self._operands_of(stage, placed)
         saved = self._records.pop(stage)
         self._forget(stage)
         self._state = []
-        self._gradients.pull(stage, link, saved, operands, self._numerics)
+        pull = functools.partial(placed.runner.pull, saved, operands)
+        self._gradients.pull(stage, placed.link, pull)
 
     def _forget(self, state: int) -> None:
         if state not in self.ledger.kept and state not in self.ledger.recorded:
@@ -170,10 +203,15 @@ class _Gradients:
     """The cotangent of the current state, and what the operands have got so far."""
 
     def __init__(
-        self, stack: Stack, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
+        self,
+        stack: Stack,
+        cotangents: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        is_quiet: bool,
     ) -> None:
         self.stack = stack
         self.wanted = wanted
+        self._wanted: dict[tuple[int, bool], tuple[bool, ...]] = {}
         self.state: list[Tensor | None] = [*cotangents[: stack.num_last]]
         self.rows = [
             None if each is None else each.unbind(0)
@@ -182,37 +220,39 @@ class _Gradients:
         self.slices: list[list[Tensor | None]] = [
             [None] * len(stack.links) for _ in range(stack.num_slices)
         ]
-        self.captured: list[Tensor | None] = [None] * (len(wanted) - stack.num_entered)
+        self.captured = [_Sum(is_quiet) for _ in range(len(wanted) - stack.num_entered)]
 
     def pull(
         self,
         stage: int,
         link: Link,
-        saved: list[Tensor],
-        operands: list[Tensor],
-        numerics: Numerics,
+        pull: Callable[
+            [Sequence[Tensor | None], tuple[bool, ...]], list[Tensor | None]
+        ],
     ) -> None:
         """Takes the cotangent of a stage's state back to the state before."""
-        stack, place = self.stack, self.stack.place(stage)
+        place = self.stack.place(stage)
         rows = [None if each is None else each[place] for each in self.rows]
-        wanted = [
-            *(stage > 0 or each for each in self._wanted_state(link)),
-            *self.wanted[stack.num_state : stack.num_entered],
-            *(self.wanted[stack.num_entered + k] for k in link.captured),
-        ]
-        found = link.pull(saved, operands, [*self.state, *rows], wanted, numerics)
-        self.state = found[: link.num_state]
-        scanned = found[link.num_state : link.num_state + stack.num_slices]
-        for column, gradient in zip(self.slices, scanned, strict=True):
-            column[place] = gradient
-        own = found[link.num_state + stack.num_slices :]
-        for k, gradient in zip(link.captured, own, strict=True):
-            self.captured[k] = added(self.captured[k], gradient)
+        found = pull([*self.state, *rows], self._wanted_of(stage, link))
+        count = link.num_state
+        self.state = found[:count]
+        for column in self.slices:
+            column[place] = found[count]
+            count += 1
+        for k, gradient in zip(link.captured, found[count:], strict=True):
+            self.captured[k].add(gradient)
 
-    def _wanted_state(self, link: Link) -> Sequence[bool]:
-        if link is self.stack.links[0]:
-            return self.wanted[: self.stack.num_state]
-        return [True] * link.num_state
+    def _wanted_of(self, stage: int, link: Link) -> tuple[bool, ...]:
+        """Which gradients of a stage's operands are wanted."""
+        key = (id(link), stage == 0)
+        found = self._wanted.get(key)
+        if found is None:
+            count, entered = self.stack.num_state, self.stack.num_entered
+            state = [True] * link.num_state if stage else self.wanted[:count]
+            captured = [self.wanted[entered + place] for place in link.captured]
+            wanted = [*state, *self.wanted[count:entered], *captured]
+            found = self._wanted[key] = link.differentiable(wanted)
+        return found
 
     def found(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the stack's operands."""
@@ -223,9 +263,39 @@ class _Gradients:
         return [
             gradient if is_wanted else None
             for gradient, is_wanted in zip(
-                [*entered, *self.captured], self.wanted, strict=True
+                [*entered, *(each.tensor for each in self.captured)],
+                self.wanted,
+                strict=True,
             )
         ]
+
+
+@final
+class _Sum:
+    """A sum of gradients, None as long as none has come.
+
+    Args:
+        is_quiet: whether no transform is active, of whose tensors one could not be added
+            to another in place.
+    """
+
+    def __init__(self, is_quiet: bool) -> None:
+        self.tensor: Tensor | None = None
+        self._is_quiet = is_quiet
+        self._is_own = False
+
+    def add(self, gradient: Tensor | None) -> None:
+        """Adds a gradient to it, in place where the sum is this object's own."""
+        if gradient is None:
+            return
+        if self.tensor is None:
+            self.tensor = gradient  # which may be somebody's: a cotangent
+        elif self._is_own:
+            self.tensor.add_(gradient)
+        else:
+            self.tensor = self.tensor + gradient
+            is_dense = self.tensor.layout is torch.strided
+            self._is_own = self._is_quiet and is_dense and _compat.is_plain(self.tensor)
 
 
 def _stacked(column: list[Tensor | None]) -> Tensor | None:

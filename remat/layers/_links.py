@@ -7,6 +7,7 @@ runs: what each stage takes, gives and keeps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from remat._region import Region
 from remat._trace import Joint
 
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
+    weakref.WeakKeyDictionary()
+)
+_resting: weakref.WeakKeyDictionary[Region, tuple[int, ...]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -114,10 +118,16 @@ class Link:
         """How many values wait for its backward when it is recorded."""
         return len(self.region.cut(self.roots).saved)
 
-    def laid(self, state: Sequence[Tensor]) -> list[Tensor]:
+    @functools.cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [meta.stride for meta in self.state]
+
+    def laid(self, state: list[Tensor]) -> list[Tensor]:
         """A state laid out as the stage was traced for."""
-        pairs = zip(state, self.state, strict=True)
-        return [relaid(tensor, meta.stride) for tensor, meta in pairs]
+        strides = self._strides
+        if [tensor.stride() for tensor in state] == strides:
+            return state
+        return [relaid(*each) for each in zip(state, strides, strict=True)]
 
     def advance(
         self, operands: Sequence[Tensor], numerics: Numerics
@@ -144,40 +154,40 @@ class Link:
         saved: Sequence[Tensor],
         operands: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
-        wanted: Sequence[bool],
+        wanted: tuple[bool, ...],
         numerics: Numerics,
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
-        wanted = [
-            each and meta.requires_grad
-            for each, meta in zip(wanted, self.region.operands, strict=True)
-        ]
         direct: list[Tensor | None] = [None] * len(operands)
         if self.region.views(self.roots) is not None:
             cotangents, direct = self._through_views(operands, cotangents)
         pulled: list[Tensor | None] = [None] * len(operands)
         if any(each is not None for each in cotangents) and any(wanted):
-            pulled = self._pull(saved, operands, cotangents, tuple(wanted), numerics)
+            derived = self.derived(cotangents, wanted, numerics)
+            call = Call(derived, self.roots, numerics, self.labels)
+            found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
+            pulled = [next(found) if each else None for each in wanted]
         return [
             added(one, other) if is_wanted else None
             for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
         ]
 
-    def _pull(
+    def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Which of the wanted gradients there are."""
+        pairs = zip(wanted, self.region.operands, strict=True)
+        return tuple(each and meta.requires_grad for each, meta in pairs)
+
+    def derived(
         self,
-        saved: Sequence[Tensor],
-        operands: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         wanted: tuple[bool, ...],
         numerics: Numerics,
-    ) -> list[Tensor | None]:
+    ) -> Region:
+        """The region of the gradients that are wanted for these cotangents."""
         layouts = tuple(
             None if each is None else layout_of(each) for each in cotangents
         )
-        derived = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
-        call = Call(derived, self.roots, numerics, self.labels)
-        found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
-        return [next(found) if each else None for each in wanted]
+        return self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
 
     def _through_views(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
@@ -206,6 +216,12 @@ class Link:
     @property
     def resting(self) -> tuple[int, ...]:
         """For each operand which of what is returned rests on it, a bit for each."""
+        found = _resting.get(self.region)
+        if found is None:
+            found = _resting[self.region] = self._resting()
+        return found
+
+    def _resting(self) -> tuple[int, ...]:
         joint = self.region.joint(self.roots)
         read_by = _outputs_of_gradients(joint)
         found = [0] * joint.num_operands

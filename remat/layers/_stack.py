@@ -112,7 +112,11 @@ class Stack:
         resting = {key: _places_of_bits(link) for key, link in distinct.items()}
         # From the last stage back: which outputs rest on each leaf of its state.
         state = [1 << place for place in range(self.num_last)]
+        behind: tuple[Link | None, list[int]] = None, []
         for link in reversed(self.links):
+            if link is behind[0] and state == behind[1]:
+                continue  # It finds what the one behind it found, and changes nothing.
+            behind = link, state
             rows = range(self.num_last, self.num_last + len(link.returned()))
             after = [*state, *(1 << place for place in rows)]
             bits = [_united(after, places) for places in resting[id(link)]]

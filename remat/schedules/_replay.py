@@ -48,24 +48,26 @@ class Ledger:
         """
         match action:
             case Advance(start, stop):
-                self._require(start < stop, action, "it goes nowhere")
+                if start >= stop:
+                    raise _refused(action, "it goes nowhere")
                 self._require_current(start, action)
                 self.current = stop
             case Record(stage):
                 self._require_current(stage, action)
-                is_new = stage not in self.recorded
-                self._require(is_new, action, f"stage {stage} is recorded already")
+                if stage in self.recorded:
+                    raise _refused(action, f"stage {stage} is recorded already")
                 self.recorded.add(stage)
                 self.current = stage + 1
             case Snapshot(state):
                 self._require_current(state, action)
-                self._require(state not in self.kept, action, "it is kept already")
+                if state in self.kept:
+                    raise _refused(action, "it is kept already")
                 self.kept.add(state)
             case Restore(state):
-                self._require(state in self.kept, action, "it is not kept")
+                self._require_kept(state, action)
                 self.current = state
             case Drop(state):
-                self._require(state in self.kept, action, "it is not kept")
+                self._require_kept(state, action)
                 self.kept.remove(state)
             case Backward(stage):
                 self._pull(stage, action)
@@ -74,28 +76,32 @@ class Ledger:
         if self.remaining is None:
             # The first backward is that of the last stage.
             self.remaining = self.current
-        is_next = self.remaining == stage + 1
-        self._require(is_next, action, f"{self.remaining} stages remain to be pulled")
-        self._require(stage in self.recorded, action, f"stage {stage} is not recorded")
+        if self.remaining != stage + 1:
+            raise _refused(action, f"{self.remaining} stages remain to be pulled")
+        if stage not in self.recorded:
+            raise _refused(action, f"stage {stage} is not recorded")
         self.recorded.remove(stage)
         self.remaining = stage
         self.current = None
 
-    def _require_current(self, state: int, action: Action) -> None:
-        is_current = self.current == state
-        self._require(is_current, action, f"the current state is {self.current}")
+    def _require_kept(self, state: int, action: Action) -> None:
+        if state not in self.kept:
+            raise _refused(action, "it is not kept")
 
-    def _require(self, holds: bool, action: Action, why: str) -> None:
-        if holds:
-            return
-        raise ScheduleError(
-            explain(
-                where=f"the action {action}",
-                what="cannot be done.",
-                why=f"Where it stands, {why}.",
-                do="Correct the schedule's actions: schedules.replay checks them.",
-            )
+    def _require_current(self, state: int, action: Action) -> None:
+        if self.current != state:
+            raise _refused(action, f"the current state is {self.current}")
+
+
+def _refused(action: Action, why: str) -> ScheduleError:
+    return ScheduleError(
+        explain(
+            where=f"the action {action}",
+            what="cannot be done.",
+            why=f"Where it stands, {why}.",
+            do="Correct the schedule's actions: schedules.replay checks them.",
         )
+    )
 
 
 @final

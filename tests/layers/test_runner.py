@@ -1,0 +1,154 @@
+"""The short way of a stage: taken where a program is all that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import scan
+from remat._region import Region
+from remat.layers import _executor
+from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
+from tests.support import seeded
+
+pytestmark = pytest.mark.contract
+
+LENGTH = 12
+
+
+def step(w: Tensor, h: Tensor) -> Tensor:
+    return torch.tanh(h @ w) + h
+
+
+def integrate(w: Tensor, h: Tensor, schedule: AbstractSchedule | None) -> Tensor:
+    return scan(lambda h, _: (step(w, h), None), h, length=LENGTH, schedule=schedule)[0]
+
+
+def loop(w: Tensor, h: Tensor) -> Tensor:
+    for _ in range(LENGTH):
+        h = step(w, h)
+    return h
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was asked of regions that have a backward."""
+    found: list[Any] = []
+    vjp = Region.vjp
+
+    def noting(self: Region, roots: Any, asked: Any) -> Region:
+        found.append(asked)
+        return vjp(self, roots, asked)
+
+    monkeypatch.setattr(Region, "vjp", noting)
+    return found
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return seeded(4, 4).requires_grad_(), seeded(3, 4, seed=1).requires_grad_()
+
+
+@pytest.mark.parametrize("schedule", [Every(3), Sqrt(), Revolve(2)], ids=repr)
+def test_a_stage_asks_for_its_backward_once(
+    asked: list[Any], schedule: AbstractSchedule
+) -> None:
+    """The stages differ in their cotangents' layouts alone; the next step asks no more."""
+    (w, h), (w2, h2) = leaves(), leaves()
+    for at_most in (2 * 3, 0):  # to learn it, and to run it
+        asked.clear()
+        grads = torch.autograd.grad(integrate(w, h, schedule).sum(), (w, h))
+        assert len(asked) <= at_most
+        expected = torch.autograd.grad(loop(w2, h2).sum(), (w2, h2))
+        assert all(map(torch.equal, grads, expected))
+
+
+def test_a_backward_under_other_switches_asks_anew(asked: list[Any]) -> None:
+    """Their program may be another, whatever the forward ran under."""
+    w, h = leaves()
+
+    def own(h: Tensor, _: None) -> tuple[Tensor, None]:
+        return torch.sin(h @ w), None
+
+    for is_deterministic in (False, True):
+        total = scan(own, h, length=LENGTH, schedule=Sqrt())[0].sum()
+        torch.use_deterministic_algorithms(is_deterministic)
+        try:
+            torch.autograd.grad(total, w)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    assert len({each.numerics for each in asked}) == 2
+
+
+def transposed(h: Tensor) -> Tensor:
+    return h.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    "cotangent",
+    [
+        pytest.param(torch.ones_like, id="dense"),
+        pytest.param(lambda h: h.new_ones(()).expand_as(h), id="expanded"),
+        pytest.param(lambda h: transposed(torch.ones_like(h)), id="transposed"),
+        pytest.param(lambda h: torch.ones_like(h).mul(2)[:], id="view"),
+    ],
+)
+def test_each_layout_of_a_cotangent_has_its_backward(
+    cotangent: Callable[[Tensor], Tensor],
+) -> None:
+    """One after the other, through stages that have learned from the layouts before."""
+    for place in (torch.ones_like, cotangent, torch.ones_like):
+        (w, h), (w2, h2) = leaves(), leaves()
+        out, expected = integrate(w, h, Sqrt()), loop(w2, h2)
+        torch.autograd.backward(out, place(out.detach()))
+        torch.autograd.backward(expected, place(expected.detach()))
+        assert w.grad is not None
+        assert w2.grad is not None
+        assert torch.equal(w.grad, w2.grad)
+        assert h.grad is not None
+        assert h2.grad is not None
+        assert torch.equal(h.grad, h2.grad)
+
+
+def test_a_sum_changes_nobodys_gradient() -> None:
+    """What comes first may be a cotangent; only a sum of its own grows in place."""
+    first, second, third = (seeded(3, seed=seed) for seed in range(3))
+    kept = [each.clone() for each in (first, second, third)]
+    total = _executor._Sum(is_quiet=True)  # pyright: ignore[reportPrivateUsage]
+    for each in (None, first, None, second, third):
+        total.add(each)
+
+    assert total.tensor is not None
+    assert torch.equal(total.tensor, kept[0] + kept[1] + kept[2])
+    assert all(map(torch.equal, (first, second, third), kept))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_sparse_gradients_are_summed() -> None:
+    """What is captured may have a gradient that is not dense."""
+    table, index = seeded(6, 3), torch.tensor([0, 2, 2])
+
+    def looked_up(table: Tensor, schedule: AbstractSchedule | None) -> Tensor:
+        def one(h: Tensor, _: None) -> tuple[Tensor, None]:
+            return torch.sin(h + F.embedding(index, table, sparse=True)), None
+
+        return scan(one, seeded(3, 3, seed=1), length=4, schedule=schedule)[0].sum()
+
+    def by_loop(table: Tensor) -> Tensor:
+        h = seeded(3, 3, seed=1)
+        for _ in range(4):
+            h = torch.sin(h + F.embedding(index, table, sparse=True))
+        return h.sum()
+
+    one, other = (table.clone().requires_grad_() for _ in range(2))
+    looked_up(one, Sqrt()).backward()
+    by_loop(other).backward()
+    assert one.grad is not None
+    assert other.grad is not None
+    assert one.grad.is_sparse
+    torch.testing.assert_close(one.grad.to_dense(), other.grad.to_dense())
