@@ -122,15 +122,19 @@ class Forward:
 
     @property
     def is_straight(self) -> bool:
-        """Whether it is alone, and gives outputs alone, to all of which gradients come."""
-        return self.is_alone and self.shape[1] == 0 and self.flows is None
+        """Whether all it does for a call is to make outputs, with gradients for each."""
+        return (
+            self.is_alone
+            and self.num_leading == 0
+            and self.shape[1] == 0
+            and self.flows is None
+        )
 
     @property
     def is_alone(self) -> bool:
         """Whether a run under its own switches is a run of its program."""
         return (
-            self.num_leading == 0
-            and not self.untracked
+            not self.untracked
             and self.verification is None
             and not self.storages
             and not self.numerics.autocast

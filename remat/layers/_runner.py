@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from torch import Tensor
 
 from remat import _compat
+from remat._bind import make_view
 from remat._numerics import Numerics
 from remat._program import Quiet
 from remat._region import Region
+from remat._trace import View
 from remat._waiting import resumed
-from remat.layers._links import Link, present
+from remat.layers._links import Link, added, present
 
 # The last stage has the loss's cotangent, and the first has another layout or none to give.
 _MOST_FOLLOWED = 4
@@ -33,6 +36,7 @@ class _Pulled(NamedTuple):
         wanted: which gradients it gave.
         numerics: the switches under which it runs.
         quiet: from what is saved, the operands and cotangents, to the gradients.
+        views: how these are made; None where the outputs are them.
     """
 
     check: Callable[..., bool]
@@ -40,6 +44,17 @@ class _Pulled(NamedTuple):
     wanted: tuple[bool, ...]
     numerics: Numerics
     quiet: Quiet
+    views: tuple[View, ...] | None
+
+    def __call__(
+        self, saved: Sequence[Tensor], tensors: list[Tensor]
+    ) -> list[Tensor | None]:
+        with self.quiet.around():
+            found = self.quiet.run([*saved, *tensors])
+        if self.views is not None:
+            found = [make_view(view, found, tensors) for view in self.views]
+        rest = iter(found)
+        return [next(rest) if each else None for each in self.wanted]
 
 
 #: The latest backwards of each region.
@@ -53,18 +68,53 @@ class _Run(NamedTuple):
 
     Attributes:
         quiet: the program.
-        num_outputs: how many of what it gives are returned.
+        num_outputs: how many of what it gives are the region's outputs.
         num_kept: how many are these or new values of what the link changes; the rest is
             saved.
+        views: how what the link returns is made; None where the outputs are it.
     """
 
     quiet: Quiet
     num_outputs: int
     num_kept: int
+    views: tuple[View, ...] | None
 
-    def __call__(self, operands: list[Tensor]) -> list[Tensor]:
+    def __call__(
+        self, operands: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         with self.quiet.around():
-            return self.quiet.run([*resumed(operands)])
+            found = self.quiet.run([*resumed(operands)])
+        returned = found[: self.num_outputs]
+        if self.views is not None:
+            made = [make_view(view, returned, operands) for view in self.views]
+            returned = present(made)
+        mutations = found[self.num_outputs : self.num_kept]
+        return returned, mutations, found[self.num_kept :]
+
+
+class _Flows(NamedTuple):
+    """Where the cotangents of what a link returns go, if each goes somewhere unchanged.
+
+    Attributes:
+        targets: for each the output that it is of, or the operand, counted on from these;
+            None for those that go nowhere.
+        num_outputs: how many outputs the link's region has.
+        num_operands: how many operands.
+    """
+
+    targets: tuple[int | None, ...]
+    num_outputs: int
+    num_operands: int
+
+    def __call__(
+        self, cotangents: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The cotangents of the outputs, and those that go straight to operands."""
+        found: list[Tensor | None] = [None] * (self.num_outputs + self.num_operands)
+        for target, each in zip(self.targets, cotangents, strict=True):
+            if target is not None:
+                found[target] = added(found[target], each)
+        return found[: self.num_outputs], found[self.num_outputs :]
 
 
 @final
@@ -89,8 +139,7 @@ class Runner:
         run = self._advances
         if run is None:
             return self._link.advance(operands, self._numerics)
-        found = run(operands)
-        return found[: run.num_outputs], found[run.num_outputs :]
+        return run(operands)[:2]
 
     def record(
         self, operands: list[Tensor]
@@ -99,9 +148,7 @@ class Runner:
         run = self._records
         if run is None:
             return self._link.record(operands, self._numerics)
-        found = run(operands)
-        first, last = run.num_outputs, run.num_kept
-        return found[:first], found[first:last], found[last:]
+        return run(operands)
 
     def pull(
         self,
@@ -111,15 +158,17 @@ class Runner:
         wanted: tuple[bool, ...],
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
-        there = present(cotangents)
-        given = [each is not None for each in cotangents]
+        flows, direct = self._flows, None
+        outward = cotangents
+        if flows is not None:
+            outward, direct = flows(cotangents)
+        there = present(outward)
+        given = [each is not None for each in outward]
         for each in self._pulled:
             if each.given == given and each.wanted == wanted and each.check(*there):
-                with each.quiet.around():
-                    found = each.quiet.run([*saved, *resumed(operands), *there])
-                rest = iter(found)
-                return [next(rest) if is_wanted else None for is_wanted in wanted]
-        self._learn(cotangents, wanted)
+                found = each(saved, [*resumed(operands), *there])
+                return found if direct is None else _added(found, direct, wanted)
+        self._learn(outward, wanted)
         return self._link.pull(saved, operands, cotangents, wanted, self._numerics)
 
     @functools.cached_property
@@ -133,7 +182,7 @@ class Runner:
     def _alone(self, save: bool) -> _Run | None:
         """The link's forward, if a program is all that it comes to."""
         region, roots = self._link.region, self._link.roots
-        if not self._is_quiet or region.inputs or region.views(roots) is not None:
+        if not self._is_quiet or region.inputs:
             return None
         forward = region.forward(roots, save)
         outputs, mutations, _, states = forward.shape
@@ -141,20 +190,76 @@ class Runner:
             return None
         if not forward.numerics.are_met_by(self._numerics):
             return None
-        return _Run(forward.program.quiet, outputs, outputs + mutations)
+        views = region.views(roots)
+        return _Run(forward.program.quiet, outputs, outputs + mutations, views)
+
+    @functools.cached_property
+    def _flows(self) -> _Flows | None:
+        """Where cotangents go that are not those of the outputs, one by one."""
+        region, roots = self._link.region, self._link.roots
+        views = region.views(roots)
+        if views is None:
+            return None
+        flows = region.joint(roots).differentiable
+        targets = tuple(_target(view, flows) for view in views)
+        return _Flows(targets, len(flows), len(region.operands))
+
+    @functools.cached_property
+    def _is_direct(self) -> bool:
+        """Whether all cotangents go somewhere unchanged, and no three to one place."""
+        views = self._link.region.views(self._link.roots)
+        if views is None:
+            return True
+        assert self._flows is not None
+        counts = Counter(self._flows.targets)
+        # Of three it matters which two are added first.
+        return all(view.path is None for view in views) and all(
+            count <= 2 for target, count in counts.items() if target is not None
+        )
 
     def _learn(
         self, cotangents: Sequence[Tensor | None], wanted: tuple[bool, ...]
     ) -> None:
         """Notes the backward for these cotangents, if a program is all that it comes to."""
         link, there = self._link, present(cotangents)
-        if self._records is None or not there or not any(wanted):
+        if not self._is_direct or self._records is None:
             return
-        program = link.derived(cotangents, wanted, self._numerics).program
-        if program is None or not all(map(_compat.is_plain, there)):
+        if not there or not any(wanted):
+            return
+        derived = link.derived(cotangents, wanted, self._numerics)
+        forward = derived.forward(link.roots, save=False)
+        is_met = forward.numerics.are_met_by(self._numerics)
+        if not (forward.is_alone and is_met and all(map(_compat.is_plain, there))):
             return
         check = _compat.tensor_guard(there)
         given = [each is not None for each in cotangents]
-        found = _Pulled(check, given, wanted, self._numerics, program.quiet)
+        found = _Pulled(
+            check,
+            given,
+            wanted,
+            self._numerics,
+            forward.program.quiet,
+            derived.views(link.roots),
+        )
         others = self._pulled[: _MOST_FOLLOWED - 1]
         self._pulled = _latest[link.region] = (found, *others)
+
+
+def _target(view: View, flows: Sequence[bool]) -> int | None:
+    """Where the cotangent goes of what a view makes: see `_Flows`."""
+    if view.is_cut or view.is_detached:
+        return None
+    if view.output is not None:
+        return view.output if flows[view.output] else None
+    return None if view.operand is None else len(flows) + view.operand
+
+
+def _added(
+    found: Sequence[Tensor | None],
+    direct: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    return [
+        added(one, other) if is_wanted else None
+        for one, other, is_wanted in zip(found, direct, wanted, strict=True)
+    ]

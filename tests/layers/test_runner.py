@@ -115,6 +115,70 @@ def test_each_layout_of_a_cotangent_has_its_backward(
         assert torch.equal(h.grad, h2.grad)
 
 
+def moved(w: Tensor, h: Tensor) -> Tensor:
+    return torch.tanh(h @ w)
+
+
+Step = Callable[[Tensor, Any], tuple[Any, Any]]
+
+#: From the weight and the carry, a pair of 3 x 4 tensors, to the next one and what is
+#: stacked; what is the same tensor, an operand, cut off or a view has a gradient of its own.
+STEPS: dict[str, Step] = {
+    "carry twice": lambda w, c: ((moved(w, c[0]) + c[1], c[1]), c[0]),
+    "new twice": lambda w, c: (lambda new: ((new, new), c[1]))(moved(w, c[0]) + c[1]),
+    "new three times": lambda w, c: (lambda new: ((new, new), new))(
+        moved(w, c[0] + c[1])
+    ),
+    "swapped": lambda w, c: ((c[1], moved(w, c[0])), c[0] + c[1]),
+    "cut off": lambda w, c: (lambda new: ((new, c[1]), new.detach()))(moved(w, c[0])),
+    "a view": lambda w, c: (lambda new: ((new, c[1]), new[0]))(moved(w, c[0])),
+    "weight": lambda w, c: ((moved(w, c[0]), c[1]), w),
+    "nothing moves": lambda w, c: (c, c[0]),
+}
+
+SUMS_OF_THREE = ("new three times", "weight")
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_is_returned_twice_or_passed_on_has_its_gradients(
+    name: str, is_reversed: bool, asked: list[Any]
+) -> None:
+    """As in the loop, the second time too; to the bit, but for the order of a sum of three."""
+
+    form, tolerance = STEPS[name], 1e-14 * (name in SUMS_OF_THREE)
+
+    def by_loop(w: Tensor, a: Tensor, b: Tensor) -> tuple[Any, Tensor]:
+        carry, rows = (a, b), []
+        for _ in range(LENGTH):
+            carry, row = form(w, carry)
+            rows.append(row)
+        return carry, torch.stack(rows[::-1] if is_reversed else rows)
+
+    def scanned(w: Tensor, a: Tensor, b: Tensor) -> tuple[Any, Tensor]:
+        def one(carry: Any, _: None) -> tuple[Any, Any]:
+            return form(w, carry)
+
+        return scan(one, (a, b), length=LENGTH, schedule=Sqrt(), reverse=is_reversed)
+
+    def gradients(run: Callable[..., tuple[Any, Tensor]]) -> list[Tensor | None]:
+        given = [seeded(4, 4), seeded(3, 4, seed=1), seeded(3, 4, seed=2)]
+        for each in given:
+            each.requires_grad_()
+        (a, b), rows = run(*given)
+        (a.sin().sum() + b.cos().sum() + rows.tanh().sum()).backward()
+        return [each.grad for each in given]
+
+    for _ in range(2):
+        asked.clear()
+        pairs = zip(gradients(scanned), gradients(by_loop), strict=True)
+        for one, other in pairs:
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=0)
+    assert not asked or name in ("a view", "new three times")
+
+
 def test_a_sum_changes_nobodys_gradient() -> None:
     """What comes first may be a cotangent; only a sum of its own grows in place."""
     first, second, third = (seeded(3, seed=seed) for seed in range(3))
