@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, final
 
@@ -25,7 +25,7 @@ from remat.layers._common import (
     run_scheduled,
 )
 from remat.layers._describe import stage_of
-from remat.layers._links import Link, laid_densely, on_fakes
+from remat.layers._links import Link, laid_densely, stand_ins
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage
@@ -107,14 +107,23 @@ class Chain:
         if not records(self.fs, leaves):
             return functools.reduce(lambda state, f: f(state), self.fs, x)
         if self.schedule is None:
-            first, *rest = self.fs
-            state = _as_region(first, None)(x)
-            for f in rest:
+            first, *rest = self._stages
+            state = first.region(x)
+            for stage in rest:
                 run: Callable[[AnyStage], Any] = functools.partial(_call, state)
-                state = _owning(f, None, run)
+                state = stage.owning(run)
             return state
-        traced = _Traced(self.fs, x)
-        return traced.run(self.schedule)
+        return _Traced(self._stages, x).run(self.schedule)
+
+    @functools.cached_property
+    def _stages(self) -> tuple[_Stage, ...]:
+        """The functions as regions, which know from call to call what they have seen."""
+        policy = None if self.schedule is None else everything_saveable
+        return tuple(_Stage(f, policy) for f in self.fs)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies what it is made of."""
+        return Chain, (self.fs, self.schedule)
 
     def stages(self, x: Any) -> tuple[Stage, ...]:
         """What a schedule is told of each function, for an argument like this one.
@@ -129,19 +138,8 @@ class Chain:
             Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
             Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
         """
-        return tuple(_Traced(self.fs, x).stages)
-
-
-def _as_region(f: Callable[[Any], Any], policy: Any) -> AnyStage:
-    if isinstance(f, (Region, RematModule)):
-        return cast("AnyStage", f)
-    if policy is None:
-        return remat(f)
-    return remat(f, policy=policy, rng="keys")
-
-
-def _call(state: Any, region: AnyStage) -> Any:
-    return region(state)
+        stages = [_Stage(f, everything_saveable) for f in self.fs]
+        return tuple(_Traced(stages, x).stages)
 
 
 #: The functions that were seen to change their argument, by identity.
@@ -150,26 +148,64 @@ _writers: weakref.WeakValueDictionary[int, Callable[[Any], Any]] = (
 )
 
 
-def _owning(f: Callable[[Any], Any], policy: Any, run: Callable[[AnyStage], _R]) -> _R:
-    """Runs a later stage as a region, on a copy of the state if it changes that in place.
+@final
+class _Stage:
+    """A function of a chain as a region.
 
-    The state is the chain's own, so that plain code allows the change.
-
-    Raises:
-        MutationError: it changes something else.
+    Args:
+        f: the function, or a region.
+        policy: what a record of it keeps, if it is none; None for the usual.
     """
-    if _writers.get(id(f)) is not f:
-        try:
-            return run(_as_region(f, policy))
-        except MutationError:
-            if isinstance(f, (Region, RematModule)):
-                raise
-    on_copies = functools.partial(_on_copies, f)
-    rng = "preserve" if policy is None and is_of_module(f) else "keys"
-    found = run(remat(on_copies, policy=policy, rng=rng))
-    with contextlib.suppress(TypeError):  # what has no weak references is tried again
-        _writers[id(f)] = f
-    return found
+
+    def __init__(self, f: Callable[[Any], Any], policy: Any) -> None:
+        self._f = f
+        self._policy = policy
+
+    @functools.cached_property
+    def region(self) -> AnyStage:
+        """The function itself as a region."""
+        f = self._f
+        if isinstance(f, (Region, RematModule)):
+            return cast("AnyStage", f)
+        if self._policy is None:
+            return remat(f)
+        return remat(f, policy=self._policy, rng="keys")
+
+    @functools.cached_property
+    def on_copies(self) -> AnyStage:
+        """The function on a copy of its argument."""
+        keeps_draws = self._policy is None and is_of_module(self._f)
+        return remat(
+            functools.partial(_on_copies, self._f),
+            policy=self._policy,
+            rng="preserve" if keeps_draws else "keys",
+        )
+
+    def owning(self, run: Callable[[AnyStage], _R]) -> _R:
+        """Runs a later stage, on a copy of the state if it changes that in place.
+
+        The state is the chain's own, so that plain code allows the change.
+
+        Raises:
+            MutationError: it changes something else.
+        """
+        f = self._f
+        if _writers.get(id(f)) is not f:
+            try:
+                return run(self.region)
+            except MutationError:
+                if isinstance(f, (Region, RematModule)):
+                    raise
+        found = run(self.on_copies)
+        with contextlib.suppress(
+            TypeError
+        ):  # without weak references it is tried again
+            _writers[id(f)] = f
+        return found
+
+
+def _call(state: Any, region: AnyStage) -> Any:
+    return region(state)
 
 
 def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
@@ -184,7 +220,7 @@ class _Traced:
         stages: their description.
     """
 
-    def __init__(self, fs: tuple[Callable[[Any], Any], ...], x: Any) -> None:
+    def __init__(self, stages: Sequence[_Stage], x: Any) -> None:
         leaves, spec = _compat.flatten(x)
         self.stages: list[Stage] = []
         self._captured = Captured()
@@ -201,18 +237,16 @@ class _Traced:
             ]
             return _compat.unflatten(filled, spec)
 
-        first, *rest = fs
-        tree = self._add(put_together, _as_region(first, everything_saveable))
-        for f in rest:
+        first, *rest = stages
+        tree = self._add(put_together, first.region)
+        for stage in rest:
             add: Callable[[AnyStage], _Tree] = functools.partial(self._add, tree)
-            tree = _owning(f, everything_saveable, add)
+            tree = stage.owning(add)
         self._tree = tree
         require_own_buffers(self._links, self._captured)
 
     def _add(self, tree: _Tree, region: AnyStage) -> _Tree:
-        with on_fakes(self._metas) as fakes:
-            args = (tree(fakes),)
-        count = len(self._metas)
+        args, count = (tree(stand_ins(self._metas)),), len(self._metas)
         link, entry = link_of(region, args, count, self._captured)
         self._metas: list[TensorMeta] = link.returned()
         self._links.append(link)

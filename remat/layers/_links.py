@@ -42,6 +42,21 @@ def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
         yield [meta.empty() for meta in metas]
 
 
+def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
+    """Tensors without data, for which a stage is looked up; to be read alone."""
+    if any(meta.placement is not None for meta in metas):
+        with on_fakes(metas) as fakes:
+            return fakes
+    return [*_stand_ins(tuple(metas))]
+
+
+# To enter a mode and make a tensor without data takes longer than to run a small stage.
+@functools.lru_cache(maxsize=256)
+def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
+    with on_fakes(metas) as fakes:
+        return tuple(fakes)
+
+
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
     """Strides in the order of the given ones, without gaps or repeats.
 

@@ -33,7 +33,7 @@ from remat.layers._common import (
     run_scheduled,
 )
 from remat.layers._describe import stage_of
-from remat.layers._links import laid_densely, on_fakes, relaid, settled
+from remat.layers._links import laid_densely, relaid, settled, stand_ins
 from remat.layers._stack import Stack
 from remat.layers._trees import NOTHING, Tree, as_tensor, as_tensors
 from remat.policies import everything_saveable
@@ -229,8 +229,7 @@ class _Scan(NamedTuple):
 
     def by_regions(self, region: Region[..., Any]) -> tuple[Any, Any]:
         """Each step a region of one trace."""
-        with on_fakes(self.metas()) as fakes:
-            args = self._arguments(fakes)
+        args = self._arguments(stand_ins(self.metas()))
         entry, roots, captured = region.found_for(args, {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
@@ -249,8 +248,7 @@ class _Scan(NamedTuple):
         self, region: Region[..., Any], schedule: AbstractSchedule
     ) -> tuple[Any, Any]:
         """All steps one region, which keeps what the schedule says."""
-        with on_fakes(self.metas()) as fakes:
-            args = self._arguments(fakes)
+        args = self._arguments(stand_ins(self.metas()))
         captured, count = Captured(), len(self.carry)
         link, entry = link_of(region, args, count, captured)
         tensors = [*self.carry, *self.scanned, *captured.tensors]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from remat import scan
+from remat import chain, remat, scan
 from remat._region import Region
-from remat.layers import _executor
+from remat.layers import _chain, _executor
 from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
 from tests.support import seeded
 
@@ -216,3 +218,32 @@ def test_sparse_gradients_are_summed() -> None:
     assert other.grad is not None
     assert one.grad.is_sparse
     torch.testing.assert_close(one.grad.to_dense(), other.grad.to_dense())
+
+
+@pytest.mark.parametrize("schedule", [None, Sqrt()], ids=repr)
+def test_a_chain_makes_its_regions_once(
+    schedule: AbstractSchedule | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of functions that change their argument too: made anew, they know no call."""
+    made: list[object] = []
+
+    def noting(f: Any, **options: Any) -> Any:
+        made.append(f)
+        return remat(f, **options)
+
+    monkeypatch.setattr(_chain, "remat", noting)
+    run = chain([nn.Linear(4, 4), torch.tanh, lambda x: x.mul_(2)], schedule=schedule)
+    for count in (4, 4):  # the last one, and the last one on copies
+        run(leaves()[1].float()).sum().backward()
+        assert len(made) == count
+
+
+def test_a_chain_that_has_run_can_be_copied_and_pickled() -> None:
+    """A copy has functions of its own, and is equal where these are."""
+    run = chain([nn.Linear(4, 4), torch.tanh], schedule=Sqrt())
+    x = seeded(3, 4).float()
+    run(x).sum().backward()
+    for other in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+        assert other.fs[0] is not run.fs[0]
+        assert torch.equal(other(x), run(x))
+    assert copy.copy(run) == run
