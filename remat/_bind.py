@@ -12,6 +12,8 @@ when a backward runs applies to it too.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -33,7 +35,7 @@ from remat._backward import (
 from remat._derived import Batch
 from remat._errors import explain
 from remat._forward import Results
-from remat._graph import TensorMeta, layout_of
+from remat._graph import Graph, TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
 from remat._straight import Straight
@@ -71,7 +73,8 @@ def bind_all(
             and _is_differentiated(call, tensors)
         ):
             call = call._replace(is_first_order=_wants_first_order(), straight=straight)
-            return [*apply_straight(call, *_compat.unwrap_dead(tensors))], ()
+            outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+            return _returned(call, outputs, tensors), ()
         results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
@@ -85,7 +88,13 @@ def _returned(
     views = call.region.views(call.roots)
     if views is None:
         return [*outputs]
-    operands = tensors[call.region.num_leading :]
+    return make_views(views, outputs, tensors[call.region.num_leading :])
+
+
+def make_views(
+    views: Sequence[View], outputs: Sequence[Tensor], operands: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What is returned, each from the tensor that it is or shares its storage with."""
     return [make_view(view, outputs, operands) for view in views]
 
 
@@ -102,8 +111,27 @@ def make_view(
     if view.is_cut or (view.is_detached and tensor.requires_grad):
         tensor = tensor.detach()
     if view.path is not None:
-        (tensor,) = Program(view.path, "view").with_gradient((tensor,))
+        (tensor,) = _way(_Path(view.path)).with_gradient((tensor,))
     return tensor
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Path:
+    """View operators, told apart by identity: to compare them takes longer than to run them."""
+
+    graph: Graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Path) and other.graph is self.graph
+
+
+@functools.lru_cache(maxsize=1024)
+def _way(path: _Path) -> Program:
+    return Program(path.graph, "view")
 
 
 def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
@@ -511,6 +539,8 @@ def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, 
     first, last = straight.num_outputs, straight.num_kept
     ctx.save_for_backward(*found[first:last], *operands, *found[last:])
     ctx.set_materialize_grads(False)
+    for index in straight.untracked:
+        found[index] = _compat.untracked_alias(found[index])
     return tuple(found[:first])
 
 

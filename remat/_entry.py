@@ -24,7 +24,7 @@ from remat import (
     _streams,
 )
 from remat._any_region import Call
-from remat._bind import apply_straight, bind_all
+from remat._bind import apply_straight, bind_all, make_views
 from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
     ImplicitRandomnessError,
@@ -168,6 +168,8 @@ class Entry:
             straight=straight,
         )
         outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+        if straight.views is not None:
+            outputs = make_views(straight.views, outputs, tensors)
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
 
     @property

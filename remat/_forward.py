@@ -134,8 +134,7 @@ class Forward:
     def is_alone(self) -> bool:
         """Whether a run under its own switches is a run of its program."""
         return (
-            not self.untracked
-            and self.verification is None
+            self.verification is None
             and not self.storages
             and not self.numerics.autocast
             and self.placements is None

@@ -342,10 +342,10 @@ class Region:
         found = self._made.get("straight", ...)
         if found is ...:
             forward = self.forward(roots, save=True)
-            is_straight = (
-                forward.is_straight and not self.inputs and self.views(roots) is None
-            )
-            found = self._made["straight"] = Straight(forward) if is_straight else None
+            found = None
+            if forward.is_straight and not self.inputs:
+                found = Straight(forward, self.views(roots))
+            self._made["straight"] = found
         if found is None or not found.numerics.are_met_by(numerics):
             return None
         return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import Call, apply_straight
+from remat._bind import Call, apply_straight, make_views
 from remat._departures import departures
 from remat._entry import Entry
 from remat._guards import guard_of
@@ -70,7 +70,10 @@ def route_of(
         if straight is not None:
             region, labels = entry.region, entry.labels
             call = Call(region, roots, numerics, labels, False, False, straight)
-            outputs = apply_straight(call, *tensors, *captured)
+            operands = (*tensors, *captured)
+            outputs = apply_straight(call, *operands)
+            if straight.views is not None:
+                outputs = make_views(straight.views, outputs, operands)
             output = entry.output
             return outputs[0] if output.is_leaf else output.tree(outputs)
         if entry.wants_gradient:

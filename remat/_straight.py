@@ -14,6 +14,7 @@ from torch import Tensor
 from remat import _compat
 from remat._forward import Forward
 from remat._program import Program, Quiet
+from remat._trace import View
 
 # A stack's last block gets the loss's cotangent, which is often spread from one number, and
 # its first block has no gradient for its input.
@@ -46,18 +47,22 @@ class Straight:
         num_outputs: how many of what it gives are the outputs.
         num_kept: how many are these or saved values.
         num_states: how many are generator states: the rest.
+        untracked: outputs that autograd must not take for views of something.
+        views: how what is returned is made; None where the outputs are it.
         numerics: the switches under which it runs.
         followed: the latest backwards of each kind.
     """
 
     __slots__ = (
         *("num_kept", "num_outputs", "num_states"),
-        *("followed", "numerics", "quiet"),
+        *("followed", "numerics", "quiet", "untracked", "views"),
     )
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, views: tuple[View, ...] | None) -> None:
         self.quiet = forward.program.quiet
         self.numerics = forward.numerics
+        self.untracked = forward.untracked
+        self.views = views
         self.num_outputs, _, num_saved, self.num_states = forward.shape
         self.num_kept = self.num_outputs + num_saved
         self.followed: tuple[Followed, ...] = ()

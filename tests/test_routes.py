@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from remat import _api, _bind, disabled, first_order, random, remat
 from tests.support import seeded
@@ -151,6 +152,41 @@ def test_layers_of_one_class_share_it(looked_up: list[int]) -> None:
     # Each region is looked up once, to learn where its function's traces are.
     assert len(looked_up) == 3
     assert counts(layers[0]) == (8, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda x: [x.sin()] * 2, id="twice"),
+        pytest.param(lambda x: x.sin().view(3, 1), id="a view"),
+        pytest.param(lambda x: (lambda y: (y, y[1:]))(x.sin()), id="a part besides"),
+        pytest.param(lambda x: (x.sin(), x), id="an argument"),
+        pytest.param(lambda x: (x.sin(), x[1:]), id="a part of an argument"),
+        pytest.param(lambda x: (lambda y: (y, y.detach()))(x.sin()), id="cut off"),
+    ],
+)
+def test_what_is_made_of_outputs_is_made_on_it(
+    form: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a plain call makes it: the same storages, and the same gradients."""
+    region = remat(form)
+    region(leaf())
+    # No other way can be taken.
+    monkeypatch.setattr(_bind, "_run_quietly", None)
+
+    def looked_at(run: Callable[[Tensor], Any]) -> tuple[list[Any], Tensor]:
+        x = leaf()
+        found = pytree.tree_leaves(run(x))
+        wanted = [each.cos().sum() for each in found if each.requires_grad]
+        (grad,) = torch.autograd.grad(wanted, x)
+        ptrs = [each.untyped_storage().data_ptr() for each in [x, *found]]
+        shared = [ptrs.index(each) for each in ptrs]
+        kinds = [(each.requires_grad, each.shape, each.stride()) for each in found]
+        return [kinds, shared], grad
+
+    (kinds, grad), (expected, expected_grad) = looked_at(region), looked_at(form)
+    assert kinds == expected
+    assert torch.equal(grad, expected_grad)
 
 
 def test_without_gradients_to_compute_nothing_is_recorded() -> None:

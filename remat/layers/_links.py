@@ -18,7 +18,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._any_region import Asked, Call
-from remat._bind import bind, bind_all, make_view, run_saving
+from remat._bind import bind, bind_all, make_views, run_saving
 from remat._derived import Pull, pullback
 from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
@@ -160,7 +160,7 @@ class Link:
         returned = (
             [*results.outputs]
             if views is None
-            else present([make_view(view, results.outputs, operands) for view in views])
+            else present(make_views(views, results.outputs, operands))
         )
         return returned, results.mutations, [*results.saved]
 
@@ -217,7 +217,7 @@ class Link:
 
         def returned(tensors: Sequence[Tensor]) -> list[Tensor | None]:
             outputs, given = tensors[:count], tensors[count:]
-            return [make_view(view, outputs, given) for view in views]
+            return make_views(views, outputs, given)
 
         # A view's derivative reads no numbers.
         stand_ins = [each.empty() for each in metas]

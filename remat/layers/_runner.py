@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import make_view
+from remat._bind import make_views
 from remat._numerics import Numerics
 from remat._program import Quiet
 from remat._region import Region
@@ -52,7 +52,7 @@ class _Pulled(NamedTuple):
         with self.quiet.around():
             found = self.quiet.run([*saved, *tensors])
         if self.views is not None:
-            found = [make_view(view, found, tensors) for view in self.views]
+            found = make_views(self.views, found, tensors)
         rest = iter(found)
         return [next(rest) if each else None for each in self.wanted]
 
@@ -86,7 +86,7 @@ class _Run(NamedTuple):
             found = self.quiet.run([*resumed(operands)])
         returned = found[: self.num_outputs]
         if self.views is not None:
-            made = [make_view(view, returned, operands) for view in self.views]
+            made = make_views(self.views, returned, operands)
             returned = present(made)
         mutations = found[self.num_outputs : self.num_kept]
         return returned, mutations, found[self.num_kept :]
@@ -186,7 +186,7 @@ class Runner:
             return None
         forward = region.forward(roots, save)
         outputs, mutations, _, states = forward.shape
-        if states or not forward.is_alone:
+        if states or forward.untracked or not forward.is_alone:
             return None
         if not forward.numerics.are_met_by(self._numerics):
             return None
