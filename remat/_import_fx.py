@@ -374,12 +374,15 @@ class _Importer:
 
 
 def _detaches(node: fx.Node) -> bool:
-    """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15."""
+    """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15.
+
+    A region inside detaches what it hands out as well, and its gradient flows all the same.
+    """
     note: Note | None = node.meta.get("remat")
-    is_called_so = note is not None and note.function == "detach"
-    return node.target is _aten.detach.default or (
-        node.target is _aten.alias.default and is_called_so
-    )
+    function = "" if note is None else note.function
+    if node.target is _aten.detach.default:
+        return bool(function)
+    return node.target is _aten.alias.default and function == "detach"
 
 
 def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:

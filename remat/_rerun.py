@@ -307,7 +307,9 @@ class Rerun(WithoutProgram):
             guard_against_others(leaves)
             if self.state.resting is None and self.is_primal:
                 self.state.resting = bits
-            found = [_compat.detached(each) for each in outputs]
+            # Unseen by a trace around it, which would take these for the user's own.
+            with _compat.without_torch_function():
+                found = [_compat.detached(each) for each in outputs]
             if self.all_flow:
                 return Results(found)
             flows = tuple(each.requires_grad for each in outputs)

@@ -53,7 +53,7 @@ class _Randomness:
         now = [_rng.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
-        with _compat.leave_functorch(), _compat.without_torch_function():
+        with _compat.isolated(), _compat.without_torch_function():
             return not all(map(torch.equal, before, now))
 
     def put_back(self) -> None:

@@ -23,6 +23,7 @@ from remat import (
     TraceError,
     policies,
     remat,
+    scan,
 )
 from remat._any_region import Call
 from remat._bind import bind
@@ -247,6 +248,37 @@ def test_inside_a_traced_region_it_is_refused_or_right() -> None:
     except TraceError:
         return
     assert_bitwise(found, grads(lambda x: branches(x.sin()).sin(), [seeded(4)]))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_traced_region_that_hands_out_what_it_gives(transform: Any) -> None:
+    """What a rerun region returns is no detached value for the trace around it."""
+    inner = remat(traceable, engine="rerun")
+    outer = remat(lambda x: inner(x))
+    assert outer(seeded(4).requires_grad_()).requires_grad
+    assert_bitwise(grads(outer, [seeded(4)]), grads(traceable, [seeded(4)]))
+    assert_close(transform(outer, seeded(4)), transform(traceable, seeded(4)))
+
+
+@pytest.mark.contract
+def test_a_stack_inside() -> None:
+    """A `scan`, which runs its steps on fakes first, is no draw from a generator."""
+    steps = seeded(3, 4)
+
+    def fun(x: Tensor) -> Tensor:
+        carry, rows = scan(lambda c, a: ((c * a).tanh(), c), x, steps)
+        return carry * rows.sum(0)
+
+    def plain(x: Tensor) -> Tensor:
+        carry, rows = x, []
+        for a in steps:
+            rows.append(carry)
+            carry = (carry * a).tanh()
+        return carry * torch.stack(rows).sum(0)
+
+    found = grads(remat(fun, engine="rerun"), [seeded(4)])
+    assert_close(found, grads(plain, [seeded(4)]))
 
 
 def three(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
