@@ -592,6 +592,21 @@ def pruned_name(hook: Any) -> str:
     return hook._tensor_name
 
 
+def second_places(kind: type) -> tuple[str, ...]:
+    """Attributes of a module's class that hold its parameters a second time.
+
+    Obsolete when recurrent modules read their parameters where they are registered.
+    """
+    is_recurrent = issubclass(kind, torch.nn.RNNBase)
+    return ("_flat_weights", "_flat_weight_refs") if is_recurrent else ()
+
+
+def refresh_second_places(module: object) -> None:
+    """Fills these from the parameters that the module has now. Obsolete as they are."""
+    if isinstance(module, torch.nn.RNNBase):
+        module._update_flat_weights()
+
+
 # Tracing: fakes, open sizes, `make_fx`, collectives and modes inside it. Obsolete when one
 # public call traces a function and its backward, captured tensors and symbols included.
 

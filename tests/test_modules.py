@@ -19,6 +19,7 @@ from remat import (
     disabled,
     modules,
     policies,
+    remat,
     saved_residuals,
     schedules,
 )
@@ -27,6 +28,7 @@ from tests.support import (
     OperatorCounter,
     assert_bitwise,
     assert_close,
+    grads,
     seeded,
 )
 
@@ -745,3 +747,39 @@ def test_gradients_accumulate():
             [each.grad for each in model.parameters()],
             [each.grad for each in plain.parameters()],
         )
+
+
+@pytest.mark.parametrize("make", [nn.RNN, nn.GRU])
+def test_recurrent_modules_with_other_parameters(make):
+    """They hold their parameters in a second place, which functional_call leaves stale."""
+    plain, x = nn.Sequential(make(3, 4)).double(), seeded(2, 1, 3)
+    model = modules.apply(copy.deepcopy(plain), make)
+    others = [
+        {k: t.detach() * scale for k, t in plain.named_parameters()} for scale in (2, 3)
+    ]
+
+    def gradients(of, parameters):
+        return torch.func.grad(
+            lambda p: torch.func.functional_call(of, p, (x,))[0].sin().sum()
+        )(parameters)
+
+    for parameters in others:
+        assert_bitwise(model(x)[0], plain(x)[0])
+        assert_close(gradients(model, parameters), gradients(plain, parameters))
+    for each in (plain, model):
+        each[0].weight_hh_l0 = nn.Parameter(torch.ones_like(each[0].weight_hh_l0))
+    assert_bitwise(model(x)[0], plain(x)[0])
+    assert model[0].forward.cache_info().misses == 1
+
+
+def test_a_region_that_calls_a_recurrent_module_leaves_it_as_it_was():
+    """No tensor of the trace stays in the module's second place for its parameters."""
+    module, x = nn.RNN(3, 4).double(), seeded(2, 1, 3)
+    others = {k: t.detach() * 2 for k, t in module.named_parameters()}
+    expected = module(x)[0]
+
+    def fun(parameters, x):
+        return torch.func.functional_call(module, parameters, (x,))[0]
+
+    assert_bitwise(grads(remat(fun), [others, x]), grads(fun, [others, x]))
+    assert_bitwise(module(x)[0], expected)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from remat import _trackers
+from remat import _compat, _trackers
 from remat._captures._library import (
     OWN_FILES,
     cached_by_class,
@@ -115,6 +115,8 @@ def _of_object(owner: object, names: set[str]) -> Content:
 
 def _of_module(module: nn.Module, names: set[str]) -> Content:
     content = _of_object(module, names)
+    for name in _compat.second_places(type(module)):
+        content.pop(("var", name), None)
     for holder, kind in REGISTERED.items():
         entries = cast("dict[str, object]", content.pop(("var", holder), {}))
         for key, value in entries.items():

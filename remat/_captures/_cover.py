@@ -9,7 +9,7 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from remat import _trackers
+from remat import _compat, _trackers
 from remat._captures._contents import REGISTERED, WATCHED, slots
 from remat._captures._covered import Covered
 from remat._captures._library import is_library_module
@@ -130,6 +130,8 @@ class _Baker:
         self, node: Node, index: int, name: str, found: dict[Step, None]
     ) -> None:
         """Adds the places that a read of this name rests on."""
+        if name in _compat.second_places(node.kind):
+            return
         if isinstance(node.value, nn.Module) and name in REGISTERED:
             self.cover_shape(node, index, ("var", name))
             kind = REGISTERED[name]

@@ -18,6 +18,7 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
+from remat import _compat
 from remat._captures._contents import (
     BY_NAME,
     Content,
@@ -264,6 +265,7 @@ class Survey:
         for node, step, before, after in list(self._differences()):
             if own.get(id(after)) is before is not None:
                 put(node.value, step, before)
+        self._refresh()
 
     def restore(self) -> None:
         """Puts back, in place, all reached state that a trace changed."""
@@ -274,6 +276,11 @@ class Survey:
                 remove(node.value, step)
             elif before is not Unset.UNSET:
                 put(node.value, step, before)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for node in self.nodes.values():
+            _compat.refresh_second_places(node.value)
 
     @contextlib.contextmanager
     def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
