@@ -52,11 +52,11 @@ def _user_frame() -> tuple[FrameType | None, int]:
     return frame, num_calls
 
 
-def mutates(error: Exception) -> MutationError:
-    """What is raised where a differentiated argument is changed in place."""
+def mutates(line: str) -> MutationError:
+    """What is raised where a differentiated argument is changed in place, on this line."""
     return MutationError(
         explain(
-            where=line_of(error) or "the function",
+            where=line or "the function",
             what="an argument that is to be differentiated is changed in place.",
             why="The recomputation would start from the changed value, and the caller's "
             "tensor is not ours to change.",

@@ -25,9 +25,10 @@ from remat import _captures, _compat, _sharded, _wrapped
 from remat._any_region import Asked, Batched, Call, WithoutProgram
 from remat._bind import bind
 from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
-from remat._errors import SavedTensorModifiedError, explain
+from remat._errors import MutationError, SavedTensorModifiedError, explain
 from remat._forward import Results
 from remat._function import Roots
+from remat._lines import mutates, user_line
 from remat._numerics import Numerics
 from remat._resting import guard_against_others, resting, variables
 from remat._run_state import RunState
@@ -57,7 +58,7 @@ def call(
             resting(_compat.tensor_leaves(found), ())
         return found
     result = _Result()
-    constants = _Constants(survey, operands)
+    constants = _Constants(survey, [*operands, *managed])
     state = RunState(
         _buffers(survey, given),
         [*operands, *managed],
@@ -74,14 +75,14 @@ def call(
         with (
             survey.in_place(but=managed) if is_again else contextlib.nullcontext(),
             engine.running() if engine else _wrapped.refused(),
-            _Substituted(stand_ins, state),
+            _Substituted(stand_ins, state, constants),
             numerics.applied(),
         ):
             if is_again:
                 constants.require_unchanged(state.found)
             found = result.apart(fun(*new_args, **new_kwargs))
             if not is_again:
-                constants.settle(state.used)
+                constants.settle(state.used, state.kept)
                 state.used.clear()
             return found
 
@@ -170,9 +171,12 @@ _TENSOR = object()
 class _Substituted(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and sees generators pass by."""
 
-    def __init__(self, stand_ins: Mapping[int, Tensor], state: RunState) -> None:
+    def __init__(
+        self, stand_ins: Mapping[int, Tensor], state: RunState, constants: _Constants
+    ) -> None:
         self._stand_ins = stand_ins
         self._state = state
+        self._constants = constants
 
     def __torch_function__(
         self,
@@ -185,6 +189,9 @@ class _Substituted(TorchFunctionMode):
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.meet(each)
+        if self._state.before is None:
+            for target in _targets(func, args, kwargs):
+                self._constants.before_write(target, self._state)
         out = func(*args, **kwargs)
         self._state.watch(func)
         return out
@@ -193,6 +200,26 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             self._state.used.add(id(tensor))
         return self._stand_ins.get(id(tensor), tensor)
+
+
+def _targets(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """What a call writes to, as far as its name tells."""
+    name = str(getattr(func, "__name__", "")).split(".")[0]
+    found = _compat.tensor_leaves(kwargs.get("out"))
+    own = name.endswith("_") and not name.endswith("__")
+    if own or name.startswith("__i") or name == "__setitem__" or func == _SET_DATA:
+        found += _compat.tensor_leaves(args[:1])
+    if name in _TRACKING:
+        running = (kwargs.get("running_mean"), kwargs.get("running_var"))
+        found += _compat.tensor_leaves((args[1:3], running))
+    return found
+
+
+_SET_DATA: Any = Tensor.data.__set__
+# They write to statistics without telling: no version changes.
+_TRACKING = frozenset({"batch_norm", "instance_norm"})
 
 
 @final
@@ -210,9 +237,45 @@ class _Constants:
             for tensor in survey.reached
             if id(tensor) not in known and _has_version(tensor)
         ]
+        self._by_storage: dict[int, list[Tensor]] = {}
+        for tensor, _ in self._versions:
+            if not survey.is_buffer(id(tensor)) and _has_storage(tensor):
+                key = _compat.storage_key(tensor)
+                self._by_storage.setdefault(key, []).append(tensor)
+        leaves = map(
+            _compat.unwrapped, filter(_compat.requires_grad_anywhere, operands)
+        )
+        self._wanted = set(map(_compat.storage_key, filter(_has_storage, leaves)))
 
-    def settle(self, used: Set[int]) -> None:
-        """Keeps to those that the first run used and has not changed."""
+    def before_write(self, target: Tensor, state: RunState) -> None:
+        """Has the numbers kept of those that share memory with what is written to.
+
+        Raises:
+            MutationError: an argument that is to be differentiated does.
+        """
+        if not (_has_version(target) and _has_storage(target)):
+            return
+        key = _compat.storage_key(target)
+        if key in self._wanted:
+            raise mutates(user_line())
+        for tensor in self._by_storage.get(key, ()):
+            state.keep(tensor)
+
+    def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
+        """Keeps to those that the first run used and has not changed.
+
+        Args:
+            used: the ids of what it used.
+            kept: what it wrote to, and what is put back.
+
+        Raises:
+            MutationError: it wrote to another.
+        """
+        put_back = set(map(id, kept))
+        for tensor, version in self._versions:
+            moved = id(tensor) in used and tensor._version != version  # noqa: SLF001
+            if moved and id(tensor) not in put_back:
+                raise _unseen(self._survey.tensors[id(tensor)][0].label)
         self._versions = [
             (tensor, version)
             for tensor, version in self._versions
@@ -234,8 +297,24 @@ class _Constants:
                 raise _modified(self._survey.tensors[id(tensor)][0].label)
 
 
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and _compat.placement(tensor) is None
+
+
 def _has_version(tensor: Tensor) -> bool:
     return not tensor.is_inference() and _compat.level_of(tensor) < 0
+
+
+def _unseen(label: str) -> MutationError:
+    return MutationError(
+        explain(
+            where=f"the region reaches {label}",
+            what="a tensor that the function changes in place, by a call that does not show it.",
+            why="The function runs again, and would start from the changed numbers.",
+            do="Register it as a buffer of a module, or write to it by a method of its own "
+            "(x.copy_(y)).",
+        )
+    )
 
 
 def _modified(label: str) -> SavedTensorModifiedError:

@@ -78,7 +78,8 @@ class RunState:
         before: the states of these, and of trackers, when the first run began.
         host: those of Python's and numpy's generators, if the first run drew from them.
         explicit: generators that were handed to an operator, with their states then.
-        found: the buffers that the first run changed, with what they held.
+        found: the buffers, and captured constants, that the first run changed, with what
+            they held.
         resting: for each leaf the outputs that rest on it, a bit for each.
         torch_functions: whether subclasses of tensors handle functions of torch.
         used: the ids of the tensors that operators are given, while the first run runs.
@@ -105,11 +106,22 @@ class RunState:
         self.resting: tuple[int, ...] | None = None
         self.torch_functions = _compat.torch_function_state()
         self.used: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a generator of the user's before it is first drawn from."""
         if generator not in self.explicit and not _rng.is_default(generator):
             self.explicit[generator] = generator.get_state()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors whose numbers the first run, which is under way, can put back."""
+        return [tensor for tensor, _ in self._kept]
+
+    def keep(self, tensor: Tensor) -> None:
+        """Notes the numbers of a tensor that the first run is about to write to."""
+        if all(tensor is not each for each, _ in self._kept):
+            self._kept.append((tensor, tensor.detach().clone()))
 
     def watch(self, func: Callable[..., Any] | None = None) -> None:
         """Refuses a draw of the first run that should come from a key, and undoes it."""
@@ -137,7 +149,7 @@ class RunState:
         taken = _Randomness.take(self.devices)
         start = dataclasses.replace(taken, explicit=self.explicit)
         host = _host.states()
-        before = [(each, each.clone()) for each in self.buffers]
+        self._kept = [(each, each.clone()) for each in self.buffers]
         self.start = start
         try:
             yield
@@ -149,9 +161,10 @@ class RunState:
         # batch_norm changes its statistics without telling: values are compared.
         self.found = [
             (buffer, old)
-            for buffer, old in before
+            for buffer, old in self._kept
             if not _compat.same_bits(buffer, old)
         ]
+        self._kept = []
 
     @contextlib.contextmanager
     def _put_back(self, randomness: _Randomness) -> Generator[None]:

@@ -272,6 +272,27 @@ def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
     )
 
 
+_SET_DATA: Any = Tensor.data.__set__
+
+
+def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
+    """Whether what is assigned are the tensor's own numbers, as in `x.data *= 2`."""
+    is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
+    return is_laid_out_so and _compat.storage_key(tensor) == _compat.storage_key(data)
+
+
+def _sets_data(tensor: Tensor) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
+            what="gives a tensor other numbers, unseen by autograd and by a trace.",
+            why="The trace would go on with the old ones.",
+            do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
+            'engine="rerun".',
+        )
+    )
+
+
 def _described(made: Any) -> str:
     return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
 
@@ -298,6 +319,8 @@ class UserCalls(TorchFunctionMode):
         args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
         if _compat.reads_arrays(args):
             raise from_array(func, None)
+        if func == _SET_DATA and not _is_own_data(*args):
+            raise _sets_data(args[0])
         graph = _compat.active_graph()
         before = len(graph.nodes)
         out = running.look_ups.call(func, args)

@@ -24,7 +24,7 @@ from remat import _collectives, _compat, _import_fx, _in_place, _streams, _wrapp
 from remat._errors import RematError, TraceError, explain
 from remat._graph import Graph, Ref, TensorMeta, Value, check
 from remat._import_fx import Note
-from remat._lines import mutates, untraceable
+from remat._lines import line_of, mutates, untraceable
 from remat._numerics import Numerics
 from remat._running import (
     Running,
@@ -422,7 +422,7 @@ def _record(run: _Run) -> fx.GraphModule:
         if running.refused is not None:
             raise running.refused from error
         if "Variable that requires grad is being used in an in-place" in str(error):
-            raise mutates(error) from error
+            raise mutates(line_of(error)) from error
         if not _compat.needs_values(error):
             raise
         raise untraceable(error) from error

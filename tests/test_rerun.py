@@ -6,6 +6,7 @@ function runs again in the backward, buffers restored around it; any policy but
 """
 
 import itertools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.func import grad
 
 from remat import (
     CapturedTensorError,
+    MutationError,
     RecomputationError,
     SavedTensorModifiedError,
     TraceError,
@@ -741,3 +743,79 @@ def test_batched_gradients_of_autograd(engine: str) -> None:
         )
     with pytest.raises(NotImplementedError, match=r"Use torch\.func\.jacrev"):
         rows(region, is_grads_batched=True, create_graph=True)
+
+
+def batch_normed(x: Tensor, held: Tensor) -> None:
+    rows = x.detach().expand(2, 3) * torch.tensor([[1.0], [3.0]])
+    torch.nn.functional.batch_norm(rows, held, torch.ones_like(held), training=True)
+
+
+def set_data(held: Tensor) -> None:
+    held.data = held * 2
+
+
+#: How a function changes a tensor that it reaches, and which no module has as a buffer.
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "in place": lambda x, held: held.mul_(2),
+    "a view": lambda x, held: held[1:].add_(x.detach()[1:]),
+    "item": lambda x, held: operator.setitem(held, 0, 5.0),
+    "out": lambda x, held: torch.add(held, 1, out=held),
+    "data": lambda x, held: held.data.mul_(2),
+    "statistics": batch_normed,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_captured_tensor_is_changed_once(write: Any, engine: str) -> None:
+    """As state is, whether or not a module registers it (law 8)."""
+
+    def step(call: Callable[[Any], Any]) -> list[Tensor | None]:
+        held, x = torch.ones(3).double(), seeded(3).requires_grad_()
+
+        def fun(x: Tensor) -> Tensor:
+            write(x, held)
+            return x * held.clone()
+
+        y = call(fun)(x)
+        y.sum().backward()
+        return [y.detach(), x.grad, held]
+
+    found = step(lambda fun: remat(fun, engine=engine))
+    assert_bitwise(found, step(lambda fun: fun))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.detach().mul_(2),
+        lambda x: x.data.mul_(2),
+        lambda x: torch.no_grad()(torch.add)(x, 1, out=x),
+        set_data,
+    ],
+    ids=["detach", "data", "out", "set data"],
+)
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_what_is_differentiated_is_not_changed(write: Any, engine: str) -> None:
+    """A run again would start from the changed numbers, and change them once more (law 4)."""
+
+    def fun(x: Tensor) -> Tensor:
+        write(x)
+        return x.sin()
+
+    with pytest.raises((MutationError, TraceError), match=r"test_rerun\.py:\d+"):
+        remat(fun, engine=engine)(seeded(3).requires_grad_())
+
+
+@pytest.mark.contract
+def test_a_change_that_no_call_shows_raises() -> None:
+    """What wrote to a tensor has not said so before: its numbers are nowhere."""
+    held = torch.ones(3).double()
+
+    def fun(x: Tensor) -> Tensor:
+        return x * torch.nn.functional.relu(held, inplace=True)
+
+    with pytest.raises(MutationError, match=r"`held`.*Register it as a buffer"):
+        remat(fun, engine="rerun")(seeded(3).requires_grad_())
