@@ -20,6 +20,7 @@ from remat._cache import Cache, CacheInfo
 from remat._entry import Entry
 from remat._errors import explain
 from remat._function import Roots
+from remat._hidden import require_nothing_hidden
 from remat._lookup import Lookup
 from remat._numerics import Numerics
 from remat._options import (
@@ -109,7 +110,7 @@ class Region(Generic[_P, _R]):
             return self._call_inside(signature, roots, numerics, args, kwargs)
         wants = signature.wants_gradient
         if not wants and not self._lookup.reaches_gradient(signature, roots, numerics):
-            return self._fun(*args, **kwargs)
+            return self._plain(roots, args, kwargs)
         entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
         if _compat.is_in_compiler():
             _in_graph.require_recordable(entry, roots)
@@ -118,7 +119,7 @@ class Region(Generic[_P, _R]):
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
-            return self._fun(*args, **kwargs)
+            return self._plain(roots, args, kwargs)
         # What is compared as a whole is not told apart by its type.
         if not (signature.objects and self.settings.statics.are_given):
             self._cache.learn(args, kwargs, signature, numerics)
@@ -138,8 +139,16 @@ class Region(Generic[_P, _R]):
         )
         tensors = list(map(lift, [*signature.tensors, *captured]))
         if not any(map(_compat.requires_grad_anywhere, tensors)):
-            return self._fun(*args, **kwargs)
+            return self._plain(roots, args, kwargs)
         return entry.call(roots, tensors, numerics)
+
+    def _plain(
+        self, roots: Roots, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A call in which nothing that is seen is to be differentiated."""
+        returned = self._fun(*args, **kwargs)
+        require_nothing_hidden(returned, roots)
+        return returned
 
     @functools.cached_property
     def _cache(self) -> Cache:

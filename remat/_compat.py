@@ -175,6 +175,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def below(tensor: Tensor) -> Tensor | None:
+    """The tensor below the outermost torch.func wrapper, None where there is none."""
+    if not _functorch_c.is_functorch_wrapped_tensor(tensor):
+        return None
+    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
+    with without_torch_function():
+        return _functorch_c.get_unwrapped(tensor)
+
+
 def repeats_itself(tensor: Tensor) -> bool:
     """Whether elements of a tensor, below all torch.func wrappers, share their memory."""
     below = unwrapped(tensor)

@@ -28,6 +28,7 @@ from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import MutationError, SavedTensorModifiedError, explain
 from remat._forward import Results
 from remat._function import Roots
+from remat._hidden import require_nothing_hidden
 from remat._lines import mutates, user_line
 from remat._numerics import Numerics
 from remat._resting import guard_against_others, resting, variables
@@ -54,8 +55,7 @@ def call(
     operands = [*given, *captured]
     if not any(map(_compat.requires_grad_anywhere, operands)):
         found = fun(*args, **kwargs)
-        if any(map(_compat.requires_grad_anywhere, survey.hidden)):
-            resting(_compat.tensor_leaves(found), ())
+        require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
     result = _Result()
     constants = _Constants(survey, [*operands, *managed])

@@ -52,7 +52,7 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
             bits[each.grad_fn] = bits.get(each.grad_fn, 0) | 1 << index
         elif each.requires_grad:
             yield each, 1 << index
-    for node in _in_order([*bits]):
+    for node in nodes_behind([*bits]):
         own = bits[node]
         for edge in _edges(node):
             bits[edge] = bits.get(edge, 0) | own
@@ -61,8 +61,8 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
             yield variable, own
 
 
-def _in_order(roots: Sequence[Any]) -> list[Any]:
-    """The nodes behind these, each before those that it leads to."""
+def nodes_behind(roots: Sequence[Any]) -> list[Any]:
+    """These nodes of autograd and those behind them, each before those it leads to."""
     ended: list[Any] = []
     seen: set[Any] = set()
     pending = [(node, False) for node in roots]

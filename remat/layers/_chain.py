@@ -22,6 +22,7 @@ from remat.layers._common import (
     metas_of,
     records,
     require_own_buffers,
+    run_as_it_is,
     run_scheduled,
 )
 from remat.layers._describe import stage_of
@@ -105,7 +106,9 @@ class Chain:
         """Runs the functions in order."""
         leaves = _compat.tensor_leaves(x)
         if not records(self.fs, leaves):
-            return functools.reduce(lambda state, f: f(state), self.fs, x)
+            return run_as_it_is(
+                lambda: functools.reduce(lambda state, f: f(state), self.fs, x), self.fs
+            )
         if self.schedule is None:
             first, *rest = self._stages
             state = first.region(x)

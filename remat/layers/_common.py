@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from remat._errors import (
     explain,
 )
 from remat._graph import TensorMeta
+from remat._hidden import require_nothing_hidden
 from remat._numerics import Numerics
 from remat._running import is_running, lift
 from remat._switch import is_inert
@@ -28,6 +29,8 @@ from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage
+
+_T = TypeVar("_T")
 
 
 def records(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
@@ -39,6 +42,18 @@ def records(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
         return True
     reached = _captures.survey(tuple(functions)).reached
     return any(map(_compat.requires_grad_anywhere, reached))
+
+
+def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
+    """Calls what runs a stack of these functions, of which nothing is recorded.
+
+    Raises:
+        CapturedTensorError: it is differentiated for something that they hide.
+    """
+    returned = function()
+    if not is_inert():
+        require_nothing_hidden(returned, tuple(functions))
+    return returned
 
 
 class Captured:

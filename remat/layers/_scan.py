@@ -30,6 +30,7 @@ from remat.layers._common import (
     metas_of,
     records,
     require_own_buffers,
+    run_as_it_is,
     run_scheduled,
 )
 from remat.layers._describe import stage_of
@@ -171,7 +172,7 @@ class _Scan(NamedTuple):
         if self.length == 0:
             return self.without_steps()
         if not records((f,), [*self.carry, *self.scanned]):
-            return self.loop(self.step)
+            return run_as_it_is(lambda: self.loop(self.step), (f,))
         chosen = policy
         if policy is None and schedule is not None:
             chosen = everything_saveable

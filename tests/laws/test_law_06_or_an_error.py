@@ -8,13 +8,21 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from remat import CapturedTensorError, SideEffectError, chain, remat, scan, schedules
+from remat import (
+    CapturedTensorError,
+    SideEffectError,
+    chain,
+    disabled,
+    remat,
+    scan,
+    schedules,
+)
 from tests.support import assert_bitwise, seeded
 
 
@@ -114,6 +122,173 @@ def test_a_stage_that_leaves_a_tensor_elsewhere_is_an_error(schedule: Any) -> No
     with pytest.raises(SideEffectError, match="Return"):
         chain([torch.sin, leaving], schedule=schedule)(x)
     assert kept == []
+
+
+class Behind:
+    """A property that hands out what an iterator holds."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.held = itertools.repeat(w)
+
+    @property
+    def w(self) -> Tensor:
+        return next(self.held)
+
+
+def hidden_property(w: Tensor) -> Callable[[], Tensor]:
+    held = Behind(w)
+    return lambda: held.w
+
+
+def hidden_intermediate(w: Tensor) -> Callable[[], Tensor]:
+    held = itertools.repeat(w * 1)
+    return lambda: next(held)
+
+
+def used_once(w: Tensor) -> Callable[[], Tensor]:
+    held = iter([w])
+    return lambda: next(held)
+
+
+HIDDEN = [iterator, generator, hidden_property, hidden_intermediate, used_once]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("way", HIDDEN)
+def test_what_alone_wants_a_gradient_and_hides_is_an_error(
+    engine: str, way: Any
+) -> None:
+    """A region that sees nothing to differentiate would hold all, without a word."""
+    w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)
+    get = way(w)
+
+    def fun(x: Tensor) -> dict[str, Any]:
+        return {"found": mix(x, get()), "count": 1}
+
+    with pytest.raises(CapturedTensorError, match=r"float64\[3\].* as an argument"):
+        remat(fun, engine=engine)(x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("schedule", [None, schedules.Every(2)])
+def test_what_hides_from_a_stack_is_an_error(schedule: Any) -> None:
+    """In stacks too, by schedule or not."""
+    w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)
+    get = iterator(w)
+
+    def step(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return mix(c, get()), x
+
+    with pytest.raises(CapturedTensorError, match="argument"):
+        scan(step, x, x.expand(4, 2, 3), schedule=schedule)
+    with pytest.raises(CapturedTensorError, match="argument"):
+        chain([torch.sin, lambda x: mix(x, get())], schedule=schedule)(x)
+    with disabled():
+        assert_bitwise(scan(step, x, x.expand(1, 2, 3))[0], mix(x, w))
+        assert_bitwise(chain([lambda x: mix(x, get())])(x), mix(x, w))
+
+
+@pytest.mark.contract
+def test_what_hides_from_a_region_under_a_transform_is_an_error() -> None:
+    """Whatever level of reverse mode it is that wants the gradient."""
+    w, x = seeded(3), seeded(2, 3, seed=1)
+
+    def loss(w: Tensor) -> Tensor:
+        get = iterator(w)
+        return remat(lambda x: mix(x, get()))(x).sum()
+
+    grad, vmap = torch.func.grad, torch.func.vmap
+    for transformed in (grad(loss), grad(lambda w: grad(loss)(w).sum())):
+        with pytest.raises(CapturedTensorError, match="argument"):
+            transformed(w)
+    for transformed in (vmap(grad(loss)), grad(lambda ws: vmap(loss)(ws).sum())):
+        with pytest.raises(CapturedTensorError, match="argument"):
+            transformed(torch.stack([w, w]))
+
+
+class Keeping(torch.autograd.Function):
+    """A function that keeps its argument in an attribute of its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.x.cos()
+
+
+class Late(torch.nn.Module):
+    """A module that makes its weight at its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "w"):
+            self.w = torch.nn.Parameter(seeded(3))
+        return mix(x, self.w)
+
+
+def own_leaf(x: Tensor) -> Tensor:
+    return mix(x, seeded(3).requires_grad_())
+
+
+def own_gradient(x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(mix(x, x).sum(), x, create_graph=True)[0]
+
+
+def returned_leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def own_module(x: Tensor) -> Tensor:
+    return cast(Tensor, Late()(x))
+
+
+def kept_in_a_context(x: Tensor) -> Tensor:
+    return cast(Tensor, Keeping.apply(x.clone().requires_grad_()))
+
+
+def given_to_a_region(x: Tensor) -> Tensor:
+    region = remat(lambda x: mix(x, x), engine="rerun")
+    return region(x.clone().requires_grad_())
+
+
+OWN = [
+    *(own_leaf, own_gradient, returned_leaf, own_module, kept_in_a_context),
+    given_to_a_region,
+]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("fun", OWN)
+def test_a_leaf_that_the_function_makes_hides_nothing(fun: Any, engine: Any) -> None:
+    """Nobody outside can ask for its gradient; or it comes out, and the caller can."""
+    x = seeded(2, 3, seed=1)
+    region: Any = remat(fun, engine=engine)
+    found = region(x)
+
+    assert found.requires_grad
+    assert_bitwise(found, fun(x))
+    late: Any = Late()
+    region = remat(late, engine=engine)
+    assert_bitwise(region(x), late(x))
+
+
+@pytest.mark.contract
+def test_what_hides_may_where_nothing_is_recorded() -> None:
+    """Without gradients there is nothing to lose, nor to recompute."""
+    w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)
+    get = iterator(w)
+    region = remat(lambda x: mix(x, get()))
+
+    for switch in (torch.no_grad, torch.inference_mode, disabled):
+        with switch():
+            assert_bitwise(region(x), mix(x, w))
+    w.requires_grad_(False)
+    assert_bitwise(region(x), mix(x, w))
 
 
 @pytest.mark.parametrize("way", [weak_reference, cache])

@@ -1,0 +1,110 @@
+"""What alone wants a gradient, and that no walk over a function's state has seen.
+
+Where nothing that a region sees is to be differentiated, its function runs as it is. If its
+outputs then ask for a gradient nevertheless, autograd's graph says whose: that of a leaf which
+the function made itself, and which nobody can ask for, or that of a tensor which it reached
+by a way that cannot be followed, such as an iterator. The region would hold everything for
+the second one, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from remat import _captures, _compat
+from remat._errors import CapturedTensorError, explain
+from remat._graph import TensorMeta
+from remat._resting import nodes_behind
+
+
+def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
+    """Refuses what a plain run returned, if it is differentiated for something unseen.
+
+    Args:
+        result: what the function returned.
+        roots: the function, and the objects among its arguments.
+
+    Raises:
+        CapturedTensorError: it rests on a leaf that is reached neither from the roots nor
+            from the result, and that somebody holds.
+    """
+    outputs = [each for leaf in _compat.tensor_leaves(result) for each in _wanted(leaf)]
+    if not outputs:
+        return
+    nodes = nodes_behind([each.grad_fn for each in outputs if each.grad_fn is not None])
+    held = [node for node in nodes if _is_held(node)]
+    if not held:
+        return
+    seen = _captures.survey((result, *roots)).tensors.keys() | _kept_by(nodes)
+    unseen = [node for node in held if id(node.variable) not in seen]
+    if unseen:
+        gc.collect()  # what only a cycle holds has no holder
+    for node in filter(_is_held, unseen):
+        raise _unseen(node.variable)
+
+
+def _wanted(tensor: Tensor) -> Iterator[Tensor]:
+    """The levels of a tensor at which some reverse mode wants a gradient."""
+    while True:
+        if tensor.requires_grad:
+            yield tensor
+        below = _compat.below(tensor)
+        if below is None:
+            return
+        tensor = below
+
+
+def _is_held(node: Any) -> bool:
+    """Whether Python refers to the leaf of a node, if it is one of a leaf."""
+    return hasattr(node, "variable") and _references(node) > _unheld()
+
+
+def _references(node: Any) -> int:
+    return sys.getrefcount(node.variable)
+
+
+@functools.cache
+def _unheld() -> int:
+    """The references to a leaf that only autograd's graph holds."""
+    with torch.enable_grad():
+        made = torch.ones((), requires_grad=True).exp()
+    assert made.grad_fn is not None
+    return _references(made.grad_fn.next_functions[0][0])
+
+
+def _kept_by(nodes: Iterable[Any]) -> set[int]:
+    """The ids of all that nodes written in Python keep for their backward."""
+    seen: set[int] = set()
+    pending: list[object] = [
+        vars(node) for node in nodes if isinstance(node, FunctionCtx)
+    ]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, types.FunctionType):
+            each = each.__closure__  # what it can reach by name, it does not keep
+        if not isinstance(each, (type, types.ModuleType)) and id(each) not in seen:
+            seen.add(id(each))
+            pending += gc.get_referents(each)
+    return seen
+
+
+def _unseen(tensor: Tensor) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(tensor)} that requires grad",
+            what="is reached by a way that cannot be followed at the next call.",
+            why="Nothing else that the region sees wants a gradient: it would run as it is, "
+            "and hold all that its backward needs.",
+            do="Pass it as an argument, or keep it in a closure, a global, a list, "
+            "a dict or an attribute that the function names.",
+        )
+    )
