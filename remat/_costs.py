@@ -193,9 +193,7 @@ def _through(link: AbstractStorage, part: TensorMeta) -> tuple[list[TensorMeta],
 
 def _rehearsed(link: AbstractStorage, part: TensorMeta) -> list[TensorMeta] | None:
     """What a storage makes of a tensor without data; None where it has to see numbers."""
-    if isinstance(link, Quantize):
-        # A key has numbers, and no say in the sizes.
-        link = dataclasses.replace(link, stochastic=False, key=None)
+    link = keyless(link)
     with _compat.isolated(), _compat.fake_mode(part.device), torch.no_grad():
         value = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         try:
@@ -207,3 +205,10 @@ def _rehearsed(link: AbstractStorage, part: TensorMeta) -> list[TensorMeta] | No
         if len(stored.tensors) == 1 and stored.tensors[0] is value:
             return [part]
         return [TensorMeta.of(tensor) for tensor in stored.tensors]
+
+
+def keyless(link: AbstractStorage) -> AbstractStorage:
+    """The storage without its random key, which has numbers, and no say in the sizes."""
+    if isinstance(link, Quantize):
+        return dataclasses.replace(link, stochastic=False, key=None)
+    return link

@@ -102,10 +102,15 @@ class Waiting(Tensor):
 Twins = dict[tuple[Any, ...], Stored]
 
 
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that wait where one stands for a value that does; else the tensor."""
+    return tensor.stored.tensors if isinstance(tensor, Waiting) else (tensor,)
+
+
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages in which a tensor's numbers are, whatever its class."""
     if isinstance(tensor, Waiting):
-        for each in tensor.stored.tensors:
+        for each in parts_of(tensor):
             yield from storages(each)
     elif hasattr(tensor, "__tensor_flatten__"):
         inner: Any = tensor
@@ -140,23 +145,37 @@ def wait(
         if type(part) is not Waiting:
             return value
         return Waiting.of(value, part.stored, None, (part, spread))
+    dense, place, order = densely(value, place)
+    if order is None:
+        stored = storage.store(dense, place)
+    else:
+        stored = _store_once(dense, storage, place, {} if twins is None else twins)
+    waiting = stored.tensors
+    if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
+        return value
+    return Waiting.of(value, stored, order)
+
+
+def densely(
+    value: Tensor, place: Place
+) -> tuple[Tensor, Place, tuple[int, ...] | None]:
+    """A value as a storage is given it: contiguous, and each of its numbers once.
+
+    Returns:
+        A view of it where that will do, its place with the order of its dimensions, and
+        that order; None for a copy in their own.
+    """
     stride = value.stride()
     numbers = value[tuple(slice(size) for size in _once(value.shape, stride))]
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
-    is_dense = dense.is_contiguous()
     own = iter(range(value.dim()))
     users = [None if dim in place.mapped else next(own) for dim in range(value.dim())]
-    if is_dense:
-        place = dataclasses.replace(place, order=tuple([users[dim] for dim in order]))
-        stored = _store_once(dense, storage, place, {} if twins is None else twins)
-    else:
-        place = dataclasses.replace(place, order=tuple(users))
-        stored = storage.store(numbers.contiguous(), place)
-    waiting = stored.tensors
-    if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
-        return value
-    return Waiting.of(value, stored, tuple(order) if is_dense else None)
+    if dense.is_contiguous():
+        ordered = tuple([users[dim] for dim in order])
+        return dense, dataclasses.replace(place, order=ordered), tuple(order)
+    place = dataclasses.replace(place, order=tuple(users))
+    return numbers.contiguous(), place, None
 
 
 def _store_once(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._waiting import storages
+from remat._waiting import parts_of, storages
 from remat.policies import Value
 from remat.reporting import _suggest
 from remat.reporting._allocator import allocator_peaks
@@ -28,7 +29,8 @@ from remat.reporting._records import (
 from remat.reporting._report import Report
 from remat.reporting._step import Step
 from remat.reporting._traced import Foretold, foretold
-from remat.reporting._watch import Allocation, Run, StepWatcher
+from remat.reporting._waits import Waits
+from remat.reporting._watch import Allocation, Event, Run, StepWatcher
 from remat.storage import Keep
 
 OUTSIDE = "outside of regions"
@@ -88,6 +90,7 @@ class _Held:
         allocation: the storage.
         shape: the tensor's shape.
         dtype: its dtype.
+        is_away: whether it is elsewhere than on the tensor's device.
     """
 
     node: int
@@ -95,6 +98,7 @@ class _Held:
     allocation: Allocation
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_away: bool
 
 
 @final
@@ -125,30 +129,42 @@ class _Measurement:
         self.calls = Calls(nodes)
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
+        self._pooled: dict[int, Allocation] = {}
         for place, node in enumerate(nodes):
             for position, tensor in enumerate(node.saved):
-                for each in storages(tensor):
-                    self._hold(place, position, tensor, each)
-        self.held_bytes = self.watch.live_bytes
+                for part in parts_of(tensor):
+                    self._hold(place, position, tensor, part)
         self.held_sizes = {
             key: held.allocation.size_bytes for key, held in self.held.items()
         }
-        self._held_at: Counter[int] = Counter()
+        self._away = {each.allocation for each in self.held.values() if each.is_away}
+        here = set(self.watch.by_key.values()) - self._away
+        self.held_bytes = sum(each.size_bytes for each in here)
+        self._waits_at: dict[tuple[int, int], Waits] = {}
         for key, held in self.held.items():
-            self._held_at[held.node] += self.held_sizes[key]
+            at = held.node, held.position
+            known = self._waits_at.get(at, Waits())
+            self._waits_at[at] = known.plus(_waits(held, self.held_sizes[key]))
         self.device = str(outputs[0].device)
 
-    def _hold(
-        self, place: int, position: int, tensor: Tensor, storage: torch.UntypedStorage
-    ) -> None:
-        allocation = self.watch.by_key.get(_compat.key_of(storage))
-        if allocation is None:
-            return  # an argument
-        self.readers.setdefault(allocation.key, []).append((place, position))
-        if allocation.key not in self.held:
-            self.held[allocation.key] = _Held(
-                place, position, allocation, tuple(tensor.shape), tensor.dtype
-            )
+    def _hold(self, place: int, position: int, tensor: Tensor, part: Tensor) -> None:
+        is_away = part.device != tensor.device
+        for storage in storages(part):
+            allocation = self.watch.by_key.get(_compat.key_of(storage))
+            if allocation is None and is_away:
+                allocation = self._pooled.setdefault(id(part), _pooled(part))
+            if allocation is None:
+                continue  # an argument
+            self.readers.setdefault(allocation.key, []).append((place, position))
+            if allocation.key not in self.held:
+                self.held[allocation.key] = _Held(
+                    place,
+                    position,
+                    allocation,
+                    tuple(tensor.shape),
+                    tensor.dtype,
+                    is_away or allocation.is_in_file,
+                )
 
     def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
         found = [
@@ -171,9 +187,9 @@ class _Measurement:
             _suggest.Group(calls[0].name, len(calls), traced)
             for traced, calls in self.calls.traces
         ]
-        outside_bytes = sum(
-            size for place, size in self._held_at.items() if place not in self.calls.at
-        )
+        held = self._waiting(range(len(self.names)))
+        outside = set(range(len(self.names))) - set(self.calls.at)
+        outside_bytes = self._waiting(outside).held_bytes
         known = [each.recompute_flops for each in regions]
         repeated = [row for row in known if row is not None]
         is_real = self.device != "meta"
@@ -183,8 +199,9 @@ class _Measurement:
             function=self.step.name,
             device=self.device,
             held_bytes=self.held_bytes,
+            elsewhere_bytes=held.elsewhere_bytes,
             outside_bytes=outside_bytes,
-            output_bytes=self.held_bytes - sum(self.held_sizes.values()),
+            output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(),
             allocator_peak_bytes=self.allocator.peak_bytes,
             parameter_bytes=_bytes_of(self.leaves),
@@ -223,7 +240,9 @@ class _Measurement:
         return tuple(self._region(calls) for calls in self.calls.rows)
 
     def _region(self, calls: Sequence[Call]) -> RegionReport:
-        held = [self._held_by(call) for call in calls]
+        measured = [self._waiting({call.place}) for call in calls]
+        held = [each.held_bytes for each in measured]
+        found = functools.reduce(Waits.plus, map(self._predicted, calls), Waits())
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
         traced = calls[0].traced
@@ -235,7 +254,9 @@ class _Measurement:
             calls=len(calls),
             layers=_folded(held, flops),
             held_bytes=sum(held),
-            predicted_held_bytes=sum(map(self._predicted, calls)) if traced else None,
+            predicted_held_bytes=found.held_bytes if traced else None,
+            elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
+            predicted_elsewhere_bytes=found.elsewhere_bytes if traced else None,
             working_set_bytes=max((run.peak_bytes for run in known), default=0),
             predicted_working_set_bytes=max(
                 (self._foretold(run).working_set_bytes for run in known), default=0
@@ -256,28 +277,28 @@ class _Measurement:
             found = self._programs[id(run.graph)] = foretold(run.graph)
         return found
 
-    def _held_by(self, call: Call) -> int:
-        return self._held_at[call.place]
+    def _waiting(self, places: Container[int]) -> Waits:
+        """What the nodes at these places hold, by measurement."""
+        found = [each for at, each in self._waits_at.items() if at[0] in places]
+        return functools.reduce(Waits.plus, found, Waits())
 
-    def _predicted(self, call: Call) -> int:
+    def _predicted(self, call: Call) -> Waits:
         """The saved values by the trace, and the operands that this call holds first."""
-        assert call.traced is not None
-        saved = len(call.traced.found.saved)
-        operands = {
-            held.position - saved
-            for held in self.held.values()
-            if held.node == call.place and held.position >= saved
+        traced = call.traced
+        if traced is None:
+            return Waits()
+        saved, count = len(traced.found.saved), len(traced.region.operands)
+        measured = {
+            position: each
+            for (place, position), each in self._waits_at.items()
+            if place == call.place
         }
-        count = len(call.traced.region.operands)
-        return (
-            call.traced.saved_bytes
-            + call.traced.state_bytes
-            + sum(
-                call.traced.operand_size(operand)
-                for operand in operands
-                if operand < count
-            )
-        )
+        found = Waits(traced.state_bytes)
+        for position in {*range(saved), *measured}:
+            if position < saved + count:
+                waits = traced.waits(position) or measured.get(position, Waits())
+                found = found.plus(waits)
+        return found
 
     def _value(self, held: _Held) -> HeldValue:
         call = self.calls.at.get(held.node)
@@ -378,15 +399,19 @@ class _Measurement:
         call = self._caller.get(id(allocation.run))
         return OUTSIDE if call is None else call.name
 
+    def _change(self, event: Event) -> int:
+        """The bytes that an event adds or takes, less what waits elsewhere."""
+        return 0 if event.allocation in self._away else event.change
+
     def _peak(self) -> Peak:
         live = peak = place = 0
         for index, event in enumerate(self.watch.events):
-            live += event.change
+            live += self._change(event)
             if live > peak:
                 peak, place = live, index
         groups: Counter[str] = Counter()
         for event in self.watch.events[: place + 1]:
-            groups[self._group(event.allocation)] += event.change
+            groups[self._group(event.allocation)] += self._change(event)
         made = self.watch.events[place].allocation
         call = self._caller.get(id(made.run))
         node = None if made.node is None else self.names[made.node]
@@ -407,7 +432,7 @@ class _Measurement:
         is_real = self.device != "meta"
         rows: list[tuple[float, tuple[int, ...], bool]] = []
         for index, event in enumerate(self.watch.events):
-            live[self._group(event.allocation)] += event.change
+            live[self._group(event.allocation)] += self._change(event)
             time_s = event.time_s if is_real else float(index)
             rows.append((time_s, tuple(live.values()), index < self.num_forward))
         rows = _thinned(rows)
@@ -419,6 +444,15 @@ class _Measurement:
             sum(row[2] for row in rows),
             is_real,
         )
+
+
+def _pooled(part: Tensor) -> Allocation:
+    """For what waits in memory that was there before the step, as a pool's is."""
+    return Allocation(id(part), part.nbytes, None, "", (), "forward", None, None)
+
+
+def _waits(held: _Held, size_bytes: int) -> Waits:
+    return Waits(0, size_bytes) if held.is_away else Waits(size_bytes)
 
 
 def _recomputed_value(op: str, value: Value, region: str) -> RecomputedValue:

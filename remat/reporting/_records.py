@@ -18,7 +18,7 @@ class HeldValue:
         op: the operator that made it.
         shape: the sizes of its dimensions.
         dtype: its dtype.
-        size_bytes: bytes of its storage, once; those of all its copies in `count` calls.
+        size_bytes: bytes of its storage, once, wherever that is; those of all its copies in `count` calls.
         count: how many calls hold one like it.
         source: the user's "file.py:line" that made it.
         region: which region holds it; "" if plain autograd does.
@@ -95,9 +95,13 @@ class RegionReport:
         calls: how many calls the step made.
         layers: equal calls folded, in the order of the first of each kind.
         held_bytes: measured bytes that its calls hold, each storage counted once, with
-            the first call that holds it.
-        predicted_held_bytes: the same by the trace, where all waits as it is; None if
-            there is none.
+            the first call that holds it; what waits elsewhere is not among them.
+        predicted_held_bytes: the same by the trace and the storages; None if there is no
+            trace. Of a value whose bytes depend on its numbers (`Sparse`), or which waits
+            in a storage of the user's own, what was measured is taken.
+        elsewhere_bytes: measured bytes that wait in host memory, on another device than
+            the value's, or in files.
+        predicted_elsewhere_bytes: the same as predicted.
         working_set_bytes: the most that one backward had made and not yet freed.
         predicted_working_set_bytes: the same by its program; None if there is none.
         recompute_flops: FLOPs run again, by torch's formulas (matmuls, convolutions,
@@ -113,6 +117,8 @@ class RegionReport:
     layers: tuple[Layer, ...]
     held_bytes: int
     predicted_held_bytes: int | None
+    elsewhere_bytes: int
+    predicted_elsewhere_bytes: int | None
     working_set_bytes: int
     predicted_working_set_bytes: int | None
     recompute_flops: int | None
@@ -217,6 +223,7 @@ class Facts:
     function: str
     device: str
     held_bytes: int
+    elsewhere_bytes: int
     outside_bytes: int
     output_bytes: int
     peak: Peak

@@ -34,6 +34,8 @@ class Report(Facts):
         function: the name of what ran.
         device: where most of the held bytes are, "cpu".
         held_bytes: what lives between forward and backward.
+        elsewhere_bytes: what waits beside that in host memory, on another device than the
+            value's, or in files; neither the held bytes nor the peak have it.
         outside_bytes: what of it is held by no region, but by plain autograd.
         output_bytes: what of it waits for nothing: it was returned.
         peak: the moment at which most lived, gradients included.

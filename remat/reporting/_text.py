@@ -83,6 +83,9 @@ def heading(facts: Facts) -> Iterator[str]:
         if facts.outside_bytes
         else ""
     )
+    if facts.elsewhere_bytes:
+        size = show_size(facts.elsewhere_bytes)
+        yield f"        {size} beside that in host memory, on other devices or in files"
     yield f"peak    {show_size(facts.peak.size_bytes)} {peak_text(facts.peak)}:"
     if facts.allocator_peak_bytes is not None:
         size = show_size(facts.allocator_peak_bytes)
@@ -142,8 +145,8 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
     yield (
         region.name,
         str(region.calls),
-        show_size(region.held_bytes),
-        _maybe(show_size, region.predicted_held_bytes),
+        _held(region.held_bytes, region.elsewhere_bytes),
+        _held(region.predicted_held_bytes, region.predicted_elsewhere_bytes),
         show_size(region.working_set_bytes),
         _maybe(show_size, region.predicted_working_set_bytes),
         _maybe(show_flops, region.recompute_flops),
@@ -160,6 +163,12 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
             _maybe(show_flops, layer.recompute_flops),
             "",
         )
+
+
+def _held(here: int | None, elsewhere: int | None) -> str:
+    """Bytes on the device, and those that wait elsewhere if there are any."""
+    size = _maybe(show_size, here)
+    return f"{size} + {show_size(elsewhere)} elsewhere" if elsewhere else size
 
 
 def title(value: HeldValue | RecomputedValue) -> str:
@@ -258,6 +267,7 @@ class Diff:
 
 _FIGURES = (
     ("held_bytes", "B"),
+    ("elsewhere_bytes", "B"),
     ("outside_bytes", "B"),
     ("parameter_bytes", "B"),
     ("gradient_bytes", "B"),

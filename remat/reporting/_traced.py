@@ -21,6 +21,8 @@ from remat._partition import (
 )
 from remat._region import Region
 from remat.policies import Save
+from remat.reporting._waits import Waits, waits
+from remat.storage import AbstractStorage, Keep
 
 
 @final
@@ -60,6 +62,7 @@ class Traced:
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
         self._known: dict[frozenset[int], tuple[int, int]] = {}
+        self._waits: dict[int, Waits | None] = {}
 
     @functools.cached_property
     def saved_bytes(self) -> int:
@@ -73,6 +76,27 @@ class Traced:
         waiting = zip(joint.states, links, strict=True)
         held = [state.index for state, link in waiting if link is None]
         return _size(joint.graph, held)
+
+    def waits(self, position: int) -> Waits | None:
+        """What the saved value or operand at this place holds; see `_waits.waits`.
+
+        Args:
+            position: its place among the saved values, followed by the operands.
+        """
+        if position not in self._waits:
+            self._waits[position] = waits(*self._waiting(position))
+        return self._waits[position]
+
+    def _waiting(self, position: int) -> tuple[AbstractStorage, TensorMeta]:
+        saved = self.found.saved
+        if position >= len(saved):
+            operand = position - len(saved)
+            storage = self.region.inputs.get(operand, Keep())
+            return storage, self.region.operands[operand]
+        index = saved[position]
+        meta = self.analysis.joint.graph.values[index].meta
+        assert isinstance(meta, TensorMeta)
+        return self._decisions[self._root_number(index)].storage, meta
 
     @property
     def saved_numbers(self) -> frozenset[int]:
@@ -137,10 +161,6 @@ class Traced:
             for k, v in self.analysis.views.items()
             if k in repeated
         )
-
-    def operand_size(self, operand: int) -> int:
-        """The bytes of an operand's elements, by its metadata."""
-        return self.region.operands[operand].size_bytes
 
     @property
     def choices(self) -> tuple[int, ...]:
