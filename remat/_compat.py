@@ -762,9 +762,9 @@ class OpenSizes:
     def like_numbers(self) -> Generator[None]:
         """Inside, these symbols are numbers to code outside of torch and this package.
 
-        `isinstance(size, int)` is true. A text of a size is that of the number, which is then
-        fixed: a symbol's own text would be a silently wrong key, or result. Obsolete when
-        torch's symbols answer so.
+        `isinstance(size, int)` is true, and `size > 4` is True or False. A text of a size is
+        that of the number, which is then fixed: a symbol's own text would be a silently wrong
+        key, or result; so is what numpy makes of it. Obsolete when torch's symbols answer so.
         """
         with _lock:
             if not _answering:
@@ -808,8 +808,13 @@ def _shape_env() -> type[Any]:
 _answering: list[Any] = []
 _lock = threading.Lock()
 _INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
-_TEXTS: dict[type[Any], Callable[[Any], str]] = {
-    kind: vars(kind)["__repr__"] for kind in SYMBOLIC
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+# What the symbols answer by themselves.
+_OWN: dict[tuple[type[Any], str], Callable[..., Any]] = {
+    (kind, name): vars(kind)[name]
+    for kind in SYMBOLIC
+    for name in ("__repr__", *_COMPARISONS)
+    if name in vars(kind)
 }
 
 
@@ -818,17 +823,43 @@ def _answers() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
         yield kind, "__repr__", _text
         yield kind, "__format__", _formatted
         yield kind, "__getattribute__", _attribute
+        yield kind, "__array__", _array
+    for kind, name in _OWN:
+        if name in _COMPARISONS and kind is not torch.SymBool:
+            yield kind, name, _comparing(_OWN[kind, name])
 
 
 def _restore(kind: type[Any], name: str) -> None:
-    if name == "__repr__":
-        setattr(kind, name, _TEXTS[kind])
+    if (kind, name) in _OWN:
+        setattr(kind, name, _OWN[kind, name])
     else:
         delattr(kind, name)
 
 
 def _text(symbol: Any) -> str:
-    return repr(number(symbol)) if _is_users(symbol) else _TEXTS[type(symbol)](symbol)
+    if _is_users(symbol):
+        asks = caller(1)
+        if asks is not None and asks.f_globals.get("__name__") == "json.encoder":
+            # `default=str` would make "4" of what is no number of Python's to it.
+            raise TypeError("json writes a size as an object of another class")
+        return repr(number(symbol))
+    return _OWN[type(symbol), "__repr__"](symbol)
+
+
+def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A comparison with a truth value of Python's own, on which the trace then rests."""
+
+    def compared(symbol: Any, other: Any) -> Any:
+        found = compare(symbol, other)
+        return number(found) if _is_users(symbol) else found
+
+    return compared
+
+
+def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
+    """What numpy asks for, which would make an array of objects otherwise."""
+    numpy: Any = importlib.import_module("numpy")
+    return numpy.asarray(number(symbol), *args, **kwargs)
 
 
 def _formatted(symbol: Any, how: str) -> str:

@@ -169,7 +169,12 @@ class Forward:
             call = next(self.calls)
             for place, storage in enumerate(self.storages):
                 added = self.mapped[place] if self.mapped else ()
-                where = Place(place, call, mapped=added)
+                where = Place(
+                    place,
+                    call,
+                    mapped=added,
+                    may_differ=self.placements is not None,
+                )
                 found[first + place] = wait(found[first + place], storage, where)
         return found
 

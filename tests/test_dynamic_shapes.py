@@ -392,27 +392,46 @@ def test_a_text_of_a_size_is_that_of_each(text: Callable[[Tensor], str]) -> None
     assert sum("is traced for each size" in each for each in told) == 1
 
 
-HOLDERS: dict[str, Callable[[Tensor], Any]] = {
-    "text": lambda x: json.loads(json.dumps(x.shape[1], default=str)),
-    "array": lambda x: np.array([x.shape[1]])[0],
+SCALED: dict[str, Callable[[Tensor], Any]] = {
+    "json": lambda x: json.loads(json.dumps({"n": [x.shape[1]]}, default=str))["n"],
+    "indented": lambda x: json.loads(
+        json.dumps([x.shape[1] / 2], default=str, indent=1)
+    ),
+    "array": lambda x: np.array([x.shape[1], 2]).astype(np.float32).tolist(),
+    "array of quotients": lambda x: np.array([x.shape[1] / 2]).tolist(),
+    "dtype": lambda x: [2.0 if np.asarray(x.shape[1]).dtype == np.int64 else 3.0],
+    "is True": lambda x: [2.0 if (x.shape[1] > 3) is True else 3.0],
+    "is False": lambda x: [2.0 if (x.shape[1] / 2 <= 1.5) is False else 3.0],
+    "type": lambda x: [2.0 if type(x.shape[1] == 4) is bool else 3.0],
+    "not equal": lambda x: [2.0 if (x.shape[1] != 5) is True else 3.0],
+    "equal sizes": lambda x: [2.0 if (x.shape[0] == x.shape[1]) is True else 3.0],
 }
 
 
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore::remat.RematWarning")
-@pytest.mark.parametrize("held", HOLDERS.values(), ids=HOLDERS)
-def test_what_holds_a_size_has_that_of_each_call(held: Callable[..., Any]) -> None:
-    """As docs/limits.md says: a text or an object in it, but never another call's size."""
+@pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
+def test_a_size_is_to_others_what_a_number_is(scale: Callable[..., Any]) -> None:
+    """To json, to numpy, and to who asks whether a comparison is True itself."""
 
     def fun(x: Tensor) -> Tensor:
-        return x.sin() * float(held(x))
+        return x.sin() * sum(scale(x))
 
     region = traced(fun)
 
-    for length in (3, 4, 5):
-        assert_bitwise(
-            run(region, (sequence(2, length),)), run(fun, (sequence(2, length),))
-        )
+    for length in (3, 4, 5, 2):
+        x = sequence(2, length)
+        assert_bitwise(run(region, (x,)), run(fun, (x,)))
+
+
+def test_a_comparison_is_traced_on_both_sides() -> None:
+    """One trace for each answer, not for each size."""
+    region = traced(lambda x: x.sin() if (x.shape[1] > 5) is True else x.cos())
+
+    for length in range(3, 9):
+        region(sequence(2, length).requires_grad_())
+
+    assert region.cache_info().misses == 2
 
 
 @functools.singledispatch

@@ -57,7 +57,8 @@ class Shard(AbstractStorage):
             `(seq tp)` deals the axis out in turn.
         replicated: `"check"` compares the ranks' values in the first eight calls of a
             function, and raises `NotReplicatedError` on all ranks where one differs;
-            `"trust"` does not.
+            `"trust"` does not. What a policy saves in a region that is given DTensors, or
+            returns one, may be a part of one, and is compared in every call.
 
     Raises:
         TypeError: `mesh` is no device mesh, or `pattern` no text.
@@ -100,7 +101,8 @@ class Shard(AbstractStorage):
             if place.call == 0:
                 _warn_of_no_effect(self)
             return Stored.whole(value)
-        if self.replicated == "check" and place.call < _CHECKED_CALLS:
+        is_checked = self.replicated == "check" and place.call < _CHECKED_CALLS
+        if is_checked or place.may_differ:
             require_replicated(value, self.mesh.get_group(), place)
         if not value.numel():
             return Stored.whole(value)

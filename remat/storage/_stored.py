@@ -28,6 +28,8 @@ class Place:
         mapped: the dimensions that vmap added to the value, as it is outside of `store`.
         spread: of a DTensor, of which `store` sees this rank's part, how it is spread over
             the ranks (its spec); None for any other tensor.
+        may_differ: whether it was made among DTensors, so that it may be this rank's part
+            of one, although nothing tells.
     """
 
     index: int = 0
@@ -35,6 +37,7 @@ class Place:
     order: tuple[int | None, ...] | None = None
     mapped: tuple[int, ...] = ()
     spread: Any = None
+    may_differ: bool = False
 
     def of(self, spread: Any) -> Place:
         """The same for this rank's part of a DTensor."""

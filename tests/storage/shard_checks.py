@@ -20,7 +20,15 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from remat import NotReplicatedError, _ahead, _compat, checkpoint_name, policies, remat
+from remat import (
+    NotReplicatedError,
+    _ahead,
+    _compat,
+    checkpoint_name,
+    policies,
+    remat,
+    report,
+)
 from remat.reporting._gpt import GPTShape
 from remat.storage import Cast, Keep, Offload, Place, Quantize, Shard, Sparse
 from tests.benchmarks.storage import measured
@@ -612,6 +620,47 @@ def check_a_distributed_tensors_mesh_is_known_by_its_ranks(mesh: Any) -> None:
     partial = DTensor.from_local(own, nameless, [Partial()]).requires_grad_()
     with pytest.raises(NotReplicatedError, match="is partial"):
         region(partial)
+
+
+def check_a_part_that_a_policy_saves_inside_raises(mesh: Any) -> None:
+    """With "trust", with numbers that were equal at first, and after the checked calls."""
+    own = torch.randn(2, 3)
+    policy = policies.save_only_these_names("mid").stored(Shard(mesh, None, "trust"))
+    region = remat(curve, policy=policy)
+    for _ in range(9):
+        x = DTensor.from_local(own, mesh, [Replicate()]).requires_grad_()
+        grad, plain = (
+            torch.autograd.grad(each(x).sum(), x)[0] for each in (region, curve)
+        )
+        assert_same([grad.to_local()], [plain.to_local()])  # type: ignore[attr-defined]
+
+    own = own * 0
+    for number in range(10):
+        cut = DTensor.from_local(
+            own + number // 9 * mesh.get_local_rank(), mesh, [Placed(0)]
+        )
+        if number < 9:
+            region(cut.requires_grad_()).sum().backward()
+            continue
+        with pytest.raises(NotReplicatedError, match="holds other numbers on rank 1"):
+            region(cut.requires_grad_())
+
+
+def check_a_report_foretells_the_parts(mesh: Any) -> None:
+    """Of inputs and of saved values, by every way of cutting."""
+    x = tokens()
+    for shard in (
+        Shard(mesh),
+        Shard(mesh, "batch (tp seq) d"),
+        Cast(torch.bfloat16) >> Shard(mesh),
+    ):
+        policy = policies.save_only_these_names("mid").stored(shard)
+        region = remat(curve, policy=policy, saved_inputs=shard)
+
+        (row,) = report(lambda x, region=region: region(x * 2).sum(), x).regions
+
+        assert row.held_bytes == row.predicted_held_bytes < 2 * x.nbytes
+        assert row.elsewhere_bytes == row.predicted_elsewhere_bytes == 0
 
 
 def check_a_rank_outside_of_the_mesh_is_told_so(mesh: Any) -> None:
