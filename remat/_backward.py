@@ -15,16 +15,38 @@ from torch import Tensor
 from remat import _compat, _shortage
 from remat._any_region import Call
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
+from remat._graph import TensorMeta
 from remat._program import Program
 
 
 def saved(ctx: Any) -> tuple[Tensor, ...]:
-    """What the forward kept, in the order in which the backward reads it."""
+    """What the forward kept, in the order in which the backward reads it.
+
+    Raises:
+        SavedTensorModifiedError: some of it was changed since.
+    """
     try:
-        return ctx.saved_tensors
+        found: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         explain_failure(error, ctx)
         raise
+    before: tuple[int, ...] = ctx.versions
+    if before:
+        now = _compat.versions_below(found[: len(before)])
+        changed = [place for place, each in enumerate(before) if now[place] != each]
+        if changed:
+            raise _modified(ctx, [(place, found[place]) for place in changed])
+    return found
+
+
+def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
+    """What tells `saved` that a tensor was changed, where autograd does not see it.
+
+    Nothing where autograd does, which is without a torch.func transform, and in a trace.
+    """
+    if not is_transformed or _compat.proxy_is_active():
+        return ()
+    return _compat.versions_below(kept)
 
 
 def consumed(
@@ -48,8 +70,8 @@ def explain_failure(error: RuntimeError, ctx: Any) -> None:
     Raises:
         SavedTensorModifiedError: if autograd found that a saved tensor was changed.
     """
-    if "modified by an inplace operation" in str(error):
-        raise _modified(ctx) from error
+    if _compat.is_of_a_change(error):
+        raise _modified(ctx, _compat.changed_since_saved(ctx)) from error
     _shortage.note(error, "backward", ctx.call, [ctx])
 
 
@@ -91,13 +113,34 @@ def second_derivative(call: Call) -> SecondDerivativeError:
     )
 
 
-def _modified(ctx: Any) -> SavedTensorModifiedError:
-    labels = ", ".join(ctx.call.labels) or "none"
+def _modified(
+    ctx: Any, changed: Sequence[tuple[int, Tensor]]
+) -> SavedTensorModifiedError:
+    call: Call = ctx.call
+    others = (
+        f", like {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
+    )
     return SavedTensorModifiedError(
         explain(
-            where=f"the backward of a region with the operands {labels}",
-            what="a tensor that waits for it was changed in place since the forward.",
+            where=f"{_named(ctx, changed)}, which waits for the backward of the region "
+            f"{_shortage.name_of(call.roots[0])}",
+            what=f"was changed in place since the forward{others}.",
             why="The recomputation would start from other numbers.",
-            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward(), "
+            "as the step of an optimizer.",
         )
     )
+
+
+def _named(ctx: Any, changed: Sequence[tuple[int, Tensor]]) -> str:
+    """What people call the first of the saved tensors that were changed."""
+    if not changed:  # autograd reads what the region returned in another way
+        return "an output"
+    place, tensor = changed[0]
+    labels = _shortage.labels_of(ctx.call)
+    straight = ctx.call.straight
+    num_states = ctx.num_states if straight is None else straight.num_states
+    if len(labels) + num_states != _compat.num_saved(ctx):
+        labels = []  # a derivative of the region, whose operands have no names
+    label = labels[place][0] if place < len(labels) else ""
+    return f"{label or 'a tensor'} ({TensorMeta.of(tensor)})"

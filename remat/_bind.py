@@ -31,6 +31,7 @@ from remat._backward import (
     saved,
     second_derivative,
     spread,
+    versions,
 )
 from remat._derived import Batch
 from remat._errors import explain
@@ -424,6 +425,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
+    ctx.versions = versions(kept, is_transformed=ticket.interpreter is not None)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
     if ticket.interpreter is None and _compat.dual_level_is_active():
@@ -572,6 +574,7 @@ def _gradients_looked_up(
     """The same for a backward that is like none before; the next like it is known."""
     straight: Straight = ctx.call.straight
     ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
+    ctx.versions = ()  # autograd looks itself
     numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)
     is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()

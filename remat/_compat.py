@@ -184,6 +184,16 @@ def below(tensor: Tensor) -> Tensor | None:
         return _functorch_c.get_unwrapped(tensor)
 
 
+def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each was written to, below all torch.func wrappers.
+
+    A wrapper counts what is done to itself, not what is done to the tensor that it wraps
+    by those who have that. Obsolete when autograd looks there.
+    """
+    found = map(unwrapped, tensors)
+    return tuple(-1 if each.is_inference() else each._version for each in found)
+
+
 def repeats_itself(tensor: Tensor) -> bool:
     """Whether elements of a tensor, below all torch.func wrappers, share their memory."""
     below = unwrapped(tensor)
@@ -576,6 +586,38 @@ def is_batched_by_autograd(tensor: Tensor) -> bool:
     Obsolete when that maps as torch.func does.
     """
     return functorch_c.is_legacy_batchedtensor(tensor)
+
+
+def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
+    """Which of the tensors that a node of autograd saved were written to since.
+
+    Reading them all raises for the first, and does not say which one it was. Obsolete
+    when torch's error does.
+
+    Returns:
+        The place of each among the saved tensors, and the tensor as it is now.
+    """
+    found: list[tuple[int, Tensor]] = []
+    for place, each in enumerate(node._raw_saved_tensors):
+        try:
+            each.unpack()
+        except RuntimeError as error:
+            if is_of_a_change(error):
+                found.append((place, each.data))
+    return found
+
+
+def num_saved(node: Any) -> int:
+    """How many tensors a node of autograd saved; `saved_tensors` would read them."""
+    return len(node._raw_saved_tensors)
+
+
+def is_of_a_change(error: RuntimeError) -> bool:
+    """Whether autograd raised it because a saved tensor was written to since.
+
+    Obsolete when torch has a class for it.
+    """
+    return "modified by an inplace operation" in str(error)
 
 
 def detached(tensor: Tensor) -> Tensor:

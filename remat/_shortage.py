@@ -95,7 +95,7 @@ def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
         call = getattr(node, "call", None)
         if not isinstance(call, Call):
             continue
-        labels = _labels(call)
+        labels = labels_of(call)
         for position, tensor in enumerate(_saved(node)):
             label, is_operand = (
                 labels[position] if position < len(labels) else ("a state", False)
@@ -130,7 +130,7 @@ def _saved(node: Any) -> tuple[Tensor, ...]:
         return ()
 
 
-def _labels(call: Call) -> list[tuple[str, bool]]:
+def labels_of(call: Call) -> list[tuple[str, bool]]:
     """What the tensors that a call saved are called, and whether each is an operand."""
     region = call.region
     saved: list[tuple[str, bool]] = []

@@ -8,7 +8,13 @@ later in-place change of a saved tensor raises."
 import pytest
 import torch
 
-from remat import MutationError, checkpoint_name, policies, remat
+from remat import (
+    MutationError,
+    SavedTensorModifiedError,
+    checkpoint_name,
+    policies,
+    remat,
+)
 from tests.support import assert_bitwise, assert_close, run, seeded
 
 # Small functions save no memory under some of the policies, and law 5 tests that warning.
@@ -96,6 +102,92 @@ def test_a_changed_argument_raises(policy, change):
 
     with pytest.raises(RuntimeError, match=r"modified|changed"):
         out.sum().backward()
+
+
+def product(p, x):
+    """Its backward reads both, and `p` once more in the recomputation."""
+    return (p["w"] * x).sin()
+
+
+def changed_parameter():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh())
+    loss = remat(module)(torch.ones(1, 2)).sum()
+    loss.backward(retain_graph=True)
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    return loss.backward
+
+
+def changed_argument():
+    p = {"w": seeded(3).requires_grad_() * 1.0}
+    loss = remat(product)(p, seeded(3, seed=1)).sum()
+    p["w"].add_(1.0)
+    return loss.backward
+
+
+def changed_output():
+    fun = remat(lambda x: checkpoint_name(x.sin().exp(), "y"), policy=POLICIES["name"])
+    y = fun(seeded(3).requires_grad_())
+    y.mul_(2.0)
+    return y.sum().backward
+
+
+def changed_between_derivatives():
+    p = {"w": seeded(3).requires_grad_() * 1.0}
+    loss = remat(product)(p, seeded(3, seed=1)).sum()
+    (slope,) = torch.autograd.grad(loss, p["w"], create_graph=True)
+    p["w"].add_(1.0)
+    return slope.sum().backward
+
+
+CHANGES = {
+    changed_parameter: (
+        "`self.0.weight` (float32[3, 2]), which waits for the backward of the region "
+        "Sequential: was changed in place since the forward, like 1 more of its tensors."
+    ),
+    changed_argument: (
+        "`p.w` (float64[3]), which waits for the backward of the region product: was "
+        "changed in place since the forward."
+    ),
+    changed_output: "an output, which waits for the backward of the region ",
+    changed_between_derivatives: "a tensor (float64[3]), which waits for the backward",
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_error_names_what_was_changed(change):
+    """The tensor, its shape and the region, where autograd tells a shape alone."""
+    backward = change()
+
+    with pytest.raises(SavedTensorModifiedError) as raised:
+        backward()
+    assert str(raised.value).startswith(CHANGES[change])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("which", ["argument", "captured", "mapped", "twice"])
+def test_a_change_after_a_torch_func_forward_raises(which, engine):
+    """Its wrappers do not tell autograd, which goes on with the new numbers."""
+    p, x, cotangent = {"w": seeded(3)}, seeded(3, seed=1), seeded(3, seed=2)
+    region = remat(product, engine=engine)
+    over_x = remat(lambda x: product(p, x), engine=engine)
+    calls = {
+        "argument": lambda: torch.func.vjp(region, p, x),
+        "captured": lambda: torch.func.vjp(over_x, x),
+        "mapped": lambda: torch.func.vjp(torch.func.vmap(region), p, x),
+        "twice": lambda: torch.func.vjp(
+            lambda p, x: torch.func.vjp(region, p, x)[1](cotangent), p, x
+        ),
+    }
+
+    _, pull_back = calls[which]()
+    given = (cotangent,) if which != "twice" else (({"w": cotangent}, cotangent),)
+    expected = pull_back(*given)
+    assert_bitwise(pull_back(*given), expected)
+    p["w"].add_(1.0)
+    with pytest.raises(SavedTensorModifiedError, match="changed in place"):
+        pull_back(*given)
 
 
 MUTATIONS = {
