@@ -31,6 +31,7 @@ from remat._options import (
     policy_for,
     require_choice,
     require_compilable,
+    require_known,
     require_parameters,
     require_traced,
     statics_of,
@@ -500,6 +501,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Makes a function drop its intermediate values and recompute them in the backward.
 
@@ -528,6 +530,8 @@ def remat(
         static_argnums: positions of arguments that are compared as a whole.
         static_argnames: names of such arguments, however they are passed.
         verify: whether the backward compares each saved value with its recomputation.
+        **unknown: none; for options of jax.checkpoint and torch's checkpoint the error says
+            what to write here.
 
     Returns:
         A callable that looks like `fun`, with `.saved_residuals`, `.programs`,
@@ -535,7 +539,7 @@ def remat(
 
     Raises:
         PolicyError: `policy` is none, or cannot be used with this engine.
-        TypeError: `fun` is a class, or cannot be called.
+        TypeError: `fun` is a class, or cannot be called; an option is unknown.
         ValueError: an option has a value that it cannot have.
 
     Example:
@@ -553,6 +557,7 @@ def remat(
         `jax.checkpoint`; Chen et al., "Training Deep Nets with Sublinear Memory Cost",
         2016, https://arxiv.org/abs/1604.06174.
     """
+    require_known(unknown, [*(remat.__kwdefaults__ or ())])
     require_choice("rng", rng, (None, "keys", "preserve"))
     require_choice("engine", engine, ("trace", "rerun"))
     require_choice("backend", backend, (None, "inductor"))

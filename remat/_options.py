@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, final
 
@@ -84,6 +85,73 @@ class Settings:
     backend: str | None = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
+
+
+_OF_OTHERS: dict[str, tuple[str, str]] = {
+    "fun": ("The function goes by position.", "Write remat(fun, ...)."),
+    "prevent_cse": (
+        "No pass here merges a recomputation with the forward.",
+        "Leave it out.",
+    ),
+    "concrete": (
+        "A trace has no values.",
+        'Leave it out; a function that branches on values takes engine="rerun".',
+    ),
+    "use_reentrant": (
+        "There is one engine, which does what either variant does.",
+        "Leave it out.",
+    ),
+    "preserve_rng_state": (
+        "What is drawn again is said by `rng`.",
+        'Pass rng="preserve", the default of modules, or rng="keys".',
+    ),
+    "context_fn": (
+        "What is saved is said by `policy`.",
+        "Pass policy=policies.by_op(...), or call remat.interop.torch.checkpoint, which "
+        "takes contexts.",
+    ),
+    "determinism_check": (
+        "A trace is one program, which runs again as it is.",
+        "Leave it out; verify=True looks for kernels that are not deterministic.",
+    ),
+    "debug": (
+        "Errors of a trace name operator and line in any case.",
+        "Leave it out; region.programs(*args) shows what runs.",
+    ),
+    "early_stop": (
+        "A backward recomputes what some gradient needs, and nothing else.",
+        "Leave it out.",
+    ),
+}
+
+
+def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses options that `remat` does not have, and says what others' are here.
+
+    Args:
+        unknown: the names that were given, and are none.
+        known: the names that there are.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        why, do = _OF_OTHERS.get(
+            name,
+            (
+                f"The options are {', '.join(known)}.",
+                f"Write `{near[0]}`." if near else "Use one of these.",
+            ),
+        )
+        raise TypeError(
+            explain(
+                where=f"remat({name}=...)",
+                what="is no option of remat.",
+                why=why,
+                do=do,
+            )
+        )
 
 
 def require_parameters(fun: Any, statics: Statics) -> None:

@@ -184,13 +184,27 @@ def test_a_script_module_is_refused(where, engine):
     assert modules.remove(model) is model
 
 
-@pytest.mark.parametrize("where", [3, None, Block(0), (Block, "layers.*")])
-def test_a_place_that_is_none(where):
-    """Anything else is refused, with what it can be."""
-    with pytest.raises(
-        TypeError, match=r"a class of modules, a tuple of classes, a glob"
-    ):
+BY_NAME = " For some by name: lambda name, module: name in names."
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        (3, "3."),
+        (None, "None."),
+        (Block(0), f"Block.{BY_NAME}"),
+        ((Block, "layers.*"), f"layers.*').{BY_NAME}"),
+        (["layers.0", "layers.1"], f"['layers.0', 'layers.1'].{BY_NAME}"),
+    ],
+)
+def test_a_place_that_is_none(where, found):
+    """Anything else is refused, with what it can be; a module is not printed whole."""
+    with pytest.raises(TypeError) as raised:
         modules.apply(a_model(), where)
+
+    text = str(raised.value)
+    assert "a class of modules, a tuple of classes, a glob" in text
+    assert text.endswith(found)
 
 
 @pytest.mark.parametrize(

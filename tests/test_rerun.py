@@ -678,9 +678,7 @@ def test_a_tensor_without_a_gradient_that_was_changed_since_raises(engine: str) 
     ):
         y = remat(function, engine=engine)(x)
         held.mul_(3)
-        with pytest.raises(
-            SavedTensorModifiedError, match=r"scale|factor|region"
-        ):
+        with pytest.raises(SavedTensorModifiedError, match=r"scale|factor|region"):
             y.sum().backward()
 
 

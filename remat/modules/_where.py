@@ -66,8 +66,12 @@ def _fits(parts: Sequence[str], glob: Sequence[str]) -> bool:
 
 
 def _not_a_place(where: Any) -> TypeError:
-    return TypeError(
+    modules = isinstance(where, nn.Module | list | tuple | set | frozenset)
+    found = type(where).__name__ if isinstance(where, nn.Module) else repr(where)
+    text = (
         f"modules.apply looks for a class of modules, a tuple of classes, a glob over "
         f'qualified names such as "layers.*", or a predicate (name, module) -> bool, not '
-        f"for {where!r}."
+        f"for {found}."
     )
+    hint = " For some by name: lambda name, module: name in names." if modules else ""
+    return TypeError(text + hint)

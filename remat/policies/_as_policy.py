@@ -1,8 +1,9 @@
 """What may stand where a policy is wanted, and what to say about everything else."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast, final
+from typing import Any, cast, final
 
 from remat._errors import PolicyError, explain
 from remat.policies._contract import (
@@ -57,8 +58,8 @@ def from_callable(
         The policy; `function` itself where it is such a policy already.
 
     Raises:
-        PolicyError: `function` cannot be called or hashed, or is a class or a function
-            that makes policies.
+        PolicyError: `function` cannot be called with a value or hashed, or is a class or
+            a function that makes policies.
 
     Example:
         >>> from remat import policies
@@ -152,6 +153,14 @@ def _diagnose(candidate: object) -> tuple[str, str]:
                 "It cannot be called, and a policy is a function of a value.",
                 "Pass a policy of `policies`, a function of a value, or None.",
             )
+        case _ if not _takes_one(cast("Callable[..., Any]", candidate)):
+            return (
+                "It is called with one `Value`, and nothing else.",
+                "Write it as `def policy(value)`, of `value.op`, `value.names`, "
+                "`value.shape` and so on. One of torch's, `(ctx, op, *args, **kwargs)`, "
+                "goes into `create_selective_checkpoint_contexts` of "
+                "`remat.interop.torch`.",
+            )
         case _ if not _is_hashable(candidate):
             return (
                 "It cannot be hashed, and a traced program is looked up by its policy.",
@@ -173,6 +182,19 @@ def _returned_type(candidate: object) -> object:
     except NameError:  # from Python 3.14 on, annotations are evaluated when read
         return None
     return annotations.get("return")
+
+
+def _takes_one(candidate: Callable[..., Any]) -> bool:
+    """Whether it can be called with a value alone, as far as can be told."""
+    try:
+        signature = inspect.signature(candidate)
+    except (NameError, TypeError, ValueError):  # no signature, or none before it is run
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_hashable(candidate: object) -> bool:

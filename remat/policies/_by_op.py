@@ -3,7 +3,8 @@
 All targets become globs of names, which print, compare and pickle. The number of dots
 says what a glob is matched with: `aten.mm.default` with an overload, `aten.mm` with an
 operator, and `mm` with the bare name of an operator of ATen and with the name of the
-torch function that the user called.
+torch function that the user called. An operator that torch takes apart before a trace sees
+it, such as `aten.linear`, stands for the function.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
+from remat import _compat
 from remat._errors import PolicyError, explain
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
@@ -60,6 +62,8 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
 
             - an overload, `torch.ops.aten.mm.default`, or `"aten.mm.default"`;
             - an operator with all its overloads, `torch.ops.aten.mm` or `"aten.mm"`;
+              one that is made of others, such as `torch.ops.aten.linear`, means the
+              function of that name;
             - a torch function, `torch.sin` or `torch.nn.functional.linear`, or its name
               `"sin"`: what the operator `aten.sin` makes, and all that is made while
               the user's call of that function runs;
@@ -103,9 +107,9 @@ def _as_glob(target: object) -> str:
         case str():
             if not _is_known(target):
                 raise _unknown(target, "torch knows no operator or function named so.")
-            return target
+            return bare_name(target) if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
-            return str(target)
+            return _as_glob(str(target))
         case _ if _is_of_torch(target) and _is_function(function_name(target)):
             return function_name(target)
         case _:
@@ -123,6 +127,17 @@ def _is_known(name: str) -> bool:
         case [namespace, packet, overload]:
             operator = getattr(getattr(torch.ops, namespace, None), packet, None)
             return hasattr(operator, overload)
+        case _:
+            return False
+
+
+def _is_taken_apart(name: str) -> bool:
+    """Whether this names an operator of ATen that no trace shows: others are its parts."""
+    match name.split("."):
+        case ["aten", packet, *overload]:
+            operator = getattr(torch.ops.aten, packet, None)
+            found: Any = getattr(operator, overload[0] if overload else "default", None)
+            return found is not None and _compat.is_composite(found)
         case _:
             return False
 

@@ -26,6 +26,7 @@ from remat import (
     modules,
 )
 from remat.interop.torch import (
+    CheckpointImpl,
     CheckpointPolicy,
     apply_activation_checkpointing,
     checkpoint,
@@ -975,10 +976,13 @@ def test_apply_activation_checkpointing_with_a_function_of_ones_own():
 def test_checkpoint_wrapper():
     """The module itself comes back; `modules.remove` takes the region out."""
     module = nn.Linear(2, 2)
-    impl = peer_wrapper.CheckpointImpl.NO_REENTRANT
-    assert checkpoint_wrapper(module, checkpoint_impl=impl, engine="rerun") is module
+    for impl in (*CheckpointImpl, *peer_wrapper.CheckpointImpl):
+        found = checkpoint_wrapper(module, checkpoint_impl=impl, engine="rerun")
+        assert found is module
     modules.remove(module)
     assert "forward" not in vars(module)
+    ours, theirs = CheckpointImpl.__members__, peer_wrapper.CheckpointImpl.__members__
+    assert [*ours] == [*theirs]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,53 @@ def test_a_wrong_option_is_an_error(options: dict[str, Any]) -> None:
     assert any(name.rstrip("s") in str(error.value) for name in options)
 
 
+UNKNOWN: dict[str, tuple[object, str]] = {
+    "prevent_cse": (False, "Leave it out."),
+    "concrete": (True, 'a function that branches on values takes engine="rerun".'),
+    "use_reentrant": (False, "Leave it out."),
+    "preserve_rng_state": (True, 'Pass rng="preserve", the default of modules'),
+    "context_fn": (None, "Pass policy=policies.by_op(...)"),
+    "determinism_check": ("none", "verify=True looks for kernels"),
+    "debug": (True, "region.programs(*args) shows what runs."),
+    "early_stop": (True, "Leave it out."),
+    "fun": (torch.sin, "Write remat(fun, ...)."),
+    "polcy": (None, "Write `policy`."),
+    "zzz": (None, "static_argnums, static_argnames, verify. Use one of these."),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_option_of_others_says_what_to_write(name: str) -> None:
+    """What users of jax.checkpoint and of torch's checkpoint bring with them."""
+    value, do = UNKNOWN[name]
+    makers: list[Any] = [
+        remat,
+        lambda **options: modules.apply(nn.Tanh(), "", **options),
+    ]
+
+    for make in makers:
+        with pytest.raises(TypeError) as raised:
+            make(**{name: value})
+        text = str(raised.value)
+        assert text.startswith(f"remat({name}=...): is no option of remat. ")
+        assert do in text
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("target", [torch.ops.aten.linear.default, "aten.linear"])
+def test_an_operator_that_is_made_of_others_can_be_saved(target: Any) -> None:
+    """A trace never shows it, so that a policy of it would save nothing."""
+    weight = leaf(3, 4)
+    region = remat(
+        lambda x: nn.functional.linear(x.sin(), weight).sin().cos(),
+        policy=policies.by_op(target),
+    )
+
+    saved = [each.op for each in region.saved_residuals(leaf(2, 4)) if not each.path]
+    assert saved == ["aten.mm"]
+
+
 def square(x: Tensor) -> Tensor:
     """Nothing in it has a name."""
     return (x.sin() * x.sin()).sum()

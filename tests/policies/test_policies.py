@@ -138,6 +138,8 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (by_op(torch.sin, functional.gelu), {"sin", "gelu"}),
     (by_op(torch.mm), {"mm", "named mm"}),
     (by_op(functional.linear), {"named mm", "linear"}),
+    (by_op(ATEN.linear.default, "sin"), {"named mm", "linear", "sin"}),
+    (by_op("aten.matmul", "sin"), {"mm", "bmm", "sin"}),
     (by_op(torch.matmul, torch.Tensor.dot), {"mm", "bmm", "dot"}),
     (by_op(torch.Tensor.__matmul__), {"mm", "bmm"}),
     (by_op(torch.Tensor.sin_), {"sin"}),
@@ -633,7 +635,20 @@ def without_hash() -> Any:
 
 
 SAVEABLE = "Pass `policies.everything_saveable` or `policies.nothing_saveable`, or a "
+
+
+def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
 NOT_POLICIES: dict[str, tuple[Any, str]] = {
+    "torch's": (
+        by_torch,
+        f"got {by_torch!r}. It is called with one `Value`, and nothing else. Write it as "
+        "`def policy(value)`, of `value.op`, `value.names`, `value.shape` and so on. One "
+        "of torch's, `(ctx, op, *args, **kwargs)`, goes into "
+        "`create_selective_checkpoint_contexts` of `remat.interop.torch`.",
+    ),
     "text": (
         "attn",
         "got 'attn'. A text is no policy. Pass `policies.save_only_these_names('attn')` "

@@ -27,6 +27,7 @@ from remat.interop.torch._selective import (
     create_selective_checkpoint_contexts,
 )
 from remat.interop.torch._wrapper import (
+    CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
@@ -34,6 +35,7 @@ from remat.interop.torch._wrapper import (
 __all__ = [
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointImpl",
     "CheckpointPolicy",
     "DefaultDeviceType",
     "GraphExecGroup",

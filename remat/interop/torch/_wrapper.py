@@ -6,6 +6,7 @@ module keeps its place, its class and its names (`remat.modules`).
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,6 +16,20 @@ from torch import nn
 from remat._errors import explain
 from remat.interop.torch._checkpoint import Options, policy_of
 from remat.modules import apply
+
+
+class CheckpointImpl(enum.Enum):
+    """Which of torch's two variants is asked for; here both are one.
+
+    Example:
+        >>> from torch import nn
+        >>> from remat.interop.torch import CheckpointImpl, checkpoint_wrapper
+        >>> checkpoint_wrapper(nn.Tanh(), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        Tanh()
+    """
+
+    REENTRANT = enum.auto()
+    NO_REENTRANT = enum.auto()
 
 
 def checkpoint_wrapper(
@@ -27,7 +42,7 @@ def checkpoint_wrapper(
 
     Args:
         module: the module.
-        checkpoint_impl: torch's `CheckpointImpl`; both of its members are one here.
+        checkpoint_impl: a `CheckpointImpl`, ours or torch's; both of its members are one.
         checkpoint_fn: None; torch would call another checkpoint function.
         **checkpoint_fn_kwargs: options of `checkpoint`.
 
