@@ -42,10 +42,22 @@ def advise(
         *_uncompiled(region, roots),
     ]
     for topic, what, why, do in found:
-        key = (function, policy, topic)
-        if key not in _said:
-            _said.add(key)
-            warn(where=where, what=what, why=why, do=do)
+        advise_once((function, policy, topic), where=where, what=what, why=why, do=do)
+
+
+def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
+    """Warns, unless it has done so for an equal key.
+
+    Args:
+        key: what stands for the function, its policy, and the matter.
+        where: the function's name and line.
+        what: what has no effect.
+        why: the reason.
+        do: what to do.
+    """
+    if key not in _said:
+        _said.add(key)
+        warn(where=where, what=what, why=why, do=do)
 
 
 _Advice = Iterator[tuple[Hashable, str, str, str]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from remat import _compat
 from remat._errors import MutationError, RematWarning, TraceError, explain
 
+_TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _LIBRARIES = (
     torch.__path__[0],
     __file__.rpartition("/")[0] + "/",
@@ -79,13 +81,36 @@ def untraceable(error: Exception) -> TraceError:
     )
 
 
+def checkpointed_by_torch(error: Exception) -> TraceError | None:
+    """What is raised where torch's own checkpoint failed inside of a trace; else None."""
+    if not any(name == _TORCHS_CHECKPOINT for name, _ in _frames(error)):
+        return None
+    return TraceError(
+        explain(
+            where=line_of(error) or "the function",
+            what="the function calls torch.utils.checkpoint, which cannot be traced here.",
+            why="Its backward runs the Python function again, on the tensors themselves "
+            "and not on those of the trace.",
+            do="Leave it out (for a model of transformers, "
+            "model.gradient_checkpointing_disable()): the region recomputes as it is; or "
+            "import checkpoint from remat.interop.torch, for a region in the region.",
+        )
+    )
+
+
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside of torch and of this package that raised."""
-    lines: list[str] = []
+    lines = [
+        f"{filename.rpartition('/')[2]}:{line}"
+        for filename, line in _frames(error)
+        if not filename.startswith(_LIBRARIES)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _frames(error: Exception) -> Iterator[tuple[str, int]]:
+    """The files and lines that an error came through, the outermost first."""
     step = error.__traceback__
     while step is not None:
-        filename = step.tb_frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES):
-            lines.append(f"{filename.rpartition('/')[2]}:{step.tb_lineno}")
+        yield step.tb_frame.f_code.co_filename, step.tb_lineno
         step = step.tb_next
-    return lines[-1] if lines else ""

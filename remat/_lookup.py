@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from remat import _captures, _compat
-from remat._advice import advise
+from remat._advice import advise, advise_once
 from remat._cache import Cache
 from remat._dynamic import CANNOT_OPEN
 from remat._entry import Entry, Options, make_entry, make_open_entry
@@ -237,7 +237,8 @@ class Lookup:
         names = [*entry.labels, *itertools.chain(*missed.aliases.values())]
         for path, _ in self.settings.inputs.each:
             if not any(fnmatch.fnmatchcase(name, path) for name in names):
-                warn(
+                advise_once(
+                    (_captures.code_key(self.fun), "input", path),
                     where=self.where,
                     what=f'has no input "{path}", which saved_inputs speaks of.',
                     why=f"Its inputs are {', '.join(entry.labels)}.",

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from remat import TraceError, checkpoint_name, policies, remat
+from remat.interop.torch import checkpoint as ours
 from tests.support import assert_bitwise, assert_close, backward_operators, run, seeded
 
 pytestmark = pytest.mark.contract
@@ -158,6 +160,22 @@ def test_a_kernel_without_an_operator():
 
     found = run(remat(function, engine="rerun"), x)
     assert_bitwise(found, run(function, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torchs_own_checkpoint_inside_says_what_to_do(use_reentrant: bool) -> None:
+    """It would run again on real parameters, which no trace can take."""
+    linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def around(kind: Any) -> Any:
+        return remat(lambda x: kind(linear, x, use_reentrant=use_reentrant).sin())
+
+    with pytest.raises(TraceError, match=r"calls torch\.utils\.checkpoint") as raised:
+        around(checkpoint)(x)
+    assert "import checkpoint from remat.interop.torch" in str(raised.value)
+
+    found = run(around(ours), [x])
+    assert_bitwise(found, run(lambda x: linear(x).sin(), [x]))
 
 
 # --- attention of torch -----------------------------------------------------------------

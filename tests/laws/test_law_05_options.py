@@ -180,6 +180,16 @@ def test_an_operator_that_is_made_of_others_can_be_saved(target: Any) -> None:
     assert saved == ["aten.mm"]
 
 
+@pytest.mark.contract
+def test_a_path_that_no_input_has_warns_once_for_equal_layers() -> None:
+    """Also where the first layer, whose input wants no gradient, has a trace of its own."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in "abc"))
+    modules.apply(model, "*", saved_inputs={"hidden_states": storage.Keep()})
+
+    (text,) = warned(lambda: model(seeded(2, 4).float()))
+    assert 'has no input "hidden_states", which saved_inputs speaks of.' in text
+
+
 def square(x: Tensor) -> Tensor:
     """Nothing in it has a name."""
     return (x.sin() * x.sin()).sum()
