@@ -114,7 +114,7 @@ class Region(Generic[_P, _R]):
             return self._plain(roots, args, kwargs)
         entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
         if _compat.is_in_compiler():
-            _in_graph.require_recordable(entry, roots)
+            _in_graph.require_recordable(entry, roots, self._where)
         tensors = [*signature.tensors, *captured]
         if is_running():
             tensors = list(map(lift, tensors))
@@ -184,7 +184,9 @@ class Region(Generic[_P, _R]):
         number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
         key = f"{self._where}, kind {number}"
         around = functools.partial(_around_graph, settings, self._where)
-        _in_graph.register(key, around, _why_apart(settings, self._where))
+        _in_graph.register(
+            key, self._where, around, _why_apart(settings, self._where)
+        )
         return key
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
@@ -259,13 +261,13 @@ class Region(Generic[_P, _R]):
         """Pickles a decorated function by its name, another region by its parts."""
         if _by_name(self) is self:
             return self._fun.__qualname__
-        return Region, (self._fun, self.settings)
+        return type(self), (self._fun, self.settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region[_P, _R]:
         """Copies what is wrapped; options are values, and may hold a device mesh."""
         if _by_name(self) is self:
             return self
-        return Region(copy.deepcopy(self._fun, memo), self.settings)
+        return type(self)(copy.deepcopy(self._fun, memo), self.settings)
 
     def __repr__(self) -> str:
         """The function and its policy."""
@@ -275,6 +277,19 @@ class Region(Generic[_P, _R]):
 # Not by decorators, which would take from type checkers that a region is a method.
 for _name in ("__call__", "__get__"):
     _compat.unseen_by_dynamo(vars(Region)[_name])
+
+
+@final
+class MethodRegion(Region[_P, _R]):
+    """A region around a method of one module, such as its `forward`.
+
+    `torch.compile(module)` passes over the frames of torch's own that call `forward`, and
+    begins a graph at the first one below: this one, where a region stands in its place.
+    """
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Calls the method; its backward will recompute."""
+        return super().__call__(*args, **kwargs)
 
 
 # A number for all regions with the same options around modules of the same classes.
@@ -604,4 +619,5 @@ def _decorate(fun: Any, settings: Settings) -> Any:
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
         return RematModule(fun, settings)
-    return Region(fun, settings)
+    kind = MethodRegion if is_of_module(fun) else Region
+    return kind(fun, settings)

@@ -1889,6 +1889,23 @@ def end_graph(why: str) -> None:
     _torch._dynamo.graph_break(msg=why)
 
 
+def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has Dynamo call a function as it traces, and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` does so, and imports Dynamo at once.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def compilation() -> object:
+    """What stands for one frame's way through Dynamo, with all its attempts, if any is on.
+
+    Obsolete when a backend may end the graph at a node.
+    """
+    return torch._guards.CompileContext.try_get()
+
+
 def take_floats_for_constants() -> None:
     """Has Dynamo take each float that it meets from here on for a constant, and guard it.
 
@@ -1928,17 +1945,28 @@ _SYMBOLS: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
 )
 
 
-def without_symbols(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph of Dynamo's with the numbers for which its symbols stand."""
-    graph, env = fx.Graph(), dict[fx.Node, Any]()
-    for node in module.graph.nodes:
-        found = node.meta.get("example_value")
-        is_symbol = isinstance(found, tuple(symbolic for symbolic, _ in _SYMBOLS))
-        if node.op == "placeholder" or not is_symbol:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        if is_symbol:
-            env[node] = number(found)
-    return fx.GraphModule(module, graph)
+def why_open(symbol: Any) -> str:
+    """What a symbol of torch.compile depends on that has to stay open, if on anything.
+
+    A size that the user has marked by `torch._dynamo.mark_dynamic`, where torch raises once
+    a guard settles it; or a number that no example tells. Obsolete when a `SymInt` can be
+    asked for its constraint.
+    """
+    if not isinstance(symbol, tuple(symbolic for symbolic, _ in _SYMBOLS)):
+        return ""
+    node = _node(symbol)
+    if not node.has_hint():
+        return f"{symbol}, a number that only values tell"
+    for tracked in node.shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
+        for dim, constraint in enumerate(constraints):
+            is_asked = constraint is not None and not constraint.warn_only
+            size: Any = tracked.fake.shape[dim] if is_asked else None
+            if is_asked and not node.expr.free_symbols.isdisjoint(
+                _expression(size).free_symbols
+            ):
+                return f"dimension {dim} of {tracked.source.name}, marked as dynamic"
+    return ""
 
 
 # Where the level is among the arguments, of what names one in a graph of Dynamo's.

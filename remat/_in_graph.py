@@ -7,7 +7,9 @@ half, AOTAutograd, makes that call when it records forward and backward; the reg
 then one around Dynamo's graph, is traced and cut as ever, and its programs are recorded,
 under plain autograd and inside torch.func transforms alike.
 
-A region that cannot be recorded so stays apart: a graph ends in front of it.
+A region that cannot be recorded so stays apart: a graph ends in front of it. Some kinds
+never can. Of the others it comes out as their call is recorded: Dynamo then traces the frame
+again, and knows.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class _Kind:
     """Regions that are handled alike.
 
     Attributes:
+        where: what messages call them.
         around: makes one around a function.
         known: those around Dynamo's graphs.
     """
 
+    where: str
     around: _Around
     known: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = (
         dataclasses.field(
@@ -52,30 +56,39 @@ class _Kind:
 
 # By a text, which Dynamo guards by its value: equal layers share a graph.
 _kinds: dict[str, _Kind] = {}
-# Why the kinds that stay apart do.
+# Why the kinds that always stay apart do.
 _apart: dict[str, str] = {}
+# Why others do in the frame that is being compiled, by name.
+_apart_here: weakref.WeakKeyDictionary[object, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _NotRecordable(RematError):
     """A region that cannot be part of a graph, though it runs outside of one."""
 
 
-def register(key: str, around: _Around, why_apart: str) -> None:
+def register(key: str, where: str, around: _Around, why_apart: str) -> None:
     """Makes a kind of region known.
 
     Args:
         key: what tells it from others.
+        where: what messages call it.
         around: makes such a region around a function.
         why_apart: why it cannot be in a graph, if it never can; else empty.
     """
-    _kinds.setdefault(key, _Kind(around))
+    _kinds.setdefault(key, _Kind(where, around))
     if why_apart:
-        stay_apart(key, why_apart)
+        _apart[key] = why_apart
 
 
-def stay_apart(key: str, why: str) -> None:
-    """Has regions of a kind end the graph in front of them, from now on."""
-    _apart[key] = why
+def _why_apart(key: str, name: str) -> str:
+    """Why a region ends the graph in front of it, if it does; else empty."""
+    here: Any = _apart_here.get(_compat.compilation(), {})
+    return _apart.get(key) or here.get(name, "")
+
+
+_compat.constant_for_dynamo(_why_apart)
 
 
 def call(
@@ -95,45 +108,72 @@ def call(
         part: tells apart those of its kind that may stay apart by themselves.
     """
     name = key + part
-    if name in _apart:
-        _compat.end_graph(f"{_apart[name]}")
+    why = _why_apart(key, name)
+    if why:
+        _compat.end_graph(why)
     _compat.take_floats_for_constants()
     recorded = functools.partial(_recorded, key, name)
     return _compat.call_unseen(recorded, function, *args, **kwargs)
 
 
 def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]:
-    """The region around a graph of Dynamo's, for AOTAutograd to record."""
+    """The region around a graph of Dynamo's, for AOTAutograd to record.
+
+    A backend without AOTAutograd calls it as it runs.
+    """
     kind = _kinds[key]
     region = kind.known.get(module)
     if region is None:
-        settled = _compat.without_symbols(module)
         region = kind.known[module] = kind.around(
-            lambda *args: _compat.at_current_level(settled)(*args)
+            lambda *args: _compat.at_current_level(module)(*args)
         )
 
     def run(*args: Any) -> Any:
+        compilation = _compat.compilation()
         try:
             with _compat.dual_level_told():
-                return region(*map(_settled, args))
+                return region(*[_settled(kind.where, arg) for arg in args])
         except RematError as error:
-            stay_apart(name, str(error))
+            if compilation is None:
+                raise
+            _apart_here.setdefault(compilation, {})[name] = str(error)
             raise _compat.trace_again() from error
 
     return run
 
 
-def _settled(argument: Any) -> Any:
+def _settled(where: str, argument: Any) -> Any:
     """The argument with sizes that are numbers: the graph then holds for these alone."""
     if not isinstance(argument, Tensor):
-        return _compat.number(argument)
+        return _number(where, argument)
     if any(isinstance(size, torch.SymInt) for size in argument.shape):
-        return argument.expand([int(size) for size in argument.shape])
+        return argument.expand([_number(where, size) for size in argument.shape])
     return argument
 
 
-def require_recordable(entry: Entry, roots: Roots) -> None:
+def _number(where: str, symbol: Any) -> Any:
+    why = _compat.why_open(symbol)
+    if why:
+        raise _NotRecordable(
+            explain(
+                where=where,
+                what=f"is called under torch.compile, and depends on {why}.",
+                why="A graph with a region holds for the sizes that it met; others "
+                "compile another one.",
+                do="Leave such a mark out, or take torch._dynamo.maybe_mark_dynamic; or "
+                "compile without fullgraph=True: the region then runs between two graphs.",
+            )
+        )
+    return _compat.number(symbol)
+
+
+def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
     """Refuses a trace whose region does at run time what a graph cannot hold.
+
+    Args:
+        entry: the trace.
+        roots: of the call.
+        where: what messages call the region.
 
     Raises:
         RematError: it draws from a tracker, or something waits in a storage.
@@ -141,19 +181,22 @@ def require_recordable(entry: Entry, roots: Roots) -> None:
     if entry.streams:
         raise _NotRecordable(
             explain(
-                where="a region under torch.compile",
-                what=f"draws from the tracker's state {min(entry.streams)!r}.",
+                where=where,
+                what="is called under torch.compile, and draws from the tracker's state "
+                f"{min(entry.streams)!r}.",
                 why="A compiled graph takes numbers from torch's own generators alone.",
                 do="Draw by keys (remat.random), or compile without fullgraph=True: "
                 "the region then runs between two graphs.",
             )
         )
     storages = [*entry.region.inputs.values(), *entry.region.storages(roots)]
-    if any(type(each) is not Keep for each in storages):
+    others = [each for each in storages if type(each) is not Keep]
+    if others:
         raise _NotRecordable(
             explain(
-                where="a region under torch.compile",
-                what=f"has something wait in {storages[0]!r}.",
+                where=where,
+                what="is called under torch.compile, and has something wait in "
+                f"{others[0]!r}.",
                 why="A compiled graph has no place for what a storage does in between.",
                 do="Compile without fullgraph=True: the region then runs between two "
                 "graphs.",
