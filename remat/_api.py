@@ -184,9 +184,7 @@ class Region(Generic[_P, _R]):
         number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
         key = f"{self._where}, kind {number}"
         around = functools.partial(_around_graph, settings, self._where)
-        _in_graph.register(
-            key, self._where, around, _why_apart(settings, self._where)
-        )
+        _in_graph.register(key, self._where, around, _why_apart(settings, self._where))
         return key
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:

@@ -34,6 +34,7 @@ from remat._errors import (
 from remat._forward import Calls
 from remat._function import Function, Roots
 from remat._graph import TensorMeta, label, layout_of
+from remat._holding import kept
 from remat._leaks import (
     require_no_effects,
     require_nothing_left,
@@ -206,7 +207,7 @@ class Entry:
         given = list(tensors)
         for index in self.written:
             # The backward must find what the forward found.
-            given[index] = given[index].clone()
+            given[index] = kept(given[index])
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
             _compat.write_back(tensors[index], new, unseen=index in self.unseen)

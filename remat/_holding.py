@@ -50,6 +50,17 @@ def _hold(value: Tensor, until: Tensor) -> Tensor:
 _compat.library().impl("hold", _hold, "CompositeExplicitAutograd")
 _compat.register_fake("hold", _hold)
 HOLD = torch.ops.remat.hold.default
+_compat.register_vmap(
+    "hold", lambda info, dims, value, until: (HOLD(value, until), dims[0])
+)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A copy of what is about to be written, for a backward in the same graph to read.
+
+    A compiler would make a `clone` again in the backward, from what was written by then.
+    """
+    return HOLD(tensor, tensor) if _compat.is_in_compiler() else tensor.clone()
 
 
 def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:

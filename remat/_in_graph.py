@@ -27,6 +27,7 @@ from remat import _compat
 from remat._entry import Entry
 from remat._errors import RematError, explain
 from remat._function import Roots
+from remat._lines import with_lines
 from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -125,7 +126,7 @@ def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]
     region = kind.known.get(module)
     if region is None:
         region = kind.known[module] = kind.around(
-            lambda *args: _compat.at_current_level(module)(*args)
+            lambda *args: with_lines(_compat.at_current_level(module))(*args)
         )
 
     def run(*args: Any) -> Any:

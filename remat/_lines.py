@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import fx
 
 from remat import _compat
 from remat._errors import MutationError, RematWarning, TraceError, explain
@@ -21,12 +25,47 @@ _LIBRARIES = (
 )
 
 
+# The line behind the step of a graph that is running.
+_of_step: ContextVar[str] = ContextVar("_of_step", default="")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
 def user_line() -> str:
     """The innermost "file.py:line" outside of torch and of this package."""
+    if _of_step.get():
+        return _of_step.get()
     frame, _ = _user_frame()
     if frame is None:
         return ""
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return _shown(frame.f_code.co_filename, frame.f_lineno)
+
+
+def with_lines(module: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a graph of Dynamo's, and knows the user's lines, of which no frame is left."""
+    return _WithLines(module).run
+
+
+class _WithLines(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # or it would write into the text of errors
+
+    def run_node(self, n: fx.Node) -> Any:
+        frames: list[tuple[str, str]] = _FRAME.findall(n.stack_trace or "")
+        lines = [_shown(*frame) for frame in frames if _is_users(frame[0])]
+        token = _of_step.set(lines[-1] if lines else "")
+        try:
+            return super().run_node(n)
+        finally:
+            _of_step.reset(token)
+
+
+def _shown(filename: str, line: int | str) -> str:
+    return f"{filename.rpartition('/')[2]}:{line}"
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(_LIBRARIES) and "/einops/" not in filename
 
 
 def warn(
@@ -47,8 +86,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
     """The innermost frame of the user's, and how many calls it is above who asks."""
     frame, num_calls = _compat.caller(1), 0
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES) and "/einops/" not in filename:
+        if _is_users(frame.f_code.co_filename):
             break
         frame, num_calls = frame.f_back, num_calls + 1
     return frame, num_calls
@@ -101,7 +139,7 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside of torch and of this package that raised."""
     lines = [
-        f"{filename.rpartition('/')[2]}:{line}"
+        _shown(filename, line)
         for filename, line in _frames(error)
         if not filename.startswith(_LIBRARIES)
     ]

@@ -13,7 +13,9 @@ from remat._departures import departing
 
 
 class _Switch(threading.local):
-    depth = 0
+    def __init__(self) -> None:
+        # Of each thread's own, where Dynamo sees it change.
+        self.depth = 0
 
 
 _switch = _Switch()

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from remat import MutationError, modules, remat
+from remat import (
+    MutationError,
+    disabled,
+    modules,
+    random,
+    remat,
+)
 from tests.support import assert_bitwise, seeded
 
 pytestmark = [
@@ -187,6 +193,88 @@ def test_a_mark_on_what_no_region_reads_stays() -> None:
         assert_bitwise(run(x), fun(x))
 
     assert counter.frame_count == 1
+
+
+class Counting(nn.Module):
+    """A module whose output reads a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        return x.sin() * self.mean
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backward_finds_a_buffer_as_it_was(backend: str) -> None:
+    """It is written once, and the recomputation starts from before."""
+    torch._dynamo.reset()
+    module, plain = remat(Counting()), Counting()
+    run: Any = torch.compile(module, backend=backend, fullgraph=True)
+    x = seeded(3, 4).requires_grad_()
+
+    for _ in range(2):
+        found, expected = (
+            torch.autograd.grad(each(x).sum(), x) for each in (run, plain)
+        )
+        assert_bitwise([*found, module.mean], [*expected, plain.mean])
+
+
+def test_disabled_is_seen_by_a_graph() -> None:
+    """The plain function saves what the region would recompute, also where it came first."""
+    weight = seeded(4, 4).requires_grad_()
+    region = remat(lambda x: (torch.tanh(x @ weight) @ weight).exp() @ weight)
+    x = seeded(64, 4)
+
+    def num_saved() -> int:
+        return len(run(x).grad_fn.saved_tensors)
+
+    for is_first in (True, False):
+        torch._dynamo.reset()
+        run: Any = torch.compile(region, backend="aot_eager", fullgraph=True)
+        recomputing = [num_saved()] if is_first else []
+        with disabled():
+            plain = num_saved()
+        recomputing.append(num_saved())
+        assert {each < plain for each in recomputing} == {True}
+
+
+@pytest.mark.parametrize("seed", [0, 3, -1, 1 << 63])
+def test_keys_made_in_a_graph(seed: int) -> None:
+    """To the bit."""
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: (random.key(seed), x), backend="aot_eager", fullgraph=True
+    )
+
+    assert torch.equal(run(seeded(1))[0], random.key(seed))
+
+
+def test_inductor_takes_keys_made_in_a_graph() -> None:
+    """It has no constants of a key's dtype."""
+    torch._dynamo.reset()
+    run: Any = torch.compile(lambda x: random.key(-1) if x.dim() else x, fullgraph=True)
+
+    assert torch.equal(run(seeded(1)), random.key(-1))
+
+
+def test_a_policy_sees_the_lines_of_the_user() -> None:
+    """A graph has them where no frame does: a policy may decide by them."""
+    torch._dynamo.reset()
+    sources: list[str] = []
+
+    def by_line(value: Any) -> bool:
+        sources.append(value.source)
+        return False
+
+    region, x = remat(sized.__wrapped__, policy=by_line), seeded(4, 4).requires_grad_()
+    region(x)
+    outside, sources[:] = sources[:], []
+    torch.compile(region, backend="aot_eager", fullgraph=True)(x)
+
+    assert set(sources) == set(outside)
 
 
 def scaled(x: Tensor, by: str) -> Tensor:

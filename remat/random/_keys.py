@@ -44,6 +44,10 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
             "on data, write random.fold_in(random.key(0), number)."
         )
     number = _checked("random.key(seed)", operator.index(seed))
+    if torch.compiler.is_dynamo_compiling():
+        # Inductor writes no constants of this dtype.
+        signed = number % _END - (_END if number % _END >= -_LEAST else 0)
+        return torch.tensor([signed, 0], device=device).view(torch.uint64)
     return torch.tensor([number % _END, 0], dtype=torch.uint64, device=device)
 
 
