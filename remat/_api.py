@@ -617,5 +617,6 @@ def _decorate(fun: Any, settings: Settings) -> Any:
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
         return RematModule(fun, settings)
-    kind = MethodRegion if is_of_module(fun) else Region
-    return kind(fun, settings)
+    if is_of_module(fun):
+        return MethodRegion(fun, settings)
+    return Region(fun, settings)

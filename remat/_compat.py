@@ -1903,7 +1903,7 @@ def compilation() -> object:
 
     Obsolete when a backend may end the graph at a node.
     """
-    return torch._guards.CompileContext.try_get()
+    return _torch._guards.CompileContext.try_get()
 
 
 def take_floats_for_constants() -> None:

@@ -50,9 +50,15 @@ def _hold(value: Tensor, until: Tensor) -> Tensor:
 _compat.library().impl("hold", _hold, "CompositeExplicitAutograd")
 _compat.register_fake("hold", _hold)
 HOLD = torch.ops.remat.hold.default
-_compat.register_vmap(
-    "hold", lambda info, dims, value, until: (HOLD(value, until), dims[0])
-)
+
+
+def _mapped(
+    _: object, dims: tuple[int | None, ...], value: Tensor, until: Tensor
+) -> tuple[Tensor, int | None]:
+    return HOLD(value, until), dims[0]
+
+
+_compat.register_vmap("hold", _mapped)
 
 
 def kept(tensor: Tensor) -> Tensor:

@@ -39,8 +39,12 @@ class Block(nn.Module):
         return self.linear(x).tanh().sin()
 
 
-class Decorated(Block):
+class Decorated(nn.Module):
     """One whose forward is a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
 
     @remat
     def forward(self, x: Tensor) -> Tensor:
@@ -198,6 +202,8 @@ def test_a_mark_on_what_no_region_reads_stays() -> None:
 class Counting(nn.Module):
     """A module whose output reads a buffer that it changes."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
@@ -211,7 +217,8 @@ class Counting(nn.Module):
 def test_a_backward_finds_a_buffer_as_it_was(backend: str) -> None:
     """It is written once, and the recomputation starts from before."""
     torch._dynamo.reset()
-    module, plain = remat(Counting()), Counting()
+    module: Any = remat(Counting())
+    plain = Counting()
     run: Any = torch.compile(module, backend=backend, fullgraph=True)
     x = seeded(3, 4).requires_grad_()
 
@@ -241,7 +248,7 @@ def test_disabled_is_seen_by_a_graph() -> None:
         assert {each < plain for each in recomputing} == {True}
 
 
-@pytest.mark.parametrize("seed", [0, 3, -1, 1 << 63])
+@pytest.mark.parametrize("seed", [3, -1, 1 << 63])
 def test_keys_made_in_a_graph(seed: int) -> None:
     """To the bit."""
     torch._dynamo.reset()
