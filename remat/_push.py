@@ -1,12 +1,13 @@
-"""The forward of a region that is pushed forward: values and tangents in one program."""
+"""Forward mode of a region: what moves, and values and tangents in one program."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, final
 
 from remat._forward import Forward
-from remat._graph import Graph, Ref
+from remat._graph import Graph, Ref, TensorMeta
 from remat._merge import merge
 from remat._trace import View
 
@@ -56,6 +57,27 @@ class Tangents:
             return dataclasses.replace(view, operand=view.operand - self.num_states)
 
         return tuple(map(shifted, self.views))
+
+
+def moved_outputs(forward: Forward) -> tuple[int, ...]:
+    """Which outputs of a region with this forward have tangents."""
+    graph = forward.program.graph
+    outputs = graph.outputs[: forward.shape[0]]
+    metas = [graph.values[ref.index].meta for ref in outputs if ref]
+    found = [meta for meta in metas if isinstance(meta, TensorMeta)]
+    return tuple(place for place, meta in enumerate(found) if meta.is_differentiable)
+
+
+def tangent_metas(
+    operands: Sequence[TensorMeta], has_tangent: Sequence[bool]
+) -> list[TensorMeta]:
+    """The metadata of the operands' tangents."""
+    pairs = zip(operands, has_tangent, strict=True)
+    return [
+        dataclasses.replace(meta, requires_grad=meta.is_differentiable)
+        for meta, has in pairs
+        if has
+    ]
 
 
 def push(

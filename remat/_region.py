@@ -18,7 +18,7 @@ Everything is traced when it is first needed and kept; `_bind` decides what is n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
@@ -32,53 +32,44 @@ from remat._derived import (
     pushforward,
     with_pushforward,
 )
-from remat._errors import RecomputationError, TraceError, explain
 from remat._following import links_for
-from remat._forward import Calls, Forward, map_program
+from remat._forward import Calls, Forward
 from remat._function import Function, Roots
-from remat._graph import Graph, Ref, TensorMeta, is_open, named
+from remat._given import (
+    Given,
+    Kept,
+    are_outputs,
+    backward_given,
+    found_again,
+    mapped_given,
+    mapped_in_parts,
+    placements_of,
+    require_parts,
+    state_metas,
+)
+from remat._graph import Ref, TensorMeta, is_open, named
 from remat._numerics import Numerics
 from remat._partition import (
     Analysis,
     Cut,
     Save,
     analyze,
-    backward_graph,
     cut,
     decide_of_operands,
     forward_graph,
     permitted_members,
-    unique_outputs,
 )
 from remat._planning import decisions as decisions_of
 from remat._program import Program
-from remat._push import Tangents, push
+from remat._push import Tangents, moved_outputs, push, tangent_metas
 from remat._redraws import Links, linked
 from remat._straight import Straight
 from remat._trace import Joint, Request, View, with_states
-from remat._verification import Verification, verification
 from remat.policies import AbstractPolicy, WholeProgram, nothing_saveable
 from remat.policies._planned import Planned, for_derived
 from remat.storage import AbstractStorage, Keep
 
 _FORWARDS = ("forward", "forward that saves")
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """A forward that an outer region's program made, and what it returns.
-
-    Attributes:
-        forward: the program.
-        views: how each returned tensor is made from outputs and operands.
-        origins: a program that makes the tensors that the forward reads before the operands
-            of those that it reads after them; None if that is not known.
-    """
-
-    forward: Forward
-    views: tuple[View, ...]
-    origins: Graph | None = None
 
 
 @final
@@ -274,15 +265,8 @@ class Region:
             untracked=untracked,
             storages=self.storages(roots) if save else (),
             calls=self.calls.saved,
-            placements=self._placements(joint),
+            placements=placements_of(joint, self.operands),
         )
-
-    def _placements(self, joint: Joint) -> tuple[Any, ...] | None:
-        """How outputs and mutations are spread; None where nothing is a DTensor."""
-        written = [self.operands[operand] for operand, _ in joint.mutations]
-        found = (*joint.placements, *(meta.placement for meta in written))
-        each = (*found, *(meta.placement for meta in self.operands))
-        return None if all(placement is None for placement in each) else found
 
     def is_spread(self, roots: Roots) -> bool:
         """Whether some operand or output is a DTensor that is not taken as a whole."""
@@ -291,14 +275,7 @@ class Region:
     def _spread(self, roots: Roots) -> tuple[Any, ...] | None:
         if self.given is not None:
             return self.given.forward.placements
-        return self._placements(self._light(roots))
-
-    def _require_parts(self, roots: Roots, asked: Asked) -> None:
-        """Refuses the whole cotangent of a DTensor, of which no part is known."""
-        placements = self._spread(roots) or ()
-        for layout, placement in zip(asked.layouts, placements, strict=False):
-            if layout is not None and placement is not None and len(layout) == 5:
-                raise _mapped_in_parts()
+        return placements_of(self._light(roots), self.operands)
 
     def storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
         """How each saved value waits; empty if all are kept as they are."""
@@ -329,7 +306,7 @@ class Region:
         found = self._made.get("views", ...)
         if found is ...:
             every = self.every_view(roots)
-            found = None if _are_outputs(every) else every
+            found = None if are_outputs(every) else every
             self._made["views"] = found
         return found
 
@@ -388,7 +365,7 @@ class Region:
     def _vjp(self, roots: Roots, asked: Asked) -> Region:
         if not self.is_spread(roots):
             asked = asked.taken_whole()
-        self._require_parts(roots, asked)
+        require_parts(self._spread(roots) or (), asked)
         still = asked.without_gradients()
         given, states = self._once(
             ("backward", still), lambda: self._backward(roots, still)
@@ -411,7 +388,7 @@ class Region:
             and not self.inputs
             and not self.storages(roots)
             and forward.numerics.are_met_by(asked.numerics)
-            and _are_outputs(given.views)
+            and are_outputs(given.views)
         ):
             derived.program = forward.program
         return derived
@@ -421,58 +398,11 @@ class Region:
         analysis, saved = self._backward_analysis(
             roots, asked.cotangents, asked.numerics
         )
-        wanted = zip(analysis.joint.gradients, asked.wanted, strict=True)
-        gradients = tuple(ref if each else None for ref, each in wanted)
-        found = cut(analysis, frozenset(saved), gradients)
-        joint = analysis.joint
-        wanted = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
-        handed_out = [(ref, spread) for ref, spread, each in wanted if each]
-        refs = [ref for ref, _ in handed_out]
-        graph = backward_graph(joint, found, saved, refs)
-        states = _metas(joint.states, analysis)
-        cotangents = [meta for meta in asked.cotangents if meta is not None]
-        inputs = [*self.operands, *states, *cotangents]
-        placements = [meta.placement for meta in inputs]
-        unique, views, spread = unique_outputs(
-            graph, len(saved), placements, [spread for _, spread in handed_out]
+        kept = Kept(
+            analysis, saved, self.storages(roots) or (Keep(),) * len(saved), self.verify
         )
-        is_spread = any(each is not None for each in (*placements, *spread))
-        forward = Forward(
-            Program(
-                unique,
-                "backward",
-                self.function.backend,
-                num_saved=len(saved),
-                num_cotangents=len(cotangents),
-            ),
-            (len(unique.outputs), 0, 0, 0),
-            self.function.numerics,
-            len(saved),
-            verification=self._verification(roots, analysis, saved),
-            placements=spread if is_spread else None,
-        )
-        return Given(forward, views, self._origins(roots, analysis, saved)), states
-
-    def _origins(
-        self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
-    ) -> Graph | None:
-        """What is saved, recomputed; None in place of what its storage rounds."""
-        storages = self.storages(roots) or [Keep()] * len(saved)
-        pairs = zip(saved, storages, strict=True)
-        wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
-        if not any(wanted):
-            return None
-        found = cut(analysis, frozenset(), wanted)
-        return backward_graph(analysis.joint, found, saved, wanted)
-
-    def _verification(
-        self, roots: Roots, analysis: Analysis, saved: tuple[int, ...]
-    ) -> Verification | None:
-        if not self.verify:
-            return None
-        storages = self.storages(roots)
-        is_exact = [each.is_exact for each in storages] or [True] * len(saved)
-        return verification(analysis, saved, is_exact)
+        given = backward_given(self.function, self.operands, kept, asked)
+        return given, state_metas(analysis)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
@@ -510,9 +440,7 @@ class Region:
                     return dataclasses.replace(analysis, joint=joint), saved
         again = analyze(self._trace(roots, cotangents, numerics)[0])
         again = dataclasses.replace(again, joint=self._linked(roots, again.joint))
-        _require_same_forward(analysis, again)
-        place = {index: rank for rank, index in enumerate(analysis.forward)}
-        return again, tuple(again.forward[place[index]] for index in saved)
+        return again, found_again(analysis, again, saved)
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
@@ -529,13 +457,14 @@ class Region:
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Region, tuple[int, ...]]:
-        chosen, moved = self.chosen(roots), self._moved(roots)
+        chosen = self.chosen(roots)
+        moved = moved_outputs(self.forward(roots, save=False))
         outputs = tuple(chosen[index] for index in moved)
-        states = self.joint(roots).states if num_states else ()
+        states = state_metas(self.analysis(roots)) if num_states else []
         operands = (
             *self.operands,
-            *(_metas(states, self.analysis(roots)) if states else ()),
-            *self._tangent_metas(has_tangent),
+            *states,
+            *tangent_metas(self.operands, has_tangent),
         )
         region = Region(
             self.function.derive(
@@ -550,10 +479,6 @@ class Region:
         )
         return region, moved
 
-    def _tangent_metas(self, has_tangent: tuple[bool, ...]) -> list[TensorMeta]:
-        pairs = zip(self.operands, has_tangent, strict=True)
-        return [_wanting(meta) for meta, has in pairs if has]
-
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> Pushed:
         """The region of the outputs and, after these, the tangents of some of them.
 
@@ -567,7 +492,8 @@ class Region:
     def _pushed(
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
     ) -> Pushed:
-        chosen, moved = self.chosen(roots), self._moved(roots)
+        chosen = self.chosen(roots)
+        moved = moved_outputs(self.forward(roots, save=False))
         given = None
         if moved and (save or self.given is not None):
             given = self._pushed_forward(roots, has_tangent, save)
@@ -576,7 +502,7 @@ class Region:
                 lambda f: with_pushforward(f, chosen, moved, has_tangent),
                 *("values and jvp", chosen, moved, has_tangent),
             ),
-            (*self.operands, *self._tangent_metas(has_tangent)),
+            (*self.operands, *tangent_metas(self.operands, has_tangent)),
             nothing_saveable if given else for_derived(self.policy),
             given=given,
             states=self.states,
@@ -600,18 +526,6 @@ class Region:
         )
         origins = self.given.origins if self.given else None
         return Given(*push(forward, tangents, origins), origins)
-
-    def _moved(self, roots: Roots) -> tuple[int, ...]:
-        """Which outputs have tangents."""
-        metas = enumerate(self._output_metas(roots))
-        return tuple(index for index, meta in metas if meta.is_differentiable)
-
-    def _output_metas(self, roots: Roots) -> list[TensorMeta]:
-        forward = self.forward(roots, save=False)
-        graph = forward.program.graph
-        outputs = graph.outputs[: forward.shape[0]]
-        metas = [graph.values[ref.index].meta for ref in outputs if ref]
-        return [meta for meta in metas if isinstance(meta, TensorMeta)]
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
@@ -647,7 +561,7 @@ class Region:
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         chosen = self.chosen(roots)
         if self.is_spread(roots):
-            raise _mapped_in_parts()
+            raise mapped_in_parts()
         if self.given is None and not save:
             # Reverse mode is taken below this level: the policy sees batched values.
             function = self._mapped(chosen, batch, 0)
@@ -665,78 +579,15 @@ class Region:
             return Batched(region, tuple(dims))
         forward = self.forward(roots, save)
         skip = forward.num_leading
-        program, dims = map_program(forward, batch)
-        first = forward.shape[0] + forward.shape[1]
-        added = dims[first : first + forward.shape[2]]
-        before = forward.mapped or ((),) * len(added)
-        views = tuple(View(k, None, None, False) for k in range(forward.shape[0]))
+        given, dims = mapped_given(forward, batch)
         region = Region(
             self._mapped(chosen, batch, skip, are_apart=True),
             batch.metas[skip:],
             nothing_saveable,
-            given=Given(
-                dataclasses.replace(
-                    forward,
-                    program=program,
-                    untracked=(),
-                    verification=None,
-                    mapped=tuple(map(_with_mapped, before, added)),
-                ),
-                views,
-            ),
+            given=given,
             states=self.states,
             links=self._links_after(roots, forward.shape[3]),
             inputs=self.inputs,
             calls=self.calls,
         )
         return Batched(region, dims)
-
-
-def _are_outputs(views: Sequence[View]) -> bool:
-    outputs = [View(index, None, None, False) for index in range(len(views))]
-    return list(views) == outputs
-
-
-def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
-    """The mapped dimensions of a value when one more has been put in front of `new`."""
-    if new is None:
-        return dims
-    return (new, *[dim + (dim >= new) for dim in dims])
-
-
-def _wanting(meta: TensorMeta) -> TensorMeta:
-    return dataclasses.replace(meta, requires_grad=meta.is_differentiable)
-
-
-def _metas(refs: Sequence[Ref], analysis: Analysis) -> list[TensorMeta]:
-    metas = [analysis.joint.graph.values[ref.index].meta for ref in refs]
-    return [meta for meta in metas if isinstance(meta, TensorMeta)]
-
-
-def _mapped_in_parts() -> TraceError:
-    return TraceError(
-        explain(
-            where="a region that computes with DTensors",
-            what="is mapped by vmap, or its backward is, after it was traced outside.",
-            why="vmap's wrappers do not tell how a DTensor is spread over the ranks.",
-            do='Use engine="rerun", or call the region inside of what is mapped.',
-        )
-    )
-
-
-def _require_same_forward(first: Analysis, again: Analysis) -> None:
-    def operators(analysis: Analysis) -> list[Any]:
-        values = analysis.joint.graph.values
-        return [values[index].op for index in analysis.forward]
-
-    if operators(first) != operators(again):
-        raise RecomputationError(
-            explain(
-                where="a region's backward",
-                what="the function ran other operators than when it was first traced.",
-                why="The backward for these cotangents is traced anew, and must find "
-                "the forward that ran.",
-                do="Make the function depend on nothing but its arguments and the state "
-                "that the documentation lists as covered.",
-            )
-        )

@@ -59,6 +59,7 @@ LAYERS = (
     ("_forward", "_hidden"),
     ("_straight",),
     ("_any_region", "_push"),
+    ("_given",),
     ("_region",),
     ("_shortage",),
     ("_backward",),

@@ -1,0 +1,213 @@
+"""Forwards that the programs of one region make for the regions derived from it.
+
+They are pure functions of what that region has found: its joint graph, what is saved of it,
+its forward. Which regions these forwards are given to, `_region` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from remat._any_region import Asked
+from remat._derived import Batch
+from remat._errors import RecomputationError, TraceError, explain
+from remat._forward import Forward, map_program
+from remat._function import Function
+from remat._graph import Graph, Ref, TensorMeta
+from remat._partition import Analysis, backward_graph, cut, unique_outputs
+from remat._program import Program
+from remat._trace import Joint, View
+from remat._verification import verification
+from remat.storage import AbstractStorage
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A forward that an outer region's program made, and what it returns.
+
+    Attributes:
+        forward: the program.
+        views: how each returned tensor is made from outputs and operands.
+        origins: a program that makes the tensors that the forward reads before the operands
+            of those that it reads after them; None if that is not known.
+    """
+
+    forward: Forward
+    views: tuple[View, ...]
+    origins: Graph | None = None
+
+
+class Kept(NamedTuple):
+    """What waits for a backward.
+
+    Attributes:
+        analysis: the joint graph for the cotangents that come.
+        saved: where in it the saved values are.
+        storages: how each of them waits.
+        verify: whether the backward compares them with recomputed ones.
+    """
+
+    analysis: Analysis
+    saved: tuple[int, ...]
+    storages: tuple[AbstractStorage, ...]
+    verify: bool
+
+
+def backward_given(
+    function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
+) -> Given:
+    """The backward: (saved, operands, generator states, cotangents) -> gradients.
+
+    Args:
+        function: what the region computes.
+        operands: the metadata of what it takes.
+        kept: what waits for this backward.
+        asked: which gradients are wanted, for which cotangents.
+    """
+    joint, count = kept.analysis.joint, len(kept.saved)
+    rows = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
+    wanted = [(ref, spread) for ref, spread, each in rows if each]
+    cotangents = [meta for meta in asked.cotangents if meta is not None]
+    inputs = [*operands, *state_metas(kept.analysis), *cotangents]
+    placements = [meta.placement for meta in inputs]
+    unique, views, spread = unique_outputs(
+        _recomputing(kept, [ref for ref, _ in wanted], is_cut=True),
+        count,
+        placements,
+        [spread for _, spread in wanted],
+    )
+    is_spread = any(each is not None for each in (*placements, *spread))
+    program = Program(
+        unique,
+        "backward",
+        function.backend,
+        num_saved=count,
+        num_cotangents=len(cotangents),
+    )
+    is_exact = [each.is_exact for each in kept.storages]
+    forward = Forward(
+        program,
+        (len(unique.outputs), 0, 0, 0),
+        function.numerics,
+        count,
+        verification=(
+            verification(kept.analysis, kept.saved, is_exact) if kept.verify else None
+        ),
+        placements=spread if is_spread else None,
+    )
+    return Given(forward, views, _origins(kept))
+
+
+def _origins(kept: Kept) -> Graph | None:
+    """What is saved, recomputed; None in place of what its storage rounds."""
+    pairs = zip(kept.saved, kept.storages, strict=True)
+    wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
+    return _recomputing(kept, wanted, is_cut=False) if any(wanted) else None
+
+
+def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
+    """What makes the wanted values, from what is saved if that cuts the walk back."""
+    stops = frozenset(kept.saved) if is_cut else frozenset[int]()
+    found = cut(kept.analysis, stops, wanted)
+    return backward_graph(kept.analysis.joint, found, kept.saved, wanted)
+
+
+def mapped_given(
+    forward: Forward, batch: Batch
+) -> tuple[Given, tuple[int | None, ...]]:
+    """The per-example forward, mapped, and where the tensors of its results are mapped."""
+    program, dims = map_program(forward, batch)
+    first = forward.shape[0] + forward.shape[1]
+    added = dims[first : first + forward.shape[2]]
+    before = forward.mapped or ((),) * len(added)
+    over = dataclasses.replace(
+        forward,
+        program=program,
+        untracked=(),
+        verification=None,
+        mapped=tuple(map(_with_mapped, before, added)),
+    )
+    return Given(over, _outputs_alone(forward.shape[0])), dims
+
+
+def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
+    """The mapped dimensions of a value when one more has been put in front of `new`."""
+    if new is None:
+        return dims
+    return (new, *[dim + (dim >= new) for dim in dims])
+
+
+def are_outputs(views: tuple[View, ...]) -> bool:
+    """Whether what is returned is the outputs themselves, in order."""
+    return views == _outputs_alone(len(views))
+
+
+def _outputs_alone(count: int) -> tuple[View, ...]:
+    return tuple(View(place, None, None, False) for place in range(count))
+
+
+def state_metas(analysis: Analysis) -> list[TensorMeta]:
+    """The metadata of the generator states that a backward takes."""
+    joint = analysis.joint
+    metas = [joint.graph.values[state.index].meta for state in joint.states]
+    return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+
+def placements_of(
+    joint: Joint, operands: Sequence[TensorMeta]
+) -> tuple[Any, ...] | None:
+    """How outputs and mutations are spread; None where nothing is a DTensor."""
+    written = [operands[operand].placement for operand, _ in joint.mutations]
+    found = (*joint.placements, *written)
+    each = (*found, *(meta.placement for meta in operands))
+    return None if all(placement is None for placement in each) else found
+
+
+def require_parts(placements: Sequence[Any], asked: Asked) -> None:
+    """Refuses the whole cotangent of a DTensor, of which no part is known."""
+    for layout, placement in zip(asked.layouts, placements, strict=False):
+        if layout is not None and placement is not None and len(layout) == 5:
+            raise mapped_in_parts()
+
+
+def mapped_in_parts() -> TraceError:
+    """The error of a region that is mapped after its DTensors were traced."""
+    return TraceError(
+        explain(
+            where="a region that computes with DTensors",
+            what="is mapped by vmap, or its backward is, after it was traced outside.",
+            why="vmap's wrappers do not tell how a DTensor is spread over the ranks.",
+            do='Use engine="rerun", or call the region inside of what is mapped.',
+        )
+    )
+
+
+def found_again(
+    first: Analysis, again: Analysis, saved: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Where saved values of a trace are in another, for cotangents of other layouts.
+
+    Raises:
+        RecomputationError: if the forwards of the two traces differ.
+    """
+    if _operators(first) != _operators(again):
+        raise RecomputationError(
+            explain(
+                where="a region's backward",
+                what="the function ran other operators than when it was first traced.",
+                why="The backward for these cotangents is traced anew, and must find "
+                "the forward that ran.",
+                do="Make the function depend on nothing but its arguments and the state "
+                "that the documentation lists as covered.",
+            )
+        )
+    place = {index: rank for rank, index in enumerate(first.forward)}
+    return tuple(again.forward[place[index]] for index in saved)
+
+
+def _operators(analysis: Analysis) -> list[Any]:
+    values = analysis.joint.graph.values
+    return [values[index].op for index in analysis.forward]
