@@ -1,16 +1,17 @@
 """Runs checks in real processes: a world of ranks over gloo, with a limit of time.
 
-`python -m tests.storage.worlds RANK SIZE FOLDER MODULE ...` is one rank: it runs each function
-`check_*` of the modules, in order, and writes down how it ended. `run` starts all ranks, waits
-for them, and leaves none behind.
+`python -m tests.storage.worlds SIZE FOLDER MODULE ...` is one world: each rank of it runs each
+function `check_*` of the modules, in order, and writes down how it ended. `run` starts it,
+waits for it, and leaves no rank behind.
 """
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).parent.parent.parent
 
+Checks = dict[str, Callable[[Any], None]]
 
-def checks_in(modules: Iterable[Any]) -> dict[str, Callable[[Any], None]]:
+
+def checks_in(modules: Iterable[Any]) -> Checks:
     """The checks of modules, in the order in which they stand."""
     return {
         name: thing
@@ -39,14 +42,15 @@ def run(
     modules: Sequence[Any], size: int, folder: Path, limit_s: float
 ) -> dict[str, list[str]]:
     """How each check ended on each rank: "" or a traceback."""
-    names = [module.__name__ for module in modules]
-    ranks = [_start(names, rank, size, folder) for rank in range(size)]
+    world = _start([module.__name__ for module in modules], size, folder)
     try:
-        _wait(ranks, time.monotonic() + limit_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            world.wait(limit_s)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        # Whatever rank is left: the world is a group of processes, named like its first.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(world.pid, signal.SIGKILL)
+        world.wait()
     found = [_outcome(folder, rank) for rank in range(size)]
     return {
         name: [outcome.get(name, "did not end") for outcome in found]
@@ -54,27 +58,14 @@ def run(
     }
 
 
-def _start(
-    names: list[str], rank: int, size: int, folder: Path
-) -> subprocess.Popen[bytes]:
+def _start(names: list[str], size: int, folder: Path) -> subprocess.Popen[bytes]:
     here = "tests.storage.worlds"
-    command = [sys.executable, "-m", here, str(rank), str(size), str(folder), *names]
-    with (folder / f"output_{rank}").open("w") as output:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=output,
-            stderr=output,
-        )
-
-
-def _wait(ranks: Iterable[subprocess.Popen[bytes]], deadline: float) -> None:
-    for rank in ranks:
-        try:
-            rank.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            return
+    return subprocess.Popen(
+        [sys.executable, "-m", here, str(size), str(folder), *names],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+    )
 
 
 def _outcome(folder: Path, rank: int) -> dict[str, str]:
@@ -86,13 +77,35 @@ def _outcome(folder: Path, rank: int) -> dict[str, str]:
     return found
 
 
-def main(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
-    """One rank."""
+def main(size: int, folder: Path, names: Sequence[str]) -> None:
+    """A world: imports everything once, splits into its ranks, and waits for them."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # torch's own, when it first needs forward mode.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     checks = checks_in(map(importlib.import_module, names))
+    ranks = [_split(rank, size, folder, checks) for rank in range(size)]
+    for rank in ranks:
+        os.waitpid(rank, 0)
+
+
+def _split(rank: int, size: int, folder: Path, checks: Checks) -> int:
+    """Starts a rank; in it, does not return."""
+    process = os.fork()
+    if process:
+        return process
+    with (folder / f"output_{rank}").open("w") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    try:
+        _rank(rank, size, folder, checks)
+    except BaseException:  # noqa: BLE001  it ends here, and says why
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _rank(rank: int, size: int, folder: Path, checks: Checks) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -118,4 +131,4 @@ def _ended(check: Callable[[Any], None], mesh: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
