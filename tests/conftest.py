@@ -21,19 +21,34 @@ hypothesis.settings.load_profile("remat")
 
 # They start several processes each, once for all tests of a file.
 WORLDS = ("tests/storage/test_shard.py", "tests/distributed/")
+# Each of their tests traces functions of its own, some for long.
+SINGLE = (
+    "tests/laws/test_law_01_zoo_under_transforms.py",
+    "tests/laws/test_law_02_random_graphs.py",
+    "tests/test_examples.py",
+    "tests/test_operator_sweep.py",
+    "tests/test_planted_bugs.py",
+    "tests/test_properties.py",
+)
 
 
-class WorldsTogether(LoadScopeScheduling):
-    """Hands out tests one by one, those that start a world of ranks to one process."""
+class ByFile(LoadScopeScheduling):
+    """Hands out files, whose tests share traces and fixtures, the ones with most tests first.
+
+    Those that start a world of ranks go to one process. At the end come single tests, so
+    that no process waits long for the others.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "worlds" if nodeid.startswith(WORLDS) else nodeid
+        if nodeid.startswith(WORLDS):
+            return "worlds"
+        return nodeid if nodeid.startswith(SINGLE) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: Any, log: Any) -> WorldsTogether:
-    """Groups by file: pytest 9.2 does not let xdist 3.8 see its `xdist_group` marks."""
-    return WorldsTogether(config, log)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> ByFile:
+    """By name: pytest 9.2 does not let xdist 3.8 see its `xdist_group` marks."""
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
