@@ -2,14 +2,14 @@
 
 import doctest
 import importlib
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
+
+from tests.storage.worlds import run_group
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -67,17 +67,31 @@ def test_page_examples(page: Path, tmp_path: Path):
         run_in_ranks(program, int(ranks[1]))
 
 
-def run_in_ranks(program: Path, num_ranks: int) -> None:
-    """Runs a program as torchrun does, with a limit of time."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    agent = subprocess.Popen(
-        [*torchrun, f"--nproc-per-node={num_ranks}", str(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        code = agent.wait(120)
-    finally:
-        agent.terminate()  # and with it the ranks
-        agent.wait(30)
+#: Imports what takes long once for all ranks, splits into them, and fails as one of them does.
+RANKS = """
+import os, runpy, sys
+import remat
+ranks = []
+for rank in map(str, range(int(os.environ["WORLD_SIZE"]))):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        runpy.run_path(sys.argv[1])
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
 
-    assert code == 0
+
+def run_in_ranks(program: Path, num_ranks: int) -> None:
+    """Runs a program with what torchrun tells its ranks, and with a limit of time."""
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )
+    told = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+    assert run_group(["-c", RANKS, str(program)], 120, **told) == 0

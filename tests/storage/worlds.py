@@ -42,15 +42,8 @@ def run(
     modules: Sequence[Any], size: int, folder: Path, limit_s: float
 ) -> dict[str, list[str]]:
     """How each check ended on each rank: "" or a traceback."""
-    world = _start([module.__name__ for module in modules], size, folder)
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            world.wait(limit_s)
-    finally:
-        # Whatever rank is left: the world is a group of processes, named like its first.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(world.pid, signal.SIGKILL)
-        world.wait()
+    here, names = "tests.storage.worlds", [module.__name__ for module in modules]
+    run_group(["-m", here, str(size), str(folder), *names], limit_s)
     found = [_outcome(folder, rank) for rank in range(size)]
     return {
         name: [outcome.get(name, "did not end") for outcome in found]
@@ -58,14 +51,27 @@ def run(
     }
 
 
-def _start(names: list[str], size: int, folder: Path) -> subprocess.Popen[bytes]:
-    here = "tests.storage.worlds"
-    return subprocess.Popen(
-        [sys.executable, "-m", here, str(size), str(folder), *names],
+def run_group(arguments: Sequence[str], limit_s: float, **environment: str) -> int:
+    """Runs Python with these arguments, and ends it and all that it has started.
+
+    Returns:
+        Its exit code; negative if the limit has ended it.
+    """
+    common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    first = subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, **common, **environment},
         start_new_session=True,
     )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(limit_s)
+    finally:
+        # Whoever is left: the group is named like the first of it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+    return first.wait()
 
 
 def _outcome(folder: Path, rank: int) -> dict[str, str]:
