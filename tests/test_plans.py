@@ -34,8 +34,6 @@ from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
 from remat.reporting._live_bytes import LiveBytes
 from tests.support import assert_bitwise, assert_close, seeded
 
-pytestmark = pytest.mark.contract
-
 SHAPE = GPTShape(layers=3, width=32, heads=2, time=32, batch=2)
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
 Model = tuple[Any, tuple[Any, ...], list[Tensor]]
@@ -184,6 +182,7 @@ def measured(
     return held, live.peak_bytes, flops.get_total_flops(), costs.total
 
 
+@pytest.mark.contract
 @each_model
 @pytest.mark.parametrize("part", [0.25, 0.75])
 def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
@@ -202,6 +201,7 @@ def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
     assert found.recompute_cost - (cost - plain_cost) in (0, statistics)
 
 
+@pytest.mark.contract
 @each_model
 def test_residuals_are_what_is_predicted(model: Any) -> None:
     """What `saved_residuals` lists beside the arguments adds up to the plan's bytes."""
@@ -217,6 +217,7 @@ def test_residuals_are_what_is_predicted(model: Any) -> None:
     assert {each.reason for each in made} == {"chosen by a plan"}
 
 
+@pytest.mark.contract
 def test_what_is_held_in_any_case_is_counted() -> None:
     """The state that a draw starts from, and copies of the statistics of two layers."""
     fixed = [
@@ -242,6 +243,7 @@ def test_more_budget_costs_less(solver: str) -> None:
         assert each.solver == solver
 
 
+@pytest.mark.contract
 def test_a_budget_is_a_policy() -> None:
     """A region with a budget saves what the plan for it says; gradients are the same."""
     f, args, leaves = gpt()
@@ -294,6 +296,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("planned", [True, False], ids=["plan", "budget"])
@@ -307,6 +310,7 @@ def test_under_transforms(transform: Any, planned: bool) -> None:
     assert_close(found, transform(mlp)(x, w.detach()))
 
 
+@pytest.mark.contract
 def test_another_program_is_refused() -> None:
     """Other shapes, another function, a transposed argument: the error says what to do."""
     x, w = mlp_args()
@@ -430,6 +434,7 @@ STORAGES = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", STORAGES.values(), ids=STORAGES)
 def test_allowed_storages_count_as_they_wait(kind: storage.AbstractStorage) -> None:
     """What is predicted is what waits; more than predicted never does."""
@@ -474,6 +479,7 @@ def test_offloaded_values_hold_nothing(tmp_path: Any) -> None:
     assert found.recompute_flops == 0 < found.recompute_cost
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_planned_without_numbers(kind: str) -> None:
     """Meta and fake tensors give the plan of real ones, which then holds for those."""
@@ -494,6 +500,7 @@ def test_planned_without_numbers(kind: str) -> None:
     )
 
 
+@pytest.mark.contract
 def test_measured_costs() -> None:
     """Times are positive, in nanoseconds, and the plan still fits; numbers must be there."""
     f, args, leaves = gpt()
@@ -676,6 +683,7 @@ def test_what_plan_refuses() -> None:
         plan(mlp, budget=policies.everything_saveable)
 
 
+@pytest.mark.contract
 def test_what_may_be_planned() -> None:
     """Regions, bound methods and modules; the region's own policy does not count."""
     x, w = mlp_args()
@@ -695,6 +703,7 @@ def test_what_may_be_planned() -> None:
     assert plan(Model(), budget=10**4)(x).saved_bytes == 6 * 4 * 8
 
 
+@pytest.mark.contract
 def test_regions_inside_are_planned_through() -> None:
     """The outermost policy decides: values of inner regions are saved if they fit."""
     inner = remat(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w))
@@ -717,6 +726,7 @@ def test_regions_inside_are_planned_through() -> None:
     assert costs[-1] == 0
 
 
+@pytest.mark.contract
 def test_late_recomputation_bounds_the_peak() -> None:
     """Layers in one region come back one at a time: the peak is near one layer's."""
 

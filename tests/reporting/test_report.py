@@ -38,7 +38,6 @@ from tests.reporting.models import Normed, batch, block, loss_of, parameters
 from tests.support import Heard, OperatorCounter, seeded
 
 pytestmark = [
-    pytest.mark.contract,
     pytest.mark.filterwarnings("ignore:.*:remat.RematWarning"),
 ]
 
@@ -79,6 +78,7 @@ def total(tracker: MemTracker, kind: str) -> int:
     return tracker.get_tracker_snapshot(kind)[torch.device("cpu")]["Total"]
 
 
+@pytest.mark.contract
 @each_policy
 def test_bytes_agree_with_torchs_tracker(policy: Any) -> None:
     """Held bytes and peak are those of `MemTracker`, to 1 %."""
@@ -92,6 +92,7 @@ def test_bytes_agree_with_torchs_tracker(policy: Any) -> None:
     assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.contract
 def test_bytes_of_a_plain_function_agree_with_torchs_tracker() -> None:
     """Without any region all is held outside of regions."""
     given = parameters(requires_grad=True)
@@ -139,6 +140,7 @@ def penalty(region: Any) -> tuple[Any, tuple[Tensor, ...]]:
     return loss, (torch.randn(16, 16) / 4, torch.randn(64, 16))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("model", [tied, convolutions, penalty])
 @pytest.mark.parametrize("region", [remat, lambda f: f], ids=["region", "plain"])
 def test_other_models_agree_with_torchs_tracker(model: Any, region: Any) -> None:
@@ -163,6 +165,7 @@ def test_other_models_agree_with_torchs_tracker(model: Any, region: Any) -> None
     assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.contract
 @each_policy
 def test_predicted_beside_measured(policy: Any) -> None:
     """The trace foretells what a region holds and its backward's working set, exactly."""
@@ -174,6 +177,7 @@ def test_predicted_beside_measured(policy: Any) -> None:
     assert region.predicted_working_set_bytes == region.working_set_bytes
 
 
+@pytest.mark.contract
 @each_policy
 def test_flops_agree_with_torchs_counter(policy: Any) -> None:
     """Forward and backward FLOPs are the counter's; what is again is the surplus."""
@@ -299,6 +303,7 @@ def test_recomputed_values_are_listed(attention: Report) -> None:
     assert sum(each.flops for each in attention.recomputed) == attention.recompute_flops
 
 
+@pytest.mark.contract
 def test_values_outside_of_regions() -> None:
     """What plain autograd holds has no region, and the node that reads it."""
     region = remat(torch.sin)
@@ -316,6 +321,7 @@ def test_values_outside_of_regions() -> None:
     assert found.suggestion.source == value.source
 
 
+@pytest.mark.contract
 def test_one_storage_counts_once() -> None:
     """Views of one tensor, held by several regions and by autograd, are its bytes once."""
     region = remat(lambda t: torch.sin(torch.sin(t)))
@@ -451,6 +457,7 @@ def in_folder(how: Any, path: Any) -> Any:
     return how
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", WAITS)
 def test_what_waits_in_a_storage_is_foretold(name: str, tmp_path: Any) -> None:
     """Bytes in memory and elsewhere, of saved values and of inputs, by both ways."""
@@ -513,6 +520,7 @@ class Halves(storage.AbstractStorage):
         )
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("how", [storage.Sparse(), Halves()], ids=["sparse", "own"])
 def test_bytes_that_nothing_foretells_are_those_measured(how: Any) -> None:
     """How many zeros there are, and what a user's storage does, no shape tells."""
@@ -533,6 +541,7 @@ def test_bytes_that_nothing_foretells_are_those_measured(how: Any) -> None:
     assert row.elsewhere_bytes == row.predicted_elsewhere_bytes == 0
 
 
+@pytest.mark.contract
 def test_generator_states_are_held_as_predicted() -> None:
     """A region that draws holds the state from which it draws again."""
     region: Any = remat(
@@ -553,6 +562,7 @@ def test_gradients_are_on_inside(mode: Any) -> None:
     assert found.gradient_bytes == 16
 
 
+@pytest.mark.contract
 def test_a_function_that_differentiates_inside() -> None:
     """Regions under its own transform are listed; what they repeat is not known."""
     region = remat(lambda w, x: torch.tanh(w @ x).sin())
@@ -567,6 +577,7 @@ def test_a_function_that_differentiates_inside() -> None:
     assert found.parameter_bytes == 2 * 256
 
 
+@pytest.mark.contract
 def test_a_module_of_regions() -> None:
     """Modules are reported by their parameters, and their buffers stay what they were."""
     blocks: list[Any] = [remat(Normed()), remat(Normed())]
@@ -582,6 +593,7 @@ def test_a_module_of_regions() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.contract
 def test_nothing_of_the_callers_is_changed() -> None:
     """Not the arguments, not `.grad`, not the generator; `f` may even write in place."""
     weight = torch.ones(8, requires_grad=True)
@@ -710,6 +722,7 @@ def test_one_function_under_two_policies_is_two_rows() -> None:
     ]
 
 
+@pytest.mark.contract
 def test_meta_tensors_give_bytes_and_no_times() -> None:
     """On the meta device the bytes are those of a real run."""
     loss = loss_of(remat(block))
@@ -854,6 +867,7 @@ def test_repr_is_code(attention: Report) -> None:
         attention.function = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("is_traced", [True, False])
 @pytest.mark.parametrize("decorate", [remat, lambda f: f], ids=["region", "plain"])
 def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
@@ -880,6 +894,7 @@ def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
     }
 
 
+@pytest.mark.contract
 def test_first_calls_of_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operator does at its first call in a process is over before it is timed.
 
