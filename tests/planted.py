@@ -23,7 +23,7 @@ from remat import (
     _running,
 )
 from remat._captures import _covered
-from tests.properties import BUDGET, cases, check
+from tests.properties import budget, cases, check
 
 
 def residual_treated_as_constant():
@@ -175,7 +175,7 @@ def hunt(bug, kind, *, shrink):
     """What the property finds against a planted bug: an exception, or None."""
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
 
-    @settings(BUDGET, phases=phases, report_multiple_bugs=False)
+    @settings(budget(kind), phases=phases, report_multiple_bugs=False)
     @given(cases(kind))
     def hunted(case):
         try:

@@ -16,8 +16,7 @@ from remat.testing.strategies import Cotangents, Program
 from tests import oracle
 from tests.support import backward_operators
 
-BUDGET = settings(
-    max_examples=140,
+COMMON = settings(
     deadline=None,
     derandomize=True,
     database=None,
@@ -50,6 +49,15 @@ PROGRAMS = {
         kinds=("draw", "state"), captures=False, max_inner=1, max_steps=4
     ),
 }
+
+
+#: How many are tried: what it takes to find each bug of `tests/planted.py`.
+EXAMPLES = {"known": 140, "pure": 140, "effects": 60}
+
+
+def budget(kind):
+    """The settings of a hunt among functions of a kind."""
+    return settings(COMMON, max_examples=EXAMPLES[kind])
 
 
 def cases(kind):

@@ -4,6 +4,7 @@ Nothing here imports `remat`: these are the oracles, and they must be right with
 The functions that the laws are tried on stand in `tests/zoo.py`.
 """
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -319,6 +320,31 @@ def on_tensors(
         return f(*tree_unflatten(filled, spec))
 
     return flat, [leaves[i] for i in places]
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases, fewer than the product's, in which any two values of two axes meet.
+
+    What breaks for one value, or for two together, breaks in one of them; three axes of
+    like lengths have about as many as two. Next comes whichever case of the product has the
+    most pairs that are new.
+    """
+    left = list(itertools.product(*(list(enumerate(axis)) for axis in axes)))
+
+    def pairs(case: tuple[Any, ...]) -> set[Any]:
+        places = enumerate(index for index, _ in case)
+        return set(itertools.combinations(places, 2))
+
+    met: set[Any] = set()
+    found: list[tuple[Any, ...]] = []
+    while left:
+        best = max(left, key=lambda case: len(pairs(case) - met))
+        if pairs(best) <= met:
+            break
+        met |= pairs(best)
+        left.remove(best)
+        found.append(tuple(value for _, value in best))
+    return found
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -213,12 +213,12 @@ def test_a_sweep_of_lengths_traces_once() -> None:
     assert (static.cache_info().misses, static.cache_info().hits) == (3, 2)
 
 
-def test_a_block_at_every_length_to_64() -> None:
+def test_a_block_at_lengths_to_64() -> None:
     """Odd batches among them; length 1 is a trace of its own: torch broadcasts by it."""
     region = traced(block)
     p, drop = params(), key(0)
 
-    for length in range(1, 65):
+    for length in (*range(1, 13), *(15, 16, 17, 31, 32, 33, 63, 64)):
         args = (sequence(2 + length % 3, length), p, drop)
         assert_bitwise(run(region, args), run(block, args))
 

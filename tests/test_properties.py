@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 
-from tests.properties import BUDGET, PROGRAMS, cases, check
+from tests.properties import PROGRAMS, budget, cases, check
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_region_is_its_function(kind):
     """Numbers, gradients, state, residuals and recomputed operators of random functions."""
-    BUDGET(given(cases(kind))(check))()
+    budget(kind)(given(cases(kind))(check))()

@@ -25,6 +25,7 @@ from tests.support import (
     fresh,
     grads,
     held_bytes,
+    pairwise,
     run,
     seeded,
 )
@@ -125,12 +126,17 @@ def test_the_outermost_policy_decides_what_crosses(outer, names, inner):
     assert held_bytes(region, X) == 40 * len(names)
 
 
-@pytest.mark.parametrize("inner", POLICIES)
-@pytest.mark.parametrize("middle", ["nothing", "everything", "a"])
-@pytest.mark.parametrize(("outer", "extra"), [("everything", 0), ("a", 3), ("b", 4)])
-def test_three_levels(outer, middle, inner, extra):
+#: outermost policy -> extra sines for any policies inside
+OUTERMOST = {"everything": 0, "a": 3, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("outer", "middle", "inner"),
+    pairwise(OUTERMOST, ["nothing", "everything", "a"], POLICIES),
+)
+def test_three_levels(outer, middle, inner):
     """With all a of eight sines, three are run again; with all b, four; bits are plain's."""
-    region = nested(outer, middle, inner)
+    region, extra = nested(outer, middle, inner), OUTERMOST[outer]
 
     assert backward_operators(region, X)["aten.sin"] == extra
     assert_bitwise(run(region, (X,)), run(plain(3), (X,)))

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, policies, remat
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, pairwise, seeded
 
 bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -128,27 +128,25 @@ def value_and_gradients(
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("around", SWITCHES.values(), ids=SWITCHES)
-@pytest.mark.parametrize("fun", FUNS.values(), ids=FUNS)
+@pytest.mark.parametrize(("name", "switch", "how"), pairwise(FUNS, SWITCHES, OPTIONS))
 @pytest.mark.filterwarnings("ignore::remat.RematWarning")
 def test_the_backward_recomputes_under_the_forwards_switch(
-    fun: Any, around: Around, options: dict[str, Any]
+    name: str, switch: str, how: str
 ) -> None:
     """Forward under the switch, backward outside: bitwise plain's."""
+    fun, around = FUNS[name], SWITCHES[switch]
     expected = value_and_gradients(fun, around)
 
-    assert_bitwise(value_and_gradients(remat(fun, **options), around), expected)
+    assert_bitwise(value_and_gradients(remat(fun, **OPTIONS[how]), around), expected)
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
-@pytest.mark.parametrize("around", SWITCHES.values(), ids=SWITCHES)
-@pytest.mark.parametrize("fun", FUNS.values(), ids=FUNS)
-def test_a_switch_is_part_of_the_signature(
-    fun: Any, around: Around, engine: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "switch", "engine"), pairwise(FUNS, SWITCHES, ["trace", "rerun"])
+)
+def test_a_switch_is_part_of_the_signature(name: str, switch: str, engine: str) -> None:
     """Calls with and without the switch do not share a trace, in any order."""
+    fun, around = FUNS[name], SWITCHES[switch]
     region = remat(fun, engine=engine)
     for now in (contextlib.nullcontext, around, contextlib.nullcontext, around):
         assert_bitwise(value_and_gradients(region, now), value_and_gradients(fun, now))
@@ -208,13 +206,15 @@ RESTORED: dict[str, Around] = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
-@pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "backward"])
-@pytest.mark.parametrize("around", RESTORED.values(), ids=RESTORED)
+@pytest.mark.parametrize(
+    ("switch", "where", "engine"),
+    pairwise(RESTORED, ["forward", "backward"], ["trace", "rerun"]),
+)
 def test_recomputed_operators_see_the_forwards_switches(
-    around: Around, is_forward: bool, engine: str
+    switch: str, where: str, engine: str
 ) -> None:
     """Looked at from below, whichever of the two is switched; the caller's come back."""
+    around, is_forward = RESTORED[switch], where == "forward"
     region = remat(mlp, engine=engine)
     leaves, before = arguments(), in_force()
     with around() if is_forward else contextlib.nullcontext():

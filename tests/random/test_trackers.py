@@ -30,7 +30,13 @@ from remat import (
 )
 from remat._graph import TensorMeta
 from remat._trace import Request, trace
-from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
+from tests.support import (
+    FakeDevice,
+    assert_bitwise,
+    assert_close,
+    pairwise,
+    seeded,
+)
 
 pytestmark = [
     pytest.mark.contract,
@@ -206,12 +212,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"policy": policies.everything_saveable},
     "rerun": {"engine": "rerun"},
 }
-each_kind = pytest.mark.parametrize(
-    "registered", [Tracker, InPlace, GraphSafe], indirect=True
-)
+KINDS = [Tracker, InPlace, GraphSafe]
 # torch.func refuses a write into a tensor that the function captures.
-functional = pytest.mark.parametrize("registered", [Tracker, GraphSafe], indirect=True)
-each_engine = pytest.mark.parametrize("engine", ["trace", "rerun"])
+FUNCTIONAL = [Tracker, GraphSafe]
+ENGINES = ["trace", "rerun"]
+each_kind = pytest.mark.parametrize("registered", KINDS, indirect=True)
+functional = pytest.mark.parametrize("registered", FUNCTIONAL, indirect=True)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 def states() -> list[Tensor]:
@@ -257,9 +264,11 @@ def test_the_same_numbers_are_drawn(fun: Any, options: dict[str, Any]) -> None:
     assert_bitwise(trained(region), expected)
 
 
-@each_kind
-@each_engine
-@pytest.mark.parametrize("fun", [around, dead_draw, within, nested])
+@pytest.mark.parametrize(
+    ("registered", "engine", "fun"),
+    pairwise(KINDS, ENGINES, [around, dead_draw, within, nested]),
+    indirect=["registered"],
+)
 def test_each_kind_of_tracker(fun: Any, engine: str) -> None:
     """States by value, by reference, and in generators."""
     region = remat(fun, rng="preserve", engine=engine)
@@ -279,9 +288,11 @@ def test_in_a_module(engine: str) -> None:
     assert region.cache_info().misses == (engine == "trace")
 
 
-@functional
-@each_engine
-@pytest.mark.parametrize("fun", [around, dead_draw, within, nested])
+@pytest.mark.parametrize(
+    ("registered", "engine", "fun"),
+    pairwise(FUNCTIONAL, ENGINES, [around, dead_draw, within, nested]),
+    indirect=["registered"],
+)
 def test_under_func_grad(fun: Any, engine: str) -> None:
     """`torch.func.grad`, and a Hessian-vector product by two reverse modes."""
 

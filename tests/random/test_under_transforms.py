@@ -156,11 +156,10 @@ def test_draws_have_no_tangent() -> None:
 
 
 @each_draw
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(draw: Callable[[Tensor], Tensor], backend: str) -> None:
+def test_compiled(draw: Callable[[Tensor], Tensor]) -> None:
     """In one graph, with the bits of the eager call."""
     torch.compiler.reset()
-    compiled: Any = torch.compile(draw, backend=backend, fullgraph=True)
+    compiled: Any = torch.compile(draw, backend="aot_eager", fullgraph=True)
 
     assert torch.equal(compiled(KEYS[0]), draw(KEYS[0]))
 

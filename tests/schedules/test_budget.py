@@ -93,9 +93,9 @@ def planned(stages: list[Stage], limit: int) -> int | None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_equals_exhaustive_search(seed: int):
-    """Ten random chains a seed, of up to six stages, at random budgets."""
+    """Four random chains a seed, of up to six stages, at random budgets."""
     rng = random.Random(seed)
-    for _ in range(10):
+    for _ in range(4):
         stages = random_stages(rng, rng.randint(1, 6))
         whole = all_bytes(stages)
         limit = rng.randint(whole // 4, whole)
@@ -103,7 +103,7 @@ def test_equals_exhaustive_search(seed: int):
         assert planned(stages, limit) == Search(stages, limit).least_cost()
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(16))
 def test_is_never_worse_than_equal_segments(seed: int):
     """On chains of 50 stages whose bytes must be rounded, whatever the segments."""
     rng = random.Random(seed)
