@@ -47,7 +47,7 @@ class Decorated(nn.Module):
         self.linear = nn.Linear(4, 4).double()
 
     @remat
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.linear(x).tanh().sin()
 
 

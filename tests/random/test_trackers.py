@@ -645,3 +645,21 @@ def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
 
     assert_bitwise(mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8))
     assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_between_graphs_of_torch_compile() -> None:
+    """A region that draws from a tracker runs as it does outside."""
+    torch._dynamo.reset()
+    region, x = remat(at_start, rng="preserve"), seeded(3, 4).requires_grad_()
+    found: list[Any] = []
+
+    def fun(x: Tensor) -> Tensor:
+        return region(x.exp()).sum()
+
+    for run in (fun, torch.compile(fun, backend="aot_eager")):
+        tracker.add("tp", 5)
+        found.append([*torch.autograd.grad(run(x), x), tracker.states_["tp"]])
+
+    assert_bitwise(*found)
