@@ -643,6 +643,10 @@ def pruned_name(hook: Any) -> str:
     return hook._tensor_name
 
 
+# What modes of torch functions see of `x.data = y`. Obsolete when torch names it.
+SET_DATA: Any = cast("Any", Tensor.data).__set__
+
+
 def second_places(kind: type) -> tuple[str, ...]:
     """Attributes of a module's class that hold its parameters a second time.
 
@@ -1778,6 +1782,15 @@ UNTRACEABLE = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
+
+
+def takes_functions(error: Exception) -> bool:
+    """Whether a trace met an operator that takes functions, such as `torch.cond`.
+
+    Obsolete when such operators ask every mode as others do.
+    """
+    text = "There was no rule registered for HigherOrderOperator"
+    return isinstance(error, NotImplementedError) and text in str(error)
 
 
 def needs_values(error: Exception) -> bool:

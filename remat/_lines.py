@@ -136,6 +136,20 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
     )
 
 
+def higher_order(error: Exception) -> TraceError:
+    """What is raised where an operator of torch's takes functions of the user's."""
+    return TraceError(
+        explain(
+            where=line_of(error) or "the function",
+            what="an operator that takes functions, such as torch.cond or flex_attention, "
+            "cannot be traced.",
+            why="A region decides what to save value by value, and does not look into the "
+            "functions of an operator.",
+            do="Use torch.where for a branch, or call the operator between two regions.",
+        )
+    )
+
+
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside of torch and of this package that raised."""
     lines = [

@@ -209,7 +209,12 @@ def _targets(
     name = str(getattr(func, "__name__", "")).split(".")[0]
     found = _compat.tensor_leaves(kwargs.get("out"))
     own = name.endswith("_") and not name.endswith("__")
-    if own or name.startswith("__i") or name == "__setitem__" or func == _SET_DATA:
+    if (
+        own
+        or name.startswith("__i")
+        or name == "__setitem__"
+        or func == _compat.SET_DATA
+    ):
         found += _compat.tensor_leaves(args[:1])
     if name in _TRACKING:
         running = (kwargs.get("running_mean"), kwargs.get("running_var"))
@@ -217,7 +222,6 @@ def _targets(
     return found
 
 
-_SET_DATA: Any = Tensor.data.__set__
 # They write to statistics without telling: no version changes.
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
 

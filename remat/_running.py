@@ -272,9 +272,6 @@ def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
     )
 
 
-_SET_DATA: Any = Tensor.data.__set__
-
-
 def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
     """Whether what is assigned are the tensor's own numbers, as in `x.data *= 2`."""
     is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
@@ -319,7 +316,7 @@ class UserCalls(TorchFunctionMode):
         args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
         if _compat.reads_arrays(args):
             raise from_array(func, None)
-        if func == _SET_DATA and not _is_own_data(*args):
+        if func == _compat.SET_DATA and not _is_own_data(*args):
             raise _sets_data(args[0])
         graph = _compat.active_graph()
         before = len(graph.nodes)

@@ -24,7 +24,13 @@ from remat import _collectives, _compat, _import_fx, _in_place, _streams, _wrapp
 from remat._errors import RematError, TraceError, explain
 from remat._graph import Graph, Ref, TensorMeta, Value, check
 from remat._import_fx import Note
-from remat._lines import checkpointed_by_torch, line_of, mutates, untraceable
+from remat._lines import (
+    checkpointed_by_torch,
+    higher_order,
+    line_of,
+    mutates,
+    untraceable,
+)
 from remat._numerics import Numerics
 from remat._running import (
     Running,
@@ -426,6 +432,8 @@ def _record(run: _Run) -> fx.GraphModule:
         refused = checkpointed_by_torch(error)
         if refused is not None:
             raise refused from error
+        if _compat.takes_functions(error):
+            raise higher_order(error) from error
         if not _compat.needs_values(error):
             raise
         raise untraceable(error) from error

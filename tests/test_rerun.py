@@ -6,7 +6,6 @@ function runs again in the backward, buffers restored around it; any policy but
 """
 
 import itertools
-import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -756,7 +755,7 @@ def set_data(held: Tensor) -> None:
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "in place": lambda x, held: held.mul_(2),
     "a view": lambda x, held: held[1:].add_(x.detach()[1:]),
-    "item": lambda x, held: operator.setitem(held, 0, 5.0),
+    "item": lambda x, held: held.__setitem__(0, 5.0),
     "out": lambda x, held: torch.add(held, 1, out=held),
     "data": lambda x, held: held.data.mul_(2),
     "statistics": batch_normed,
