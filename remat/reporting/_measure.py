@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._waiting import parts_of, storages
+from remat._waiting import Waiting, parts_of, storages
 from remat.policies import Value
 from remat.reporting import _suggest
 from remat.reporting._allocator import allocator_peaks
@@ -130,8 +130,11 @@ class _Measurement:
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
         self._pooled: dict[int, Allocation] = {}
+        self._as_it_is: set[tuple[int, int]] = set()
         for place, node in enumerate(nodes):
             for position, tensor in enumerate(node.saved):
+                if not isinstance(tensor, Waiting):
+                    self._as_it_is.add((place, position))
                 for part in parts_of(tensor):
                     self._hold(place, position, tensor, part)
         self.held_sizes = {
@@ -283,7 +286,10 @@ class _Measurement:
         return functools.reduce(Waits.plus, found, Waits())
 
     def _predicted(self, call: Call) -> Waits:
-        """The saved values by the trace, and the operands that this call holds first."""
+        """The saved values by the trace, and the operands that this call holds first.
+
+        An operand that waits as it is holds what the caller's tensor is a view of.
+        """
         traced = call.traced
         if traced is None:
             return Waits()
@@ -295,9 +301,11 @@ class _Measurement:
         }
         found = Waits(traced.state_bytes)
         for position in {*range(saved), *measured}:
+            known = measured.get(position, Waits())
+            is_view = position >= saved and (call.place, position) in self._as_it_is
             if position < saved + count:
-                waits = traced.waits(position) or measured.get(position, Waits())
-                found = found.plus(waits)
+                waits = None if is_view else traced.waits(position)
+                found = found.plus(known if waits is None else waits)
         return found
 
     def _value(self, held: _Held) -> HeldValue:

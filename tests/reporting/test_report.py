@@ -482,6 +482,23 @@ def test_what_waits_in_a_storage_is_foretold(name: str, tmp_path: Any) -> None:
     assert measured == (row.predicted_held_bytes, row.predicted_elsewhere_bytes)
 
 
+@pytest.mark.parametrize(
+    ("how", "size_bytes"),
+    [(storage.Keep(), 8 * 24), (storage.Cast(torch.bfloat16), 36)],
+)
+def test_views_of_one_base_are_foretold(how: Any, size_bytes: int) -> None:
+    """As it is a view holds all of its base, once; what a storage copies is its own."""
+    region = remat(lambda a, b: a.sin() * b.sin(), saved_inputs=how)
+
+    def loss(x: Tensor) -> Tensor:
+        base = x * 2.0
+        return region(base[:3], base[1:4]).sum()
+
+    (row,) = report(loss, seeded(8, 3)).regions
+
+    assert row.held_bytes == row.predicted_held_bytes == size_bytes
+
+
 def test_what_waits_elsewhere_does_not_make_the_peak(tmp_path: Any) -> None:
     """Values in files take no memory: at the peak those of the first layer are left."""
     policy = policies.save_only_these_names("*")

@@ -2,22 +2,26 @@
 
 import copy
 import pickle
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
+from torch import Tensor
 
-from remat import storage
+from remat import RematError, checkpoint_name, policies, remat, storage
 from remat.storage import (
     AbstractStorage,
     Cast,
     Chain,
     Keep,
     Offload,
+    Place,
     Quantize,
     Shard,
     Sparse,
+    Stored,
 )
 
 
@@ -35,6 +39,7 @@ class FakeMesh:
 MESH: Any = FakeMesh()
 NAMESPACE = {**vars(storage), "torch": torch, "mesh": MESH}
 KEY = torch.tensor([0, 0])
+FIRST = Place()
 
 EACH = [
     Keep(),
@@ -220,3 +225,42 @@ def test_a_mesh_is_needed():
         "Shard(mesh=...): got 'tp', of type str. The ranks that share a value are those "
         'of a device mesh. Pass `init_device_mesh(...)["tp"]` of `torch.distributed`.'
     )
+
+
+@final
+@dataclass(frozen=True)
+class Careless(AbstractStorage):
+    """A storage of the user's own that does not give back what it was given."""
+
+    found: Callable[[Tensor], Any]
+
+    is_exact: ClassVar[bool] = True
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Any:
+        return self.found(value)
+
+
+CARELESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "dtype": (
+        lambda value: Stored((value.clone(),), lambda parts: parts[0].double()),
+        r"a value float32\[5\] of a region: came back .* as float64\[5\]",
+    ),
+    "shape": (
+        lambda value: Stored((value.clone(),), lambda parts: parts[0][1:]),
+        r"came back from its storage as float32\[4\]",
+    ),
+    "nothing": (lambda value: None, r"Careless\.store: returned NoneType"),
+    "a tensor": (lambda value: value.clone(), r"returned Tensor, .* Stored\.whole"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("found", "text"), CARELESS.values(), ids=CARELESS)
+def test_a_storage_that_breaks_its_contract_is_told_so(found: Any, text: str) -> None:
+    """Another dtype would be a gradient of other numbers, without a word."""
+    x = torch.randn(5, requires_grad=True)
+    policy = policies.save_only_these_names("h").stored(Careless(found))
+    region = remat(lambda x: checkpoint_name(x.sin(), "h").exp(), policy=policy)
+
+    with pytest.raises(RematError, match=text):
+        region(x * 1).cos().sum().backward()
