@@ -457,7 +457,7 @@ KINDS: dict[str, Callable[[Tensor], float]] = {
     "no bool": lambda x: 2.0 if isinstance(x.shape[1], bool) else 3.0,
     "integral": lambda x: 2.0 if isinstance(x.shape[1], numbers.Integral) else 3.0,
     "float": lambda x: 2.0 if isinstance(x.shape[1] / 2, float) else 3.0,
-    "bool": lambda x: 2.0 if isinstance(x.shape[1] > 4, bool) else 3.0,
+    "bool": lambda x: 2.0 if isinstance(x.shape[1] > 2, bool) else 3.0,
     "match": lambda x: matched(x.shape[1]),
     "singledispatch": lambda x: kind_of(x.shape[1]),
 }
