@@ -91,16 +91,12 @@ def link_of(
         MutationError: it changes its argument in place.
         SideEffectError: a hook of torch's makes a weight of it at each call.
     """
-    entry, roots, found = region.found_for(args, {})
+    try:
+        entry, roots, found = region.found_for(args, {})
+    except ImplicitRandomnessError as error:
+        raise _draws(region) from error
     if entry.region.joint(roots).states:
-        raise ImplicitRandomnessError(
-            explain(
-                where=f"a stage of a scheduled stack, {region!r}",
-                what="draws from a generator.",
-                why="A schedule runs a stage several times, and out of order.",
-                do="Draw by keys (remat.random), or leave the schedule out.",
-            )
-        )
+        raise _draws(region)
     if entry.hooked:
         raise SideEffectError(
             explain(
@@ -125,6 +121,18 @@ def link_of(
     written = tuple(places[index - own] for index in entry.written)
     link = Link(entry.region, roots, entry.labels, num_state, places, written)
     return link, entry
+
+
+def _draws(region: Region[..., Any] | RematModule) -> ImplicitRandomnessError:
+    return ImplicitRandomnessError(
+        explain(
+            where=f"a stage of a scheduled stack, {region!r}",
+            what="draws from a generator.",
+            why="A schedule runs a stage several times, and out of order.",
+            do="Draw by keys (remat.random), or leave the schedule out: a chain of groups "
+            'of layers ("Layers that draw" in docs/stacks.md) holds as little.',
+        )
+    )
 
 
 def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
