@@ -1,4 +1,7 @@
-"""Where regions run as the plain function: `disabled()`, `REMAT_DISABLE`, without gradients."""
+"""Where regions run as the plain function: `disabled()`, `REMAT_DISABLE`, without gradients.
+
+And in `torch.export`, whose programs are forwards, for any size that is left open.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def disabled() -> Generator[None]:
 
 def is_disabled() -> bool:
     """Whether regions are switched off on this thread."""
-    return _DISABLED or _switch.depth > 0
+    return _DISABLED or _switch.depth > 0 or torch.compiler.is_exporting()
 
 
 def is_inert() -> bool:

@@ -130,6 +130,29 @@ def test_a_wrapped_method_calls_through_inspect() -> None:
     assert list(inspect.signature(Methods(1.0).method).parameters) == ["x"]
 
 
+class Inner(nn.Module):
+    """A module to put into a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+@remat
+def twice_sine(x: Tensor) -> Tensor:
+    return x.sin().sin()
+
+
+class Around(Inner):
+    """A module that calls a function which is a region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return twice_sine(self.linear(x)).cos()
+
+
 class Scaled(nn.Module):
     """A module whose forward is a region."""
 
@@ -142,18 +165,25 @@ class Scaled(nn.Module):
         return self.linear(x).sin() * scale
 
 
-def test_a_module_whose_forward_is_a_region_can_be_exported() -> None:
-    """As it is for fixed sizes; for open ones where regions are off."""
-    model, x = Scaled(), torch.linspace(-1, 1, 12).view(4, 3)
-    rows = torch.export.Dim("rows", min=2)
+@pytest.mark.contract
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("wrap", [Scaled, Around])
+def test_a_model_with_regions_can_be_exported(
+    wrap: Callable[[], nn.Module], strict: bool
+) -> None:
+    """For fixed sizes and open ones, as the operators that it has without regions."""
+    model, x = wrap(), torch.linspace(-1, 1, 12).view(4, 3)
+    open_sizes = {"x": {0: torch.export.Dim("rows", min=2)}}
 
-    fixed = torch.export.export(model, (x,), {"scale": 3.0}).module()
-    with disabled():
-        sizes = {"x": {0: rows}}
-        open_ = torch.export.export(model, (x,), dynamic_shapes=sizes).module()
-
-    assert_bitwise(fixed(x, scale=3.0), model(x, scale=3.0))
-    assert_bitwise(open_(x[:2]), model(x[:2]))
+    for sizes in (None, open_sizes):
+        found = torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
+        with disabled():
+            plain = torch.export.export(
+                model, (x,), dynamic_shapes=sizes, strict=strict
+            )
+        assert str(found.graph) == str(plain.graph)
+        assert_bitwise(found.module()(x), model(x))
+    assert_bitwise(found.module()(x[:2]), model(x[:2]))
 
 
 @pytest.mark.contract
