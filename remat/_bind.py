@@ -35,7 +35,7 @@ from remat._backward import (
 )
 from remat._derived import Batch
 from remat._errors import explain
-from remat._forward import Results
+from remat._forward import Forward, Results
 from remat._graph import Graph, TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._program import Program
@@ -171,10 +171,19 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _compat.dual_level_is_active():
         pairs = [_unpack_dual(tensor) for tensor in tensors]
         is_dual = any(pair.tangent is not None for pair in pairs)
-        if is_dual and not _is_differentiated(call, tensors):
+        if is_dual and not (_is_differentiated(call, tensors) and _all_flow(call)):
             primals = [pair.primal for pair in pairs]
             return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
     return _run_quietly(call, tensors, save)
+
+
+def _all_flow(call: Call) -> bool:
+    """Whether a cotangent can come back for each output, as far as that is known.
+
+    `autograd.Function` has no tangent for one of which it is told that none can.
+    """
+    forward = call.region.forward(call.roots, True)
+    return not isinstance(forward, Forward) or forward.flows is None
 
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:

@@ -44,7 +44,11 @@ class Case:
 #: Functions that the oracle knows, of everything pure, and with effects.
 PROGRAMS = {
     "known": strategies.programs(kinds=(), captures=False, max_inner=0),
-    "pure": st.one_of(strategies.programs(kinds=()), strategies.programs()),
+    "pure": st.one_of(
+        strategies.programs(kinds=()),
+        strategies.programs(kinds=("capture",), max_steps=3),
+        strategies.programs(),
+    ),
     "effects": strategies.programs(
         kinds=("draw", "state"), captures=False, max_inner=1, max_steps=4
     ),
@@ -52,7 +56,7 @@ PROGRAMS = {
 
 
 #: How many are tried: what it takes to find each bug of `tests/planted.py`.
-EXAMPLES = {"known": 140, "pure": 140, "effects": 60}
+EXAMPLES = {"known": 140, "pure": 140, "effects": 100}
 
 
 def budget(kind):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import policies, remat, storage
@@ -198,3 +199,24 @@ def test_a_mapped_program_inside_a_trace() -> None:
 
     found, expected = jacrev(jacfwd(outer))(X), jacrev(jacfwd(torch.sin))(X)
     torch.testing.assert_close(found, expected)
+
+
+def test_tangents_of_what_has_no_gradient_beside_what_has_one() -> None:
+    """A captured weight wants a gradient, the input has a tangent: each output has its own."""
+    w = W.clone().requires_grad_()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.sin(w), torch.sigmoid(x), torch.tanh(x @ w)
+
+    def looked_at(f: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        with forward_ad.dual_level():
+            _, moved, both = f(forward_ad.make_dual(X, X.cos()))
+            assert (moved.requires_grad, both.requires_grad) == (False, True)
+            # Typed partially in torch.
+            pairs: list[Any] = [forward_ad.unpack_dual(each) for each in (moved, both)]
+            found = pairs[1].primal.sum() + pairs[1].tangent.sin().sum()
+            gradients = torch.autograd.grad(found, w)
+        return [*(tensor.detach() for pair in pairs for tensor in pair), *gradients]
+
+    for expected, each in zip(looked_at(f), looked_at(remat(f)), strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12)
