@@ -1,5 +1,6 @@
 """Makes every test start alike: one thread, the same seeds, the same examples."""
 
+import gc
 import random
 from typing import Any
 
@@ -58,6 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what imports have made to no collection: each would look through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Has the interpreter find them as it ends."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
