@@ -178,12 +178,12 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 
 def _all_flow(call: Call) -> bool:
-    """Whether a cotangent can come back for each output, as far as that is known.
+    """Whether it is known that a cotangent can come back for each output.
 
     `autograd.Function` has no tangent for one of which it is told that none can.
     """
     forward = call.region.forward(call.roots, True)
-    return not isinstance(forward, Forward) or forward.flows is None
+    return isinstance(forward, Forward) and forward.flows is None
 
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:

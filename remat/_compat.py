@@ -999,7 +999,7 @@ def isolated() -> Generator[None]:
     with (
         leave_functorch(),
         _disable_current_modes(),
-        _shared_dual_level(),
+        shared_dual_level(),
         _forward_ad._set_fwd_grad_enabled(True),
         # Its checks for nan read values, which fakes do not have.
         torch.autograd.set_detect_anomaly(False),
@@ -1037,9 +1037,12 @@ def _quiet_fakes() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _shared_dual_level() -> Generator[None]:
-    # torch has one level of forward mode. Where the caller has opened it, torch.func.jvp
-    # must not open it again; it counts only its own. Obsolete with nested dual levels.
+def shared_dual_level() -> Generator[None]:
+    """Lets torch.func.jvp run where the caller has opened forward mode.
+
+    Torch has one level of it, which torch.func.jvp opens again unless it has opened it
+    itself. Obsolete with nested dual levels.
+    """
     if _forward_ad._current_level < 0 or _transforms.JVP_NESTING:
         yield
         return

@@ -181,7 +181,8 @@ def _pushed(
         return found[:count], found[count:]
 
     primals = tuple(operands[index] for index in pushed)
-    found: Any = torch.func.jvp(of, primals, given, has_aux=True)
+    with _compat.shared_dual_level():
+        found: Any = torch.func.jvp(of, primals, given, has_aux=True)
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import policies, remat, storage
+from remat import chain, policies, remat, scan, schedules, storage
 from tests.support import assert_bitwise, count_operators, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
@@ -201,7 +201,8 @@ def test_a_mapped_program_inside_a_trace() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_tangents_of_what_has_no_gradient_beside_what_has_one() -> None:
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_tangents_of_what_has_no_gradient_beside_what_has_one(engine: Any) -> None:
     """A captured weight wants a gradient, the input has a tangent: each output has its own."""
     w = W.clone().requires_grad_()
 
@@ -218,5 +219,42 @@ def test_tangents_of_what_has_no_gradient_beside_what_has_one() -> None:
             gradients = torch.autograd.grad(found, w)
         return [*(tensor.detach() for pair in pairs for tensor in pair), *gradients]
 
-    for expected, each in zip(looked_at(f), looked_at(remat(f)), strict=True):
+    for expected, each in zip(
+        looked_at(f), looked_at(remat(f, engine=engine)), strict=True
+    ):
         torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda step, x: chain([step] * 3, schedule=schedules.Every(2))(x),
+        lambda step, x: scan(
+            lambda x, _: (step(x), None), x, length=3, schedule=schedules.Sqrt()
+        )[0],
+        lambda step, x: remat(step, engine="rerun")(step(step(x))),
+    ],
+    ids=["chain", "scan", "rerun"],
+)
+def test_gradients_of_tangents_outside_of_torch_func(
+    run: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> None:
+    """Forward mode by `forward_ad` alone, and reverse mode over it."""
+    weight, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        return torch.tanh(x @ weight).sin() @ weight.t()
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            out: Any = forward_ad.unpack_dual(run(forward_ad.make_dual(x, X.cos())))
+            found = out.primal.sin().sum() + out.tangent.sin().sum()
+            return (out.tangent.detach(), *torch.autograd.grad(found, (weight, x)))
+
+    pairs = zip(
+        gradients(lambda x: step(step(step(x)))),
+        gradients(lambda x: run(step, x)),
+        strict=True,
+    )
+    for expected, found in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
