@@ -158,6 +158,8 @@ class Runner:
         wanted: tuple[bool, ...],
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
+        if not self._is_direct:
+            return self._link.pull(saved, operands, cotangents, wanted, self._numerics)
         flows, direct = self._flows, None
         outward = cotangents
         if flows is not None:
@@ -207,6 +209,8 @@ class Runner:
     @functools.cached_property
     def _is_direct(self) -> bool:
         """Whether all cotangents go somewhere unchanged, and no three to one place."""
+        if not self._is_quiet or self._records is None:
+            return False
         views = self._link.region.views(self._link.roots)
         if views is None:
             return True
@@ -222,8 +226,6 @@ class Runner:
     ) -> None:
         """Notes the backward for these cotangents, if a program is all that it comes to."""
         link, there = self._link, present(cotangents)
-        if not self._is_direct or self._records is None:
-            return
         if not there or not any(wanted):
             return
         derived = link.derived(cotangents, wanted, self._numerics)

@@ -134,6 +134,7 @@ STEPS: dict[str, Step] = {
     "swapped": lambda w, c: ((c[1], moved(w, c[0])), c[0] + c[1]),
     "cut off": lambda w, c: (lambda new: ((new, c[1]), new.detach()))(moved(w, c[0])),
     "a view": lambda w, c: (lambda new: ((new, c[1]), new[0]))(moved(w, c[0])),
+    "transposed": lambda w, c: (lambda new: ((new, c[1]), new.t()))(moved(w, c[0])),
     "weight": lambda w, c: ((moved(w, c[0]), c[1]), w),
     "nothing moves": lambda w, c: (c, c[0]),
 }
@@ -178,7 +179,7 @@ def test_what_is_returned_twice_or_passed_on_has_its_gradients(
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 torch.testing.assert_close(one, other, rtol=tolerance, atol=0)
-    assert not asked or name in ("a view", "new three times")
+    assert not asked or name in ("a view", "transposed", "new three times")
 
 
 def test_a_sum_changes_nobodys_gradient() -> None:
