@@ -208,13 +208,9 @@ def _targets(
     """What a call writes to, as far as its name tells."""
     name = str(getattr(func, "__name__", "")).split(".")[0]
     found = _compat.tensor_leaves(kwargs.get("out"))
-    own = name.endswith("_") and not name.endswith("__")
-    if (
-        own
-        or name.startswith("__i")
-        or name == "__setitem__"
-        or func == _compat.SET_DATA
-    ):
+    is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    is_written = is_own or name in _ASSIGNING or func == _compat.SET_DATA
+    if is_written or kwargs.get("inplace"):
         found += _compat.tensor_leaves(args[:1])
     if name in _TRACKING:
         running = (kwargs.get("running_mean"), kwargs.get("running_var"))
@@ -222,6 +218,15 @@ def _targets(
     return found
 
 
+_ASSIGNING = frozenset(
+    f"__{name}__"
+    for name in (
+        *("iadd", "isub", "imul", "imatmul", "itruediv", "idiv", "ifloordiv", "imod"),
+        *("ipow", "ilshift", "irshift", "iand", "ior", "ixor", "setitem"),
+    )
+)
+# They end like writers, and leave the numbers.
+_HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 # They write to statistics without telling: no version changes.
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
 

@@ -6,6 +6,7 @@ function runs again in the backward, buffers restored around it; any policy but
 """
 
 import itertools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -791,8 +792,10 @@ def test_a_captured_tensor_is_changed_once(write: Any, engine: str) -> None:
         lambda x: x.data.mul_(2),
         lambda x: torch.no_grad()(torch.add)(x, 1, out=x),
         set_data,
+        lambda x: operator.imul(x.detach(), 2),
+        lambda x: torch.nn.functional.relu(x.detach(), inplace=True),
     ],
-    ids=["detach", "data", "out", "set data"],
+    ids=["detach", "data", "out", "set data", "assigned", "inplace"],
 )
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_what_is_differentiated_is_not_changed(write: Any, engine: str) -> None:
@@ -807,12 +810,32 @@ def test_what_is_differentiated_is_not_changed(write: Any, engine: str) -> None:
 
 
 @pytest.mark.contract
-def test_a_change_that_no_call_shows_raises() -> None:
-    """What wrote to a tensor has not said so before: its numbers are nowhere."""
-    held = torch.ones(3).double()
+@pytest.mark.parametrize(
+    "read",
+    [int, Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach, operator.index],
+    ids=["int", "requires_grad_", "share_memory_", "detach", "index"],
+)
+def test_a_call_that_is_only_named_like_a_write_is_none(read: Any) -> None:
+    """Its numbers are what they were, and so is the gradient."""
+    held = torch.tensor(3)
 
     def fun(x: Tensor) -> Tensor:
-        return x * torch.nn.functional.relu(held, inplace=True)
+        read(held if read is operator.index else x)
+        return (x * 2).sin()
+
+    x, other = (torch.tensor(3.0, requires_grad=True) for _ in range(2))
+    remat(fun, engine="rerun")(x).backward()
+    fun(other).backward()
+    assert_bitwise(x.grad, other.grad)
+
+
+@pytest.mark.contract
+def test_a_change_that_no_call_shows_raises() -> None:
+    """What wrote to a tensor has not said so before: its numbers are nowhere."""
+    held, row = torch.ones(1, 3).double(), torch.tensor([0])
+
+    def fun(x: Tensor) -> Tensor:
+        return x * torch.nn.functional.embedding(row, held, max_norm=1.0)
 
     with pytest.raises(MutationError, match=r"`held`.*Register it as a buffer"):
         remat(fun, engine="rerun")(seeded(3).requires_grad_())
