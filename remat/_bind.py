@@ -12,8 +12,6 @@ when a backward runs applies to it too.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -36,15 +34,13 @@ from remat._backward import (
 from remat._derived import Batch
 from remat._errors import explain
 from remat._forward import Forward, Results
-from remat._graph import Graph, TensorMeta, layout_of
+from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
-from remat._program import Program
 from remat._straight import Straight
-from remat._trace import View
+from remat._views import make_views
 from remat._waiting import (
     Twins,
     joints_of,
-    resume_differentiably,
     wait_differentiably,
 )
 from remat.storage import Place
@@ -90,49 +86,6 @@ def _returned(
     if views is None:
         return [*outputs]
     return make_views(views, outputs, tensors[call.region.num_leading :])
-
-
-def make_views(
-    views: Sequence[View], outputs: Sequence[Tensor], operands: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """What is returned, each from the tensor that it is or shares its storage with."""
-    return [make_view(view, outputs, operands) for view in views]
-
-
-def make_view(
-    view: View, outputs: Sequence[Tensor], operands: Sequence[Tensor]
-) -> Tensor | None:
-    """What is returned, from the tensor that it is or shares its storage with."""
-    if view.output is not None:
-        tensor = outputs[view.output]
-    elif view.operand is not None:
-        tensor = resume_differentiably(operands[view.operand])
-    else:
-        return None
-    if view.is_cut or (view.is_detached and tensor.requires_grad):
-        tensor = tensor.detach()
-    if view.path is not None:
-        (tensor,) = _way(_Path(view.path)).with_gradient((tensor,))
-    return tensor
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Path:
-    """View operators, told apart by identity: to compare them takes longer than to run them."""
-
-    graph: Graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Path) and other.graph is self.graph
-
-
-@functools.lru_cache(maxsize=1024)
-def _way(path: _Path) -> Program:
-    return Program(path.graph, "view")
 
 
 def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:

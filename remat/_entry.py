@@ -24,7 +24,7 @@ from remat import (
     _streams,
 )
 from remat._any_region import Call
-from remat._bind import apply_straight, bind_all, make_views
+from remat._bind import apply_straight, bind_all
 from remat._dynamic import Fixed, Template, Templates, trace_open
 from remat._errors import (
     ImplicitRandomnessError,
@@ -48,6 +48,7 @@ from remat._running import is_taken_whole, substituting
 from remat._signature import Layout, Signature
 from remat._straight import Straight
 from remat._trace import Flat, Joint, Request, Traced, trace
+from remat._views import make_views
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage, Keep
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import Call, apply_straight, make_views
+from remat._bind import Call, apply_straight
 from remat._departures import departures
 from remat._entry import Entry
 from remat._guards import guard_of
 from remat._numerics import Numerics
+from remat._views import make_views
 
 # What a route gives for a call that is not its own.
 MISSED = object()

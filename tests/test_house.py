@@ -56,7 +56,7 @@ LAYERS = (
     ("_following", "_planning"),
     ("_ahead",),
     ("_function", "_resting", "_run_state", "_verification", "_waiting"),
-    ("_forward", "_hidden"),
+    ("_forward", "_hidden", "_views"),
     ("_straight",),
     ("_any_region", "_push"),
     ("_given",),

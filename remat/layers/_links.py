@@ -18,13 +18,14 @@ from torch import Tensor
 
 from remat import _compat
 from remat._any_region import Asked, Call
-from remat._bind import bind, bind_all, make_views, run_saving
+from remat._bind import bind, bind_all, run_saving
 from remat._derived import Pull, pullback
 from remat._function import Roots
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._region import Region
 from remat._trace import Joint
+from remat._views import make_views
 
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
     weakref.WeakKeyDictionary()

@@ -15,11 +15,11 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from remat import _compat
-from remat._bind import make_views
 from remat._numerics import Numerics
 from remat._program import Quiet
 from remat._region import Region
 from remat._trace import View
+from remat._views import make_views
 from remat._waiting import resumed
 from remat.layers._links import Link, added, present
 
