@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from remat import policies, remat, storage
-from tests.benchmarks import work
+from tests.benchmarks import timing, work
 from tests.benchmarks.memory import allocated
 from tests.benchmarks.tables import heading
 from tests.benchmarks.work import Unit, Work
 
 TAIL = 3
-STEPS = 7
+ROUNDS = 7
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -81,14 +82,8 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(slope)
 
 
-def point(size: int, made: Work, unit: Any) -> Point:
-    """One size, measured."""
-    made.step(unit)
-    times: list[float] = []
-    for _ in range(STEPS):
-        started = time.perf_counter()
-        made.step(unit)
-        times.append(time.perf_counter() - started)
+def point(size: int, made: Work, unit: Any, times: Sequence[float]) -> Point:
+    """One contender at one size: its bytes, beside the seconds that its steps took."""
     traces = unit.cache_info().trace_s if hasattr(unit, "cache_info") else ()
     return Point(
         size,
@@ -109,8 +104,12 @@ def curves(axis: Axis) -> dict[str, list[Point]]:
     found: dict[str, list[Point]] = {}
     for size in axis.sizes:
         made = axis.make(size)
-        for name, unit in _contenders(made.unit).items():
-            found.setdefault(name, []).append(point(size, made, unit))
+        units = _contenders(made.unit)
+        steps = {name: partial(made.step, unit) for name, unit in units.items()}
+        times = timing.interleaved(steps, ROUNDS, clock=timing.clock())
+        for name, unit in units.items():
+            each = point(size, made, unit, times[name])
+            found.setdefault(name, []).append(each)
     return found
 
 
