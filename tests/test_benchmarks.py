@@ -52,6 +52,16 @@ def test_steps_are_interleaved():
     assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
 
 
+def test_a_round_takes_the_median_of_its_turns():
+    """What a machine does for a moment is in one turn, and left out."""
+    seconds = iter([0.0, 2.0, 1.0, 9.0, 4.0, 5.0, 3.0])
+    steps = {"apart": lambda: timing.Elapsed(next(seconds))}
+
+    times = timing.interleaved(steps, rounds=2, turns=3, lead=0)
+
+    assert times == {"apart": [2.0, 4.0]}
+
+
 def test_another_process_times_its_own_steps():
     """What passes here meanwhile does not count."""
     steps = {"apart": lambda: timing.Elapsed(3.0)}
@@ -254,7 +264,7 @@ def test_short_steps_have_more_turns():
     """And long ones have 7 rounds."""
     pace = timing.Pace.of({"a": lambda: None})
 
-    assert pace == timing.Pace(rounds=timing.MAX_ROUNDS, turns=4, lead=1)
+    assert pace == timing.Pace(rounds=timing.MAX_ROUNDS, turns=timing.MAX_TURNS, lead=1)
 
 
 @pytest.mark.parametrize(

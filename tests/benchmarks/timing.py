@@ -2,8 +2,9 @@
 
 A turn is a step that counts, after one that does not: a training loop does not change its
 functions from step to step either, and finds its code in the cache. Where steps are short a
-round is several turns of each, one contender after the other: what else a shared machine
-does in the meantime, it does to all of them.
+round is many turns of each, one contender after the other, and what a contender took in it
+is the median of its turns: what else a shared machine does for seconds, it does to all of
+them, and what it does for a moment is left out.
 """
 
 import gc
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 61
+MAX_TURNS = 16
 SHORT_S = 0.05
-ROW_S = 12.0
+ROW_S = 24.0
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,17 @@ class Pace:
 
     @classmethod
     def of(cls, steps: Mapping[str, Callable[[], object]]) -> "Pace":
-        """At least 7 rounds, more where they cost little; more turns of short steps."""
+        """7 rounds, of as many turns as a row has time for; more where steps are short."""
         started = time.perf_counter()
         for step in steps.values():
             step()
         total_s = time.perf_counter() - started
         mean_s = total_s / len(steps)
-        turns = max(1, min(4, int(SHORT_S / mean_s)))
         lead = int(mean_s < SHORT_S)
-        rounds = int(ROW_S / (total_s * turns * (1 + lead)))
-        return cls(max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), turns, lead)
+        num_turns = int(ROW_S / (total_s * (1 + lead)))
+        turns = max(1, min(MAX_TURNS, num_turns // MIN_ROUNDS))
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, num_turns // turns))
+        return cls(rounds, turns, lead)
 
 
 def clock() -> Callable[[], float]:
@@ -102,7 +105,7 @@ def interleaved(
     Args:
         steps: the contenders.
         rounds: how many are compared.
-        turns: how often each has its turn in a round; what it took is the mean.
+        turns: how often each has its turn in a round; what it took is their median.
         lead: how many steps of a turn do not count, before the one that does.
         clock: seconds; those of the processor where others share the machine.
     """
@@ -114,14 +117,14 @@ def interleaved(
     gc.disable()
     try:
         for _ in range(rounds):
-            taken = dict.fromkeys(steps, 0.0)
+            taken: dict[str, list[float]] = {name: [] for name in steps}
             for _ in range(turns):
                 for name, step in steps.items():
                     for _ in range(lead):
                         step()
-                    taken[name] += _timed(step, clock)
+                    taken[name].append(_timed(step, clock))
             for name, seconds in taken.items():
-                times[name].append(seconds / turns)
+                times[name].append(statistics.median(seconds))
     finally:
         gc.enable()
     return times
