@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Any, final
 
-from remat import _compat
 from remat._entry import Entry
 from remat._families import Family
 from remat._forward import Calls
-from remat._guards import is_simple
+from remat._guards import Told, is_simple, told_here
 from remat._numerics import Numerics
 from remat._routes import Found, Route, holding, route_of
 from remat._signature import Signature
@@ -60,7 +59,7 @@ class Cache:
         """Tries a route first: the next layer is likely to be called like this one."""
         # Whoever was called may have cleared the cache.
         if route in self.routes:
-            self.routes = [route, *self._others(route.entries)]
+            self.routes = [route, *self._others(route.entries, route.told)]
 
     def learn(
         self,
@@ -71,25 +70,26 @@ class Cache:
     ) -> None:
         """Recognizes calls like this one from now on, if it is one of the first kinds."""
         entries = self.entries.get((signature.key, numerics))
-        if entries is None or not signature.tensors or not _compat.is_quiet():
+        told = told_here()
+        if entries is None or not signature.tensors or told is None:
             return
         if Numerics.current() != numerics:
             # The trace has run code that sets a switch, and left it so.
             return
-        others = self._others(entries)
+        others = self._others(entries, told)
         # One that the number of threads has made useless is replaced.
         is_known = any(
-            route.entries is entries and route.same_thread() for route in self.routes
+            route.serves(entries, told) and route.same_thread() for route in self.routes
         )
         if (
             not is_known
             and len(others) < _MOST_ROUTES
-            and is_simple((args, kwargs), signature.objects)
+            and is_simple((args, kwargs), signature.objects, told)
         ):
-            self.routes = [*others, route_of(args, kwargs, numerics, entries)]
+            self.routes = [*others, route_of(args, kwargs, numerics, entries, told)]
 
-    def _others(self, entries: list[Entry]) -> list[Route]:
-        return [route for route in self.routes if route.entries is not entries]
+    def _others(self, entries: list[Entry], told: Told) -> list[Route]:
+        return [route for route in self.routes if not route.serves(entries, told)]
 
 
 _MOST_ROUTES = 8  # a heuristic: each one that is missed costs half a microsecond

@@ -105,8 +105,13 @@ def current_interpreter() -> tuple[str, Any] | None:
     top = _functorch_c.peek_interpreter_stack()
     if top is None:
         return None
-    interpreter = pyfunctorch.retrieve_current_functorch_interpreter()
-    return interpreter.key().name.lower(), interpreter
+    return _kind_of(top.key()), pyfunctorch.coerce_cinterpreter(top)
+
+
+@functools.cache
+def _kind_of(key: Any) -> str:
+    # To ask an enumeration for a name takes longer than to look it up.
+    return key.name.lower()
 
 
 @contextlib.contextmanager
@@ -175,6 +180,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors below all torch.func wrappers."""
+    unwrap = _functorch_c.get_unwrapped
+    while any(map(_is_wrapped, tensors)):
+        tensors = [unwrap(each) if _is_wrapped(each) else each for each in tensors]
+    return tensors
+
+
 def below(tensor: Tensor) -> Tensor | None:
     """The tensor below the outermost torch.func wrapper, None where there is none."""
     if not _functorch_c.is_functorch_wrapped_tensor(tensor):
@@ -190,8 +203,8 @@ def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     A wrapper counts what is done to itself, not what is done to the tensor that it wraps
     by those who have that. Obsolete when autograd looks there.
     """
-    found = map(unwrapped, tensors)
-    return tuple(-1 if each.is_inference() else each._version for each in found)
+    found = all_unwrapped(tensors)
+    return tuple([-1 if each.is_inference() else each._version for each in found])
 
 
 def repeats_itself(tensor: Tensor) -> bool:
@@ -502,10 +515,30 @@ def is_only_watched() -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is neither wrapped by a transform nor of a foreign subclass."""
-    kinds = (Tensor, nn.Parameter, nn.Buffer)
-    return type(tensor) in kinds and not _functorch_c.is_functorch_wrapped_tensor(
-        tensor
+    return type(tensor) in _OWN_KINDS and not _is_wrapped(tensor)
+
+
+_OWN_KINDS = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
+
+def is_under_reverse_mode() -> bool:
+    """Whether reverse mode is this thread's innermost transform, and nothing else listens."""
+    top = _functorch_c.peek_interpreter_stack()
+    return (
+        top is not None
+        and top.key() == functorch_c.TransformType.Grad
+        and _forward_ad._current_level < 0
+        and not is_watched()
     )
+
+
+def is_told_by_wrapper(tensor: Tensor) -> bool:
+    """Whether what a transform's wrapper shows is all that tells a tensor from others.
+
+    It shows neither that it wraps a DTensor, nor that a level below wants a gradient.
+    """
+    is_own = type(tensor) in _OWN_KINDS and type(unwrapped(tensor)) in _OWN_KINDS
+    return is_own and (tensor.requires_grad or not requires_grad_anywhere(tensor))
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:
@@ -524,7 +557,8 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check that tensors have the metadata of these: type, layout, dtype, device, grad.
 
     torch.compile's own guards, a tenth of the price of reading it in Python; they fail
-    where autocast or inference mode is another. Obsolete when torch has a public name.
+    where autocast or inference mode is another, under torch.func if they were made outside
+    of it, and outside if under. Obsolete when torch has a public name.
     """
     guards = _guards.TensorGuards(
         *tensors,
@@ -534,12 +568,30 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
+def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """The same for tensors that reverse mode of torch.func may have wrapped.
+
+    All are such that `is_told_by_wrapper` accepts them.
+    """
+    check = tensor_guard(tensors)
+    unwanted = [k for k, tensor in enumerate(tensors) if not tensor.requires_grad]
+
+    def is_alike(*given: Tensor) -> bool:
+        return (
+            check(*given)
+            and _OWN_KINDS.issuperset(map(type, all_unwrapped(given)))
+            and not any(requires_grad_anywhere(given[k]) for k in unwanted)
+        )
+
+    return is_alike
+
+
 def thread_guard() -> Callable[[], bool]:
     """A check that a thread is in no forward mode, and its switches are as here and now.
 
     The switches: grad mode, and all that decides what operators compute. With it goes
-    `tensor_guard`, which fails under every transform and dispatch mode. It may fail where
-    nothing has changed but the number of threads.
+    `tensor_guard`, which fails under every other transform and dispatch mode. It may fail
+    where nothing has changed but the number of threads.
     """
     same_state, levels, read = state_guard(), _forward_ad, torch._C
     precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled

@@ -8,6 +8,7 @@ A guard holds metadata, static values and types; nothing of the user's is kept a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -27,24 +28,53 @@ Guard = Callable[
 ]
 
 
-def guard_of(args: _Args, kwargs: Mapping[str, Any]) -> Guard:
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """How a guard tells tensors apart.
+
+    Attributes:
+        is_told: whether it can tell one from all that are unlike it.
+        guard: the check that given tensors are like these.
+    """
+
+    is_told: Callable[[Tensor], bool]
+    guard: Callable[[Sequence[Tensor]], Callable[..., bool]]
+
+
+#: Where neither a transform nor a mode is active.
+PLAINLY = Told(_compat.is_plain, _compat.tensor_guard)
+
+#: Where reverse mode of torch.func is the innermost transform.
+BY_WRAPPERS = Told(_compat.is_told_by_wrapper, _compat.wrapped_guard)
+
+
+def told_here() -> Told | None:
+    """How tensors are told apart where this thread is, None where they cannot be."""
+    if _compat.is_quiet():
+        return PLAINLY
+    return BY_WRAPPERS if _compat.is_under_reverse_mode() else None
+
+
+def guard_of(args: _Args, kwargs: Mapping[str, Any], told: Told = PLAINLY) -> Guard:
     """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
-    return _Writer().function(args, kwargs)
+    return _Writer(told).function(args, kwargs)
 
 
-def is_simple(tree: Any, objects: Sequence[object] = ()) -> bool:
+def is_simple(tree: Any, objects: Sequence[object] = (), told: Told = PLAINLY) -> bool:
     """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart.
 
     Args:
         tree: of a call's arguments.
         objects: the leaves of which the signature holds nothing but the type.
+        told: how it tells tensors apart.
     """
     if isinstance(tree, Tensor):
-        return _compat.is_plain(tree)
+        return told.is_told(tree)
     if type(tree) in {tuple, list}:
-        return all(is_simple(each, objects) for each in tree)
+        return all(is_simple(each, objects, told) for each in tree)
     if type(tree) is dict:
-        return all(is_simple(each, objects) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return all(is_simple(each, objects, told) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if static_key(tree) is not None:
         return True
     is_object = any(tree is each for each in objects) and not isinstance(tree, type)
@@ -55,7 +85,8 @@ def is_simple(tree: Any, objects: Sequence[object] = ()) -> bool:
 class _Writer:
     """Writes the guard of a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Told) -> None:
+        self._told = told
         self.tensors: list[Tensor] = []
         self._places: list[str] = []
         self._objects: list[str] = []
@@ -66,7 +97,7 @@ class _Writer:
         """The function that recognizes the containers and the leaves of this call."""
         self._tree("args", args)
         self._tree("kwargs", dict(kwargs))
-        self._space["check"] = _compat.tensor_guard(self.tensors)
+        self._space["check"] = self._told.guard(self.tensors)
         self._require(f"check({', '.join(self._places)})")
         tensors, roots = _tuple(self._places), _tuple(["fun", *self._objects])
         lines = [*self._lines, f"return {tensors}, {roots}"]

@@ -16,7 +16,7 @@ from remat import _compat
 from remat._bind import Call, apply_straight
 from remat._departures import departures
 from remat._entry import Entry
-from remat._guards import guard_of
+from remat._guards import PLAINLY, Told, guard_of
 from remat._numerics import Numerics
 from remat._views import make_views
 
@@ -33,12 +33,18 @@ class Route(NamedTuple):
     Attributes:
         run: from the function and its (args, kwargs) to what the call returns, or `MISSED`.
         entries: the traces of such calls.
+        told: how their tensors are told apart: plainly, or under reverse mode.
         same_thread: whether the switches are those that were in force.
     """
 
     run: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
     entries: list[Entry]
+    told: Told
     same_thread: Callable[[], bool]
+
+    def serves(self, entries: list[Entry], told: Told) -> bool:
+        """Whether it is that of the calls of these traces, with tensors told apart so."""
+        return self.entries is entries and self.told is told
 
 
 def route_of(
@@ -46,12 +52,15 @@ def route_of(
     kwargs: Mapping[str, Any],
     numerics: Numerics,
     entries: list[Entry],
+    told: Told,
 ) -> Route:
     """The route of a call that `_guards.is_simple` accepts, some tensor among its leaves.
 
-    Transforms and dispatch modes are not asked for: the check of its tensors fails there.
+    Other transforms and dispatch modes are not asked for: the check of its tensors fails
+    there.
     """
-    take, same_thread = guard_of(args, kwargs), _compat.thread_guard()
+    take, same_thread = guard_of(args, kwargs, told), _compat.thread_guard()
+    is_quiet = told is PLAINLY
 
     def run(
         fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -67,7 +76,7 @@ def route_of(
             if found is None:
                 return MISSED
             entry, captured = found
-        straight = entry.straight(roots, numerics)
+        straight = entry.straight(roots, numerics) if is_quiet else None
         if straight is not None:
             region, labels = entry.region, entry.labels
             call = Call(region, roots, numerics, labels, False, False, straight)
@@ -81,7 +90,7 @@ def route_of(
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED
 
-    return Route(run, entries, same_thread)
+    return Route(run, entries, told, same_thread)
 
 
 def holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:

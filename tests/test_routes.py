@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from remat import _api, _bind, disabled, first_order, random, remat
@@ -187,6 +188,129 @@ def test_what_is_made_of_outputs_is_made_on_it(
     (kinds, grad), (expected, expected_grad) = looked_at(region), looked_at(form)
     assert kinds == expected
     assert torch.equal(grad, expected_grad)
+
+
+def swept(x: Tensor, w: Tensor) -> Tensor:
+    """Of (3,) and (3,), with a second derivative by each."""
+    return (x * w).sin() * w
+
+
+#: What is differentiated by reverse mode, innermost.
+UNDER_REVERSE_MODE: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": lambda f: grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)),
+    "grad by one": lambda f: grad(lambda x, w: f(x, w).sum()),
+    "grad of grad": lambda f: grad(
+        lambda x, w: grad(lambda x: f(x, w).sum())(x).cos().sum(), argnums=(0, 1)
+    ),
+    "vmap of grad": lambda f: (
+        lambda x, w: vmap(grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)), (0, None))(
+            x.expand(2, 3), w
+        )
+    ),
+    "vjp": lambda f: lambda x, w: torch.func.vjp(f, x, w)[1](x),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_REVERSE_MODE)
+def test_it_is_taken_under_reverse_mode_too(name: str, looked_up: list[int]) -> None:
+    """From the second time on, with the same numbers."""
+    region = remat(swept)
+    region.cache_clear()
+    transform = UNDER_REVERSE_MODE[name]
+    x, w = seeded(3), seeded(3, seed=1)
+    expected = pytree.tree_leaves(transform(swept)(x, w))
+    first = pytree.tree_leaves(transform(region)(x, w))
+    looked_up.clear()
+
+    again = pytree.tree_leaves(transform(region)(x, w))
+
+    assert not looked_up
+    for each, other, right in zip(first, again, expected, strict=True):
+        assert torch.equal(each, other)
+        assert torch.allclose(each, right)
+
+
+def test_every_reverse_mode_keeps_its_own_numbers() -> None:
+    """After each other, twice, and with plain autograd in between."""
+    region = remat(swept)
+    region.cache_clear()
+    x, w = seeded(3), seeded(3, seed=1)
+
+    for _ in range(2):
+        for transform in UNDER_REVERSE_MODE.values():
+            found = pytree.tree_leaves(transform(region)(x, w))
+            right = pytree.tree_leaves(transform(swept)(x, w))
+            assert all(map(torch.allclose, found, right))
+            assert torch.equal(gradient(region, leaf(), w), gradient(swept, leaf(), w))
+
+
+def test_reverse_mode_and_plain_autograd_are_both_known(looked_up: list[int]) -> None:
+    """Neither takes the place of the other."""
+    region = remat(swept)
+    region.cache_clear()
+    x, w = leaf(), seeded(3, seed=1)
+    transformed = UNDER_REVERSE_MODE["grad"](region)
+
+    for _ in range(3):
+        gradient(region, x, w)
+        transformed(x.detach(), w)
+
+    assert len(looked_up) == 2
+
+
+def test_what_a_level_below_wants_is_another_call() -> None:
+    """Of a tensor that the transform has wrapped, and does not differentiate."""
+    region = remat(swept)
+    region.cache_clear()
+    x, w = seeded(3), seeded(3, seed=1)
+
+    def slope(fun: Callable[..., Tensor]) -> Tensor:
+        return grad(lambda x: fun(x, w.exp()).sum())(x)
+
+    for _ in range(2):
+        slope(region)
+    w.requires_grad_()
+
+    (found,) = torch.autograd.grad(slope(region).sum(), w)
+
+    assert torch.allclose(found, torch.autograd.grad(slope(swept).sum(), w)[0])
+
+
+class Own(Tensor):
+    """A tensor of a class that leaves torch's functions as they are."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def test_another_class_below_a_wrapper_is_another_call(looked_up: list[int]) -> None:
+    """The wrapper has torch's own class, whatever it wraps."""
+    region = remat(swept)
+    region.cache_clear()
+    x, w = seeded(3), seeded(3, seed=1)
+    transformed = UNDER_REVERSE_MODE["grad"](region)
+    for _ in range(2):
+        transformed(x, w)
+    looked_up.clear()
+
+    transformed(x.as_subclass(Own), w)
+
+    assert len(looked_up) == 1
+
+
+def test_what_is_captured_alone_wants_a_gradient_under_reverse_mode() -> None:
+    """By no argument, at the first call and at those like it."""
+    layer = Layer(0)
+    region: Any = remat(layer)
+    region.cache_clear()
+    x, given = seeded(2, 3), dict(layer.named_parameters())
+
+    def slope(fun: Any) -> Tensor:
+        return grad(lambda given: functional_call(fun, given, (x,)).sum())(given)[
+            "weight"
+        ]
+
+    for _ in range(3):
+        assert torch.equal(slope(region), slope(layer))
 
 
 def test_without_gradients_to_compute_nothing_is_recorded() -> None:
