@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -193,7 +194,8 @@ def _order(line: _Line, match: _Match) -> list[int]:
 
     Such a step comes just before its first reader. Where only the caller reads it, it comes
     when the second is through with one of the values that it needs, or when there is the
-    last of them; at the end if it needs none.
+    last of them; at the end if it needs none. The outputs of one operator are taken apart
+    where it runs: see `_partition.late`.
     """
     twins, values, end = match.twins, line.values, line.second.stop
     alone = [index for index in line.first if index not in twins]
@@ -209,6 +211,10 @@ def _order(line: _Line, match: _Match) -> list[int]:
         place.setdefault(index, max(soonest[index], until[index]))
         for use in values[index].uses:
             place[use] = min(place[index], place.get(use, end))
+    for index in alone:
+        if values[index].op is operator.getitem:
+            maker = values[index].args[0].index
+            place[index] = place.get(maker, soonest[maker])
     steps = [(index, False, index) for index in match.steps]
     steps += [(place[index], True, index) for index in alone]
     return [index for *_, index in sorted(steps)]

@@ -461,15 +461,24 @@ def backward_graph(
 
 
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
-    """The steps, those of the forward moved to before the first that reads them."""
+    """The steps, those of the forward moved to before the first that reads them.
+
+    The outputs of one operator are taken apart where it runs: what holds them together
+    would hold each until the last of them is read.
+    """
     order: list[int] = []
     waiting = {index for index in steps if not values[index].is_backward}
+    parts: dict[int, set[int]] = {}
+    for index in waiting:
+        if values[index].op is operator.getitem:
+            parts.setdefault(values[index].args[0].index, set()).add(index)
     for step in steps:
         if not values[step].is_backward:
             continue
         needed, pending = set[int](), [step]
         while pending:
             uses = waiting.intersection(values[pending.pop()].uses)
+            uses.update(*(parts.get(index, ()) for index in uses))
             waiting -= uses
             needed |= uses
             pending += uses

@@ -1,5 +1,6 @@
 """Two programs in one: what both compute is computed once, and each hands out what it did."""
 
+import operator
 import random
 from collections.abc import Callable, Sequence
 
@@ -73,6 +74,22 @@ def test_a_value_is_computed_as_often_as_by_the_one_who_does_so_more(
 
     assert graph.operators.count("aten.sin") == max(times)
     assert len(graph.operators) == max(times) + sum(times)
+
+
+def test_the_outputs_of_one_operator_are_taken_apart_where_it_runs() -> None:
+    """Together they would all live until the last of them is read."""
+
+    def parts(x: Tensor) -> list[Tensor]:
+        spread, mean = torch.var_mean(x, 0)
+        return [mean.exp() + x, spread * x.sin().cos()]
+
+    second = traced(lambda x, t: [(x.exp() * t).sin(), x.sin().cos() * t], 2)
+
+    values = merged(traced(parts, 1), second).values
+
+    maker = next(k for k, value in enumerate(values) if isinstance(value.meta, tuple))
+    found = [k for k, value in enumerate(values) if value.op is operator.getitem]
+    assert found == [maker + 1, maker + 2]
 
 
 def test_what_an_input_is_known_to_be_is_read() -> None:
