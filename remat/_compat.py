@@ -723,6 +723,27 @@ def load_tracer() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def traceable(func: Any) -> Any:
+    """The function itself, or what does the same where torch would read numbers.
+
+    `F.one_hot` checks its classes by value unless it sees a tensor to be a fake one, which
+    it does not through the wrapper of a level of torch.func inside of the trace (forward
+    mode over reverse mode). Obsolete when it sees through that.
+    """
+    return _one_hot if func is _ONE_HOT else func
+
+
+_ONE_HOT: Any = torch.nn.functional.one_hot
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0 or tensor.dtype != torch.int64:
+        return _ONE_HOT(tensor, num_classes)
+    # What torch makes of a fake tensor.
+    classes = torch.arange(num_classes, device=tensor.device)
+    return torch.eq(tensor.unsqueeze(-1), classes).to(torch.int64)
+
+
 # Runs the body below autograd: nothing is recorded, and no view knows its base. Cheaper
 # than `torch.no_grad` by a tenth of an operator's overhead. What shares memory shares no
 # version counter. Obsolete when torch has a public name for it; inference mode is none,

@@ -322,7 +322,7 @@ class UserCalls(TorchFunctionMode):
         before = len(graph.nodes)
         out = running.look_ups.call(func, args)
         if out is NotImplemented:
-            out = func(*args, **kwargs)
+            out = _compat.traceable(func)(*args, **kwargs)
         if len(graph.nodes) > before:
             note = _import_fx.Note(user_line(), function_name(func), is_backward=False)
             _import_fx.annotate(graph, before, note)

@@ -608,3 +608,17 @@ def test_the_callers_saved_tensor_hooks_see_no_stand_in() -> None:
     assert traced == 1
     assert len(seen) == 2
     assert {type(tensor) for tensor in seen} == {Tensor}
+
+
+@pytest.mark.parametrize("num_classes", [4, 6])
+def test_forward_mode_over_a_class_of_each_row(num_classes: int) -> None:
+    """Routing by `F.one_hot` has second derivatives of every order of modes."""
+
+    def routed(x: Tensor) -> Tensor:
+        weight, expert = x.softmax(-1).max(-1)
+        chosen = F.one_hot(expert, num_classes=num_classes).to(x.dtype)
+        return (chosen * weight[:, None] * x.sin().sum()).square().sum()
+
+    x = seeded(3, 4)
+    for derive in (torch.func.hessian, slope, second):
+        assert_close(derive(remat(routed))(x), derive(routed)(x))
