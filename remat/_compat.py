@@ -1880,6 +1880,8 @@ def needs_values(error: Exception) -> bool:
             "data is not allocated yet",
             ".numpy() is not supported",
             "Can't call numpy()",
+            # Nested tensors, which learn their lengths from values.
+            "does not support tracing with fx.symbolic_trace",
         )
     )
 

@@ -24,7 +24,7 @@ from remat._graph import TensorMeta
 from remat._indexing import LookUps
 from remat._lines import user_line
 from remat._memoized import keeper_of, remedy
-from remat._signature import overriding
+from remat._signature import is_strided, overriding, unstrided
 from remat.policies._operators import function_name
 
 
@@ -182,6 +182,8 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
+    if not (is_strided(tensor) or _compat.overrides_functions(type(tensor))):
+        raise unstrided(f"a tensor used at {user_line()}", tensor)
     if not running.find(tensor):
         if _streams.looks_like_state(tensor):
             raise _streams.unregistered(f"at {user_line()}")

@@ -144,7 +144,7 @@ def sign(
 
     Raises:
         StaticArgumentError: if a leaf can be neither traced nor compared.
-        TraceError: if a tensor is sparse, or of a class with functions of its own.
+        TraceError: if a tensor is sparse or nested, or of a class with functions of its own.
     """
     if statics.are_given:
         args, kwargs = _wrapped(function, args, kwargs, statics)
@@ -158,9 +158,14 @@ def sign(
             index = next(index for index, each in enumerate(flat) if each is leaf)
             refused = _numpy if is_numpy else _unseen
             raise refused(leaf, labels(function, args, kwargs)[index])
-    if leaves.has_sparse:
+    if leaves.has_unstrided:
         flat = _compat.flatten(arguments)[0]
-        raise _sparse(flat, labels(function, args, kwargs))
+        names = labels(function, args, kwargs)
+        raise next(
+            unstrided(f"the argument `{name}`", leaf)
+            for name, leaf in zip(names, flat, strict=True)
+            if isinstance(leaf, Tensor) and not is_strided(leaf)
+        )
     if leaves.overrides is not None:
         raise overriding(leaves.overrides)
     return Signature(
@@ -172,19 +177,25 @@ def sign(
     )
 
 
-def _sparse(leaves: Sequence[Any], names: Sequence[str]) -> TraceError:
-    label, layout = next(
-        (name, leaf.layout)
-        for name, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.layout is not _STRIDED
-    )
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor has sizes and strides; the older kind of nested one only says so."""
+    return tensor.layout is _STRIDED and not tensor.is_nested
+
+
+def unstrided(where: str, tensor: Tensor) -> TraceError:
+    """The error of a region that is given, or reaches, a tensor without strides."""
+    if tensor.is_nested:
+        kind, do = "nested tensor", "Pass its values and offsets, or a padded tensor"
+    else:
+        kind, do = "tensor", "Make it sparse inside of the function"
+    if tensor.layout is not _STRIDED:
+        do += ', or use engine="rerun", which runs the function again in the backward'
     return TraceError(
         explain(
-            where=f"the argument `{label}`",
-            what=f"is a tensor of layout {layout}, which cannot be traced.",
+            where=where,
+            what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
             why="A trace lays its inputs out by their strides, and it has none.",
-            do='Make it sparse inside of the function, or use engine="rerun", which runs '
-            "the function again in the backward.",
+            do=f"{do}.",
         )
     )
 
@@ -215,7 +226,7 @@ class _Leaves:
 
     __slots__ = (
         *("_describe", "_places"),
-        *("has_sparse", "objects", "overrides", "tensors", "wants_gradient"),
+        *("has_unstrided", "objects", "overrides", "tensors", "wants_gradient"),
     )
 
     def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
@@ -223,7 +234,7 @@ class _Leaves:
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
-        self.has_sparse = False
+        self.has_unstrided = False
         self.overrides: type[Tensor] | None = None
         self.wants_gradient = False
 
@@ -244,8 +255,8 @@ class _Leaves:
             kind = cast("type[Tensor]", type(tree))
             if kind is not Tensor and _compat.overrides_functions(kind):
                 self.overrides = kind
-            if tree.layout is not _STRIDED:
-                self.has_sparse = True
+            if not is_strided(tree):
+                self.has_unstrided = True
                 return Tensor
             layout = layout_of(tree)
             if layout[4]:

@@ -376,11 +376,40 @@ def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
 
     with pytest.raises(TraceError, match=r"`args.0`: is a .* of layout torch.sp"):
         remat(torch.mm)(*args)
+    with pytest.raises(TraceError, match=r"used at .*: is a .* of layout torch.sp"):
+        remat(lambda x: torch.mm(matrix, x))(args[1])
     again = remat(torch.mm, engine="rerun")
     for found, expected in zip(grads(again, args), grads(torch.mm, args), strict=True):
         assert found is not None
         assert expected is not None
         assert_bitwise(found.to_dense(), expected.to_dense())
+
+
+def unnested(values: Tensor, offsets: Tensor) -> Tensor:
+    """Makes a nested tensor inside, and gives its values back."""
+    nested = torch.nested.nested_tensor_from_jagged(values.sin(), offsets)
+    return nested.cos().values()
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor() -> None:
+    """A trace refuses it, as an argument and made inside; a function that runs again takes it."""
+    rows = [seeded(2, 3), seeded(4, 3)]
+    given, offsets = seeded(6, 3), torch.tensor([0, 2, 6])
+
+    for layout in (torch.jagged, torch.strided):
+        nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+        with pytest.raises(TraceError, match=rf"`args.0`: is a nested .* {layout},"):
+            remat(torch.sin)(nested)
+    older = torch.nested.nested_tensor(rows)
+    with pytest.raises(TraceError, match=r"used at .*: is a nested .* torch.strided,"):
+        remat(lambda x: x * older.to_padded_tensor(0.0).sum())(given.requires_grad_())
+    with pytest.raises(TraceError, match="cannot be traced"):
+        remat(unnested)(given, offsets)
+    again = remat(unnested, engine="rerun")
+    plain = grads(lambda x: unnested(x, offsets), [given])
+    assert_bitwise(grads(lambda x: again(x, offsets), [given]), plain)
 
 
 CAPTURING: dict[str, Callable[..., Any]] = {
