@@ -8,7 +8,6 @@ on it. Nothing may compute with it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from remat import _ahead, _compat
 from remat._errors import RematError, explain
 from remat._graph import TensorMeta
-from remat.storage import AbstractStorage, Keep, Place, Stored
+from remat.storage import AbstractStorage, Keep, Place, Stored, stored_in
 
 _aten: Any = torch.ops.aten
 _PASSED_ON = (_aten.alias.default, _aten.detach.default)
@@ -86,7 +85,6 @@ class Waiting(Tensor):
         if self.part is not None:
             part, spread = self.part
             return _compat.in_place_of(part.as_it_was(restored), spread)
-        self._require_own(restored)
         shape, stride = self.shape, self.stride()
         once = _once(shape, stride)
         if self.stride_order is None:
@@ -98,22 +96,6 @@ class Waiting(Tensor):
         permuted = restored.view([once[dim] for dim in order])
         back = [order.index(dim) for dim in range(len(order))]
         return permuted.permute(back).expand(shape)
-
-    def _require_own(self, restored: Tensor) -> None:
-        """Refuses what a storage of the user's gives back in another form."""
-        count = math.prod(_once(self.shape, self.stride()))
-        is_own = restored.dtype == self.dtype and restored.numel() == count
-        if is_own and restored.device == self.device:
-            return
-        raise RematError(
-            explain(
-                where=f"a value {TensorMeta.of(self)} of a region",
-                what=f"came back from its storage as {TensorMeta.of(restored)}.",
-                why="The backward reads it as what was stored.",
-                do="Have `decode` return the shape, dtype and device of the value that "
-                "`store` was given.",
-            )
-        )
 
 
 # What waits already, by its storage and by the numbers in memory that it is a copy of.
@@ -165,27 +147,13 @@ def wait(
         return Waiting.of(value, part.stored, None, (part, spread))
     dense, place, order = densely(value, place)
     if order is None:
-        stored = storage.store(dense, place)
+        stored = stored_in(storage, dense, place)
     else:
         stored = _store_once(dense, storage, place, {} if twins is None else twins)
-    if not isinstance(stored, Stored):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _no_storage_of(storage, stored)
     waiting = stored.tensors
     if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
         return value
     return Waiting.of(value, stored, order)
-
-
-def _no_storage_of(storage: AbstractStorage, found: object) -> RematError:
-    return RematError(
-        explain(
-            where=f"{type(storage).__name__}.store",
-            what=f"returned {type(found).__name__}, not `storage.Stored`.",
-            why="What waits needs a way back.",
-            do="Return Stored(parts, decode), or Stored.whole(value) for a value that is "
-            "kept as it is.",
-        )
-    )
 
 
 def densely(
@@ -214,13 +182,13 @@ def _store_once(
     dense: Tensor, storage: AbstractStorage, place: Place, twins: Twins
 ) -> Stored:
     if type(dense) is not Tensor:  # a subclass may have no memory of its own
-        return storage.store(dense, place)
+        return stored_in(storage, dense, place)
     flips = (dense.is_conj(), dense.is_neg())
     number = (dense.data_ptr(), dense.numel(), dense.dtype)
     key = (storage, place.spread, *number, *flips)
     stored = twins.get(key)
     if stored is None:
-        stored = twins[key] = storage.store(dense, place)
+        stored = twins[key] = stored_in(storage, dense, place)
     return stored
 
 

@@ -24,7 +24,7 @@ _STATE = "megatron.core.parallel_state"
 
 
 def checkpoint(
-    function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
+    function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
 ) -> Any:
     """Calls a function whose intermediate values are recomputed in the backward.
 
@@ -35,14 +35,15 @@ def checkpoint(
         function: a module, a function or a region, called with `args`.
         distribute_saved_activations: whether each tensor-parallel rank keeps its part of
             the arguments of a floating dtype, as `storage.Shard` does, parameters aside.
-            The ranks are those of Megatron-LM's group, or all where it is not in use.
+            The ranks are those of Megatron-LM's group, or all where it is not in use. None,
+            which is what Megatron-LM's `TransformerConfig` says by default, means False.
         *args: the function's arguments; pytrees of tensors and other values.
 
     Returns:
         What `function` returns.
 
     Raises:
-        TypeError: the second argument is no bool.
+        TypeError: the second argument is neither a bool nor None.
         TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
             place runs it again instead.
         NotReplicatedError: arguments that are to be sharded differ between ranks.
@@ -55,7 +56,7 @@ def checkpoint(
         >>> y = megatron.checkpoint(lambda x: x.sin().sin(), False, x)
         >>> y.sum().backward()
     """
-    if not isinstance(distribute_saved_activations, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(distribute_saved_activations, bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             "interop.megatron.checkpoint(function, distribute_saved_activations, *args) "
             "takes True or False after the function, not a "

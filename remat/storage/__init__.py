@@ -1,6 +1,7 @@
 """Storage: how a saved value waits for the backward."""
 
 from remat.storage._cast import Cast
+from remat.storage._checked import stored_in
 from remat.storage._contract import AbstractStorage, Chain
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
@@ -23,4 +24,5 @@ __all__ = [
     "Sparse",
     "Stored",
     "release_host_memory",
+    "stored_in",
 ]

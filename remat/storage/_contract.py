@@ -24,6 +24,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from remat.storage._check import require_type
+from remat.storage._checked import stored_in
 from remat.storage._stored import FIRST, Place, Stored
 
 
@@ -115,7 +116,7 @@ class Chain(AbstractStorage):
         """Stores the value, then each tensor that is left of it."""
         stored = Stored.whole(value)
         for link in self.links:
-            stored = stored.each(functools.partial(link.store, place=place))
+            stored = stored.each(functools.partial(stored_in, link, place=place))
         return stored
 
     def __post_init__(self) -> None:

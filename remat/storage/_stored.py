@@ -14,6 +14,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from remat import _compat
+from remat._errors import RematError, explain
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Place:
 
 
 FIRST = Place()
+
+Decode = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Joint(Protocol):
@@ -88,7 +93,7 @@ class Stored:
     """
 
     parts: tuple[Tensor | Stored, ...]
-    decode: Callable[[Sequence[Tensor]], Tensor]
+    decode: Decode
     joint: Joint | None = None
     settle: Callable[[], None] | None = None
 
@@ -162,7 +167,22 @@ class Restoration:
                 self._joined.update(zip(map(id, storeds), end(), strict=True))
             self._flights = []
             self._start()
-        return [self._value(stored) for stored in self._storeds]
+        return [self._untouched(stored) for stored in self._storeds]
+
+    def _untouched(self, stored: Stored) -> Tensor:
+        """The value, of which what waits is as it was: a next backward reads it again."""
+        before = _compat.versions_below(stored.tensors)
+        value = self._value(stored)
+        if _compat.versions_below(stored.tensors) == before:
+            return value
+        raise RematError(
+            explain(
+                where="the `decode` of a storage",
+                what="changed a part that waits.",
+                why="A second backward would read it again.",
+                do="Change a copy: parts[0].clone().",
+            )
+        )
 
     def _start(self) -> None:
         """Begins the work that nothing stands in the way of."""

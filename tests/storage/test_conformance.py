@@ -38,7 +38,6 @@ FIRST = Place()
 class Twice(AbstractStorage):
     """A user's storage: keeps the value's double, and counts."""
 
-    is_available: ClassVar[bool] = True
     is_exact: ClassVar[bool] = True
     count: ClassVar[int] = 0
 

@@ -243,23 +243,55 @@ class Careless(AbstractStorage):
 CARELESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "dtype": (
         lambda value: Stored((value.clone(),), lambda parts: parts[0].double()),
-        r"a value float32\[5\] of a region: came back .* as float64\[5\]",
+        r'float32\[2, 5\] on "cpu" in Careless: came back .* as float64\[2, 5\] on "cpu"',
     ),
     "shape": (
         lambda value: Stored((value.clone(),), lambda parts: parts[0][1:]),
-        r"came back from its storage as float32\[4\]",
+        r"came back from its storage as float32\[1, 5\]",
+    ),
+    "order": (
+        lambda value: Stored((value.clone(),), lambda parts: parts[0].t()),
+        r"came back from its storage as float32\[5, 2\]",
+    ),
+    "device": (
+        lambda value: Stored((value.clone(),), lambda parts: parts[0].to("meta")),
+        r'came back from its storage as float32\[2, 5\] on "meta"',
+    ),
+    "no tensor": (
+        lambda value: Stored((value.clone(),), list),  # type: ignore[arg-type]
+        r"came back from its storage as list",
     ),
     "nothing": (lambda value: None, r"Careless\.store: returned NoneType"),
     "a tensor": (lambda value: value.clone(), r"returned Tensor, .* Stored\.whole"),
+    "a tensor as parts": (
+        lambda value: Stored(value.clone(), lambda parts: parts[0]),  # type: ignore[arg-type]
+        r"returned Stored with a Tensor in place of parts",
+    ),
+    "other parts": (
+        lambda value: Stored((value.numpy(),), lambda parts: value),  # type: ignore[arg-type]
+        r"returned Stored with a ndarray among its parts",
+    ),
+    "a changed value": (
+        lambda value: Stored((value.mul_(2),), lambda parts: parts[0] / 2),
+        r'Careless\.store: changed the value float32\[2, 5\] on "cpu"',
+    ),
+    "changed parts": (
+        lambda value: Stored((value * 2,), lambda parts: parts[0].div_(2)),
+        r"`decode` of a storage: changed a part that waits",
+    ),
 }
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize(("found", "text"), CARELESS.values(), ids=CARELESS)
-def test_a_storage_that_breaks_its_contract_is_told_so(found: Any, text: str) -> None:
-    """Another dtype would be a gradient of other numbers, without a word."""
-    x = torch.randn(5, requires_grad=True)
-    policy = policies.save_only_these_names("h").stored(Careless(found))
+@pytest.mark.parametrize("is_link", [False, True], ids=["alone", "in a chain"])
+def test_a_storage_that_breaks_its_contract_is_told_so(
+    found: Any, text: str, is_link: bool
+) -> None:
+    """Another form, or a changed value, would be a gradient of other numbers."""
+    x = torch.randn(2, 5, requires_grad=True)
+    named = policies.save_only_these_names("h")
+    policy = named.stored(Keep() >> Careless(found) if is_link else Careless(found))
     region = remat(lambda x: checkpoint_name(x.sin(), "h").exp(), policy=policy)
 
     with pytest.raises(RematError, match=text):

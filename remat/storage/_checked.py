@@ -1,0 +1,128 @@
+"""What a storage gives, and what it gives back, held against the contract.
+
+A storage may be anybody's. What it makes of a value in breach of the contract would be a
+gradient of other numbers, so each value is checked by its form, and what is not to be
+changed by its version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import RematError, explain
+from remat.storage._stored import Decode, Place, Stored
+
+
+class _Stores(Protocol):
+    def store(self, value: Tensor, place: Place) -> Stored: ...
+
+
+def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
+    """What a storage makes of a value, with a way back that is checked.
+
+    Args:
+        storage: how it is to wait.
+        value: what is to wait.
+        place: which value it is.
+
+    Returns:
+        What `storage.store` returns.
+
+    Raises:
+        RematError: it broke its contract.
+    """
+    before = _compat.versions_below([value])
+    found: Any = storage.store(value, place)
+    _require_stored(storage, found)
+    if _compat.versions_below([value]) != before:
+        raise _changed(storage, value)
+    form = value.shape, value.dtype, value.device
+    decode = _Checked(found.decode, type(storage).__name__, *form)
+    return dataclasses.replace(found, decode=decode)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checked:
+    """A way back that has to lead to what was stored.
+
+    Attributes:
+        decode: the way.
+        name: of the storage's class.
+        shape: of the value that was stored.
+        dtype: likewise.
+        device: likewise.
+    """
+
+    decode: Decode
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        """The value from its parts."""
+        found: Any = self.decode(parts)
+        if isinstance(found, Tensor):
+            is_own = found.shape == self.shape and found.dtype is self.dtype
+            if is_own and found.device == self.device:
+                return found
+            came = _form(found.shape, found.dtype, found.device)
+        else:
+            came = type(found).__name__
+        raise RematError(
+            explain(
+                where=f"a value {_form(self.shape, self.dtype, self.device)} in {self.name}",
+                what=f"came back from its storage as {came}.",
+                why="The backward reads it as what was stored.",
+                do="Have `decode` return the shape, dtype and device of the value that "
+                "`store` was given.",
+            )
+        )
+
+
+def _form(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f'{str(dtype).removeprefix("torch.")}{[*shape]} on "{device}"'
+
+
+def _require_stored(storage: _Stores, found: object) -> None:
+    if not isinstance(found, Stored):
+        what = f"returned {type(found).__name__}, not `storage.Stored`."
+    elif not isinstance(found.parts, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = f"returned Stored with a {type(found.parts).__name__} in place of parts."
+    else:
+        wrong = [
+            part
+            for part in found.parts
+            if not isinstance(part, (Tensor, Stored))  # pyright: ignore[reportUnnecessaryIsInstance]
+        ]
+        if not wrong:
+            return
+        what = f"returned Stored with a {type(wrong[0]).__name__} among its parts."
+    raise RematError(
+        explain(
+            where=f"{type(storage).__name__}.store",
+            what=what,
+            why="What waits is tensors, and needs a way back.",
+            do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
+            "is kept as it is.",
+        )
+    )
+
+
+def _changed(storage: _Stores, value: Tensor) -> RematError:
+    return RematError(
+        explain(
+            where=f"{type(storage).__name__}.store",
+            what=f"changed the value {_form(value.shape, value.dtype, value.device)} that "
+            "it was given.",
+            why="It is the caller's, or what the region computes with.",
+            do="Change a copy: value.clone().",
+        )
+    )
