@@ -146,18 +146,21 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         ticket = _Ticket(call, tensors[:skip], None)
         operands = list(tensors[skip:])
         if call.region.inputs and not _compat.proxy_is_active():
-            number = next(call.region.calls.inputs)
-            twins: Twins = {}
-            for index, storage in call.region.inputs.items():
-                place = Place(index, number)
-                operands[index] = wait_differentiably(
-                    operands[index], storage, place, twins
-                )
+            with call.region.calls.inputs.next() as number:
+                _store_inputs(call, operands, number)
         ticket.operands = tensors[skip:]
         if call.region.runs_first and not _compat.dual_level_is_active():
             operands = ticket.run_ahead(operands)
         return ticket.redeem(_apply_plainly(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
+
+
+def _store_inputs(call: Call, operands: list[Tensor], number: int) -> None:
+    """Lets the operands wait as `saved_inputs` says."""
+    twins: Twins = {}
+    for index, storage in call.region.inputs.items():
+        place = Place(index, number)
+        operands[index] = wait_differentiably(operands[index], storage, place, twins)
 
 
 def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:

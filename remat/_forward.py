@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from remat import _compat
 from remat._derived import Batch, mapped_first
+from remat._errors import NotReplicatedError
 from remat._numerics import Numerics
 from remat._program import Program
 from remat._trace import record
@@ -73,6 +75,30 @@ class Results(NamedTuple):
 
 
 @final
+class Count:
+    """Numbers calls in a row; one in which ranks turn out to differ is not counted.
+
+    All ranks raise then, so that they count alike, and compare as often as if it had not
+    been.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def next(self) -> Generator[int]:
+        """The number of the call that stores inside."""
+        number = next(self._numbers)
+        try:
+            yield number
+        except NotReplicatedError:
+            self._numbers = itertools.count(number)
+            raise
+
+
+@final
 class Calls:
     """Numbers the calls of a function in which something was stored, all traces alike.
 
@@ -84,8 +110,8 @@ class Calls:
     __slots__ = ("inputs", "saved")
 
     def __init__(self) -> None:
-        self.inputs = itertools.count()
-        self.saved = itertools.count()
+        self.inputs = Count()
+        self.saved = Count()
 
 
 @final
@@ -117,7 +143,7 @@ class Forward:
     verification: Verification | None = None
     storages: tuple[AbstractStorage, ...] = ()
     mapped: tuple[tuple[int, ...], ...] = ()
-    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    calls: Count = dataclasses.field(default_factory=Count)
     placements: tuple[Any, ...] | None = None
 
     @property
@@ -165,18 +191,19 @@ class Forward:
             if placement is not None:
                 found[index] = _compat.in_place_of(found[index], placement)
         if self.storages:
-            first = self.shape[0] + self.shape[1]
-            call = next(self.calls)
-            for place, storage in enumerate(self.storages):
-                added = self.mapped[place] if self.mapped else ()
-                where = Place(
-                    place,
-                    call,
-                    mapped=added,
-                    may_differ=self.placements is not None,
-                )
-                found[first + place] = wait(found[first + place], storage, where)
+            with self.calls.next() as call:
+                self._store(found, call)
         return found
+
+    def _store(self, found: list[Tensor], call: int) -> None:
+        """Lets the saved values wait as their storages say."""
+        first = self.shape[0] + self.shape[1]
+        for place, storage in enumerate(self.storages):
+            added = self.mapped[place] if self.mapped else ()
+            where = Place(
+                place, call, mapped=added, may_differ=self.placements is not None
+            )
+            found[first + place] = wait(found[first + place], storage, where)
 
 
 def map_program(

@@ -159,7 +159,7 @@ def wait(
 def densely(
     value: Tensor, place: Place
 ) -> tuple[Tensor, Place, tuple[int, ...] | None]:
-    """A value as a storage is given it: contiguous, and each of its numbers once.
+    """A value as a storage is given it: contiguous, and each of its numbers once, as it is.
 
     Returns:
         A view of it where that will do, its place with the order of its dimensions, and
@@ -171,11 +171,12 @@ def densely(
     dense = numbers.permute(order)
     own = iter(range(value.dim()))
     users = [None if dim in place.mapped else next(own) for dim in range(value.dim())]
-    if dense.is_contiguous():
+    is_flipped = dense.is_conj() or dense.is_neg()
+    if dense.is_contiguous() and not is_flipped:
         ordered = tuple([users[dim] for dim in order])
         return dense, dataclasses.replace(place, order=ordered), tuple(order)
     place = dataclasses.replace(place, order=tuple(users))
-    return numbers.contiguous(), place, None
+    return numbers.resolve_conj().resolve_neg().contiguous(), place, None
 
 
 def _store_once(
@@ -183,9 +184,7 @@ def _store_once(
 ) -> Stored:
     if type(dense) is not Tensor:  # a subclass may have no memory of its own
         return stored_in(storage, dense, place)
-    flips = (dense.is_conj(), dense.is_neg())
-    number = (dense.data_ptr(), dense.numel(), dense.dtype)
-    key = (storage, place.spread, *number, *flips)
+    key = (storage, place.spread, dense.data_ptr(), dense.numel(), dense.dtype)
     stored = twins.get(key)
     if stored is None:
         stored = twins[key] = stored_in(storage, dense, place)

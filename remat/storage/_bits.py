@@ -1,10 +1,16 @@
-"""Small whole numbers, several to a byte."""
+"""Bytes: those of a tensor, and small whole numbers, several to a byte."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """The memory of a contiguous tensor of any dtype, as uint8 of one dimension."""
+    # A dimension of size 1 may have any stride, by which torch refuses to view the dtype.
+    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

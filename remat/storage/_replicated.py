@@ -7,6 +7,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import NotReplicatedError, explain
+from remat.storage._bits import bytes_of
 from remat.storage._stored import Place
 
 if TYPE_CHECKING:  # a torch built without distributed has no such class
@@ -82,7 +83,7 @@ def _hash(value: Tensor) -> Tensor:
     The words of the value, each times an odd number that its place scrambles, are summed
     in whole numbers that wrap around: a change of one word always shows.
     """
-    flat = value.reshape(-1).view(torch.uint8)
+    flat = bytes_of(value)
     whole = flat.numel() // 8 * 8
     found = torch.zeros((), dtype=torch.int64, device=value.device)
     if whole and flat.storage_offset() % 8 == 0:

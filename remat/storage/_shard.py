@@ -27,6 +27,7 @@ from torch import Tensor
 from remat import _compat
 from remat._errors import NotReplicatedError, explain
 from remat._lines import warn
+from remat.storage._bits import bytes_of
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._replicated import require_replicated
@@ -299,7 +300,7 @@ class _Gather:
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begins to gather; the result waits and gives each part, of all ranks, stacked."""
         size = self.mesh.size()
-        rows = [part.view(-1).view(torch.uint8) for part in parts]
+        rows = [bytes_of(part) for part in parts]
         row = rows[0] if len(rows) == 1 else torch.cat(rows)
         every = row.new_empty(size, row.numel())
         work = _compat.start_gather(every.view(-1), row, self.mesh.get_group())

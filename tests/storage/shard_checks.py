@@ -80,6 +80,26 @@ def check_round_trips_of_every_dtype_and_shape(mesh: Any) -> None:
             assert _compat.same_bits(stored.restore(), value), (dtype, shape)
 
 
+def check_inputs_of_any_layout(mesh: Any) -> None:
+    numbers, pairs = torch.randn(64), torch.randn(3, 5, dtype=torch.complex64)
+    layouts = {
+        "one number of a row": numbers[::64],
+        "one of a table": numbers.view(8, 8)[:1, :1],
+        "0-d": numbers.view(8, 8)[3, 3],
+        "conjugate": pairs.conj(),
+        "conjugate and transposed": pairs.mH,
+        "imaginary part of a conjugate": pairs.conj().imag,
+        "one such part": pairs[:1, :1].conj().imag,
+    }
+    for how in (Shard(mesh), Sparse(0) >> Shard(mesh)):
+        region = remat(lambda x: (x.sin() * x.cos()).abs(), saved_inputs=how)
+        for what, value in layouts.items():
+            x = value.detach().requires_grad_()
+            (expected,) = torch.autograd.grad((x.sin() * x.cos()).abs().sum(), x)
+            (found,) = torch.autograd.grad(region(x).sum(), x)
+            assert torch.equal(found, expected), (how, what)
+
+
 def check_bits_that_no_number_has_come_back(mesh: Any) -> None:
     bits = torch.tensor([0x7FC00001, -1, -(2**31), 0x7F800001, 3], dtype=torch.int32)
 
@@ -428,6 +448,17 @@ def check_ranks_that_differ_raise_everywhere(mesh: Any) -> None:
     trusting = Shard(mesh, replicated="trust")
     x = (torch.ones(6) + rank).requires_grad_()
     remat(curve, saved_inputs=trusting)(x).sum().backward()
+
+
+def check_a_call_whose_ranks_differ_is_not_counted(mesh: Any) -> None:
+    x = (torch.ones(6) + mesh.get_local_rank()).requires_grad_()
+    named = policies.save_only_these_names("mid").stored(Shard(mesh))
+    inputs = remat(lambda x: curve(x), saved_inputs=Shard(mesh))
+    values = remat(lambda x: curve(x), policy=named)
+    for region in (inputs, values):
+        for _ in range(10):
+            with pytest.raises(NotReplicatedError, match="holds other numbers"):
+                region(x)
 
 
 def check_a_rank_that_traces_anew_meets_the_others(mesh: Any) -> None:
