@@ -298,7 +298,9 @@ def _wrapped(
     # A parameter is static by its name too where it is passed by position, and the other
     # way round.
     by_position = {
-        name for index, name in enumerate(_parameters(function)) if index in positions
+        parameter.name
+        for index, parameter in enumerate(_positional(function))
+        if index in positions
     }
     chosen = statics.names | by_position
     wrapped = [
@@ -423,19 +425,25 @@ def labels(
     )
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that take arguments by position, in order."""
     try:
-        return list(inspect.signature(function).parameters)
+        every = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         # Builtins without a signature.
         return []
+    return [each for each in every if each.kind in _BY_POSITION]
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _positional(function)
     names: list[str] = []
     for index in range(count):
         parameter = parameters[min(index, len(parameters) - 1)] if parameters else None

@@ -72,6 +72,19 @@ def test_static_arguments(options: Any, by_keyword: bool) -> None:
     assert region.cache_info().misses == 2
 
 
+def test_positions_do_not_run_into_keywords() -> None:
+    """What `*args` takes is static by position; the parameter behind it is another one."""
+
+    def summed(x: Tensor, *factors: int, scale: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x) * sum(factors)) * scale
+
+    args, scale = (seeded(3), 2, 3), seeded(3)
+    region = remat(summed, static_argnums=(1, 2))
+
+    found = grads(lambda x: region(x, *args[1:], scale=scale), args[:1])
+    assert_bitwise(found, grads(lambda x: summed(x, *args[1:], scale=scale), args[:1]))
+
+
 def test_an_unhashable_static_argument_is_an_error() -> None:
     """The message names the argument, its type, and says what to do."""
     region = remat(powered, static_argnames="how")

@@ -345,6 +345,31 @@ def test_inputs_are_chosen_by_path() -> None:
     }
 
 
+def test_paths_of_what_args_takes() -> None:
+    """They count from 0, whatever parameters come after them."""
+
+    def f(x: Tensor, *others: Tensor, scale: Tensor, **more: Tensor) -> Tensor:
+        for each in (*others, *more.values()):
+            x = x * each.sin()
+        return x * scale.sin()
+
+    half = storage.Cast(torch.bfloat16)
+    given = [numbers(4).requires_grad_() for _ in range(6)]
+    by_name = {"scale": given[4], "last": given[5]}
+    found = {
+        path: [
+            residual.path
+            for residual in remat(f, saved_inputs={path: half}).saved_residuals(
+                *given[:4], **by_name
+            )
+            if residual.storage == half
+        ]
+        for path in ("others.0", "others.2", "scale", "last")
+    }
+
+    assert found == {path: [path] for path in found}
+
+
 def test_a_named_input_waits_as_the_policy_says() -> None:
     """As in JAX, where naming an argument lets it be offloaded; `saved_inputs` goes first."""
 
