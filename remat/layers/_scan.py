@@ -36,7 +36,7 @@ from remat.layers._common import (
 from remat.layers._describe import stage_of
 from remat.layers._links import laid_densely, relaid, settled, stand_ins
 from remat.layers._stack import Stack
-from remat.layers._trees import NOTHING, Tree, as_tensor, as_tensors
+from remat.layers._trees import NOTHING, Tree, as_tensors
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
 from remat.schedules._contract import require_schedule
@@ -153,8 +153,11 @@ class _Scan(NamedTuple):
         """Checks the arguments."""
         carry, carry_tree = Tree.of(as_tensors(init, "init"))
         given = [leaf for leaf in _compat.flatten(init)[0] if leaf is not None]
+        lengths = set[int]() if length is None else {operator.index(length)}
         if isinstance(xs, Iterator):
-            xs = _stacked(list(cast("Iterator[Any]", xs)))
+            items = list(cast("Iterator[Any]", xs))
+            lengths |= {len(items)} if items else set()
+            xs = _stacked(items)
         scanned, xs_tree = Tree.of(xs)
         return cls(
             stepping(f),
@@ -162,7 +165,7 @@ class _Scan(NamedTuple):
             carry_tree,
             [settled(each) for each in scanned],
             xs_tree,
-            _length_of(scanned, xs, length),
+            _length_of(scanned, xs, lengths),
             reverse,
             {place: leaf for place, leaf in enumerate(given) if _is_number(leaf)},
         )
@@ -288,11 +291,33 @@ class _Scan(NamedTuple):
 
 
 def _stacked(items: list[Any]) -> Any:
-    """What an iterator gave, as `scan` takes it; nothing for none."""
+    """What an iterator gave, as `scan` takes it; nothing for none.
+
+    Raises:
+        CarryError: a leaf is no tensor or number, or two slices are not alike.
+    """
     if not items:
         return None
-    rows, tree = [Tree.of(item)[0] for item in items], Tree.of(items[0])[1]
+    where = "a slice that the iterator gave"
+    _, tree = Tree.of(as_tensors(items[0], where))
+    rows: list[list[Tensor]] = []
+    for place, item in enumerate(items):
+        try:
+            rows.append(tree.tensors_of(item, where))
+        except ValueError as error:
+            raise _unlike(place, error) from error
     return tree.put_together([torch.stack(each) for each in zip(*rows, strict=True)])
+
+
+def _unlike(place: int, error: ValueError) -> CarryError:
+    return CarryError(
+        explain(
+            where=f"scan: slice {place} of the iterator `xs`",
+            what=f"has another structure than slice 0 ({error}).",
+            why="One trace serves all steps, so that they take slices that are alike.",
+            do="Give each slice the same structure, with tensors in the same places.",
+        )
+    )
 
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -324,14 +349,10 @@ def _next_carry(old: Any, new: Any) -> Any:
     """The new carry in the old one's structure, which it must have."""
     tensors, tree = Tree.of(old)
     try:
-        leaves = tree.leaves_of(new)
+        found = tree.tensors_of(new, "the carry that f returned")
     except ValueError as error:
         raise _changed(f"has another structure ({error})") from error
-    made = [as_tensor(leaf, "the carry that f returned") for leaf in leaves]
     names = [".".join(path) or "carry" for path, _ in _compat.leaves_with_path(old)]
-    found = [each for each in made if each is not None]
-    if [each is not None for each in made] != list(tree.is_tensor):
-        raise _changed("has None where it had a tensor, or the other way round")
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
     for place, (one, other) in enumerate(zip(tensors, found, strict=True)):
         if (one.shape, one.dtype, one.device) == (
@@ -382,23 +403,23 @@ def _changed(how: str) -> CarryError:
     )
 
 
-def _length_of(scanned: Sequence[Tensor], xs: Any, length: int | None) -> int:
+def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
     for path, leaf in _compat.leaves_with_path(xs):
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() > 0):
             name = ".".join(["xs", *path])
-            what = "0-d" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            what = (
+                "0-d" if isinstance(leaf, Tensor) else f"of type {type(leaf).__name__}"
+            )
             raise CarryError(
                 explain(
                     where=f"scan: `{name}`",
                     what=f"is {what}.",
                     why="Each leaf of xs is sliced along its first dimension.",
-                    do="Stack what the steps take: torch.stack([...]); what all of them "
-                    "share can be captured.",
+                    do="Make it a tensor with a row a step, by torch.as_tensor or "
+                    "torch.stack; what all steps share can be captured.",
                 )
             )
-    lengths = {len(each) for each in scanned}
-    if length is not None:
-        lengths.add(operator.index(length))
+    lengths = {len(each) for each in scanned} | told
     if len(lengths) == 1 and min(lengths) >= 0:
         return lengths.pop()
     raise CarryError(

@@ -39,13 +39,18 @@ class Tree:
         leaves = [next(rest) if each else None for each in self.is_tensor]
         return _compat.unflatten(leaves, self.spec)
 
-    def leaves_of(self, tree: Any) -> list[Any]:
-        """What another pytree has in the places of the leaves.
+    def tensors_of(self, tree: Any, where: str) -> list[Tensor]:
+        """The tensors of another pytree, numbers as tensors, in the order of this one.
 
         Raises:
+            CarryError: a leaf of it is no tensor, number or None.
             ValueError: it has another structure.
         """
-        return _compat.leaves_up_to(tree, self.spec)
+        leaves = _compat.leaves_up_to(tree, self.spec)
+        made = [as_tensor(leaf, where) for leaf in leaves]
+        if [each is not None for each in made] != list(self.is_tensor):
+            raise ValueError("None where there was a tensor, or the other way round")
+        return [each for each in made if each is not None]
 
 
 NOTHING = Tree.of(None)[1]
