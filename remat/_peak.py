@@ -57,23 +57,25 @@ def _peak(graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})) 
 
     Args:
         graph: the program.
-        freed_inputs: for inputs that end with their last use, the bytes; they count less
-            than nothing, as they are there before.
+        freed_inputs: for inputs that end with the last use of them and their views, the
+            bytes; they count less than nothing, as they are there before.
     """
     last, owners = last_uses(graph), roots(graph)
     uses = Counter[_Storage]()
     live = peak = 0
     for index, value in enumerate(graph.values):
-        if value.op is not None and value.op is not operators.constant:
+        if value.op is not operators.constant:
             made = list(_storages(graph, owners, index))
-            live += sum(_size(graph, each) for each in made if not uses[each])
+            new = [] if value.op is None else [each for each in made if not uses[each]]
+            live += sum(_size(graph, each) for each in new)
             uses.update(made)
             peak = max(peak, live)
         for freed in last.get(index, ()):
-            live -= freed_inputs.get(freed, 0)
             for each in _storages(graph, owners, freed):
                 uses[each] -= 1
-                live -= 0 if uses[each] else _size(graph, each)
+                is_input = graph.values[each[0]].op is None
+                size = freed_inputs.get(each[0], 0) if is_input else _size(graph, each)
+                live -= 0 if uses[each] else size
     return peak
 
 
@@ -81,8 +83,6 @@ def _storages(graph: Graph, owners: tuple[int, ...], index: int) -> Iterator[_St
     """The storages that a value, or a tuple of values, keeps alive."""
     owner = owners[index]
     value = graph.values[owner]
-    if value.op is None:
-        return
     if value.op is operator.getitem:
         yield value.args[0].index, value.args[1]
     elif isinstance(value.meta, tuple):

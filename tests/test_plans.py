@@ -201,6 +201,24 @@ def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
     assert found.recompute_cost - (cost - plain_cost) in (0, statistics)
 
 
+@pytest.mark.parametrize("part", [0.5, 0.8, 1.0])
+def test_a_view_keeps_what_is_saved(part: float) -> None:
+    """A saved value ends with the last step that reads one of its views."""
+    w = (seeded(4, 16, 32) / 4).requires_grad_()
+    u = (seeded(4, 32, 8, seed=1) / 4).requires_grad_()
+    args = (seeded(40, 16, seed=2), w, u)
+
+    def f(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        gates = torch.einsum("nd,edh->enh", x, w)
+        return (nn.functional.silu(gates) @ u).sum(0).sin().square().sum()
+
+    found = plan(f, budget=part)(*args)
+    held, peak, *_ = measured(region_of(f, policy=found.policy), args, [w, u])
+
+    assert held == found.saved_bytes
+    assert abs(found.predicted_peak_bytes - peak) <= 0.01 * peak
+
+
 @pytest.mark.contract
 @each_model
 def test_residuals_are_what_is_predicted(model: Any) -> None:
