@@ -1307,6 +1307,24 @@ def dispatch_modes() -> Sequence[Any]:
     return _get_current_dispatch_mode_stack()
 
 
+def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator that a dispatch mode of ours was given.
+
+    Forward mode has zeros without memory, for which torch has its own kernels in front of a
+    mode. Those of these two operators let it pass, and the next one reads what is not there:
+    a segmentation fault. Obsolete when `aten.mul.Scalar` of `torch._efficientzerotensor`
+    works under a mode that only runs it (torch 2.13 and 2.15 do not).
+    """
+    if op in _BY_SCALAR and args[0]._is_zerotensor():
+        given = args[0]
+        zero = torch.zeros((), dtype=given.dtype, device=given.device)
+        args = (zero.expand(given.shape), *args[1:])
+    return op(*args, **kwargs)
+
+
+_BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
+
+
 def is_composite(op: Any) -> bool:
     """Whether an operator is other operators, on every device."""
     composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd

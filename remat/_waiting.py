@@ -113,9 +113,11 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         for each in parts_of(tensor):
             yield from storages(each)
     elif hasattr(tensor, "__tensor_flatten__"):
-        inner: Any = tensor
-        for name in inner.__tensor_flatten__()[0]:
-            yield from storages(getattr(inner, name))
+        whole: Any = tensor
+        inner = (getattr(whole, name) for name in whole.__tensor_flatten__()[0])
+        for each in inner:  # a DTensor names its mesh among them
+            if isinstance(each, Tensor):
+                yield from storages(each)
     elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
         yield _compat.unwrapped(tensor).untyped_storage()
 

@@ -15,7 +15,6 @@ from remat.__main__ import main
 from remat.reporting._demo import DemoRow, draw_batches, english_text, run_demo
 from remat.reporting._demo_text import demo_json, demo_table, first_loss_difference
 from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
-from remat.reporting._live_bytes import LiveBytes
 from remat.reporting._progress import progress
 
 SMALL = GPTShape(layers=3, width=64, heads=2, time=64, batch=4)
@@ -165,43 +164,6 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_byte():
     logits = normed @ parameters["head"]["unembed"]
     chosen = logits.log_softmax(-1).gather(-1, batch[:, 1:, None])
     torch.testing.assert_close(loss, -chosen.mean())
-
-
-def test_live_bytes_count_a_storage_once_and_while_it_lives():
-    """Views add nothing, and a dead tensor's bytes go."""
-    with LiveBytes() as live:
-        x = torch.zeros(1024)
-        view = x.view(32, 32).t()
-        assert live.current_bytes == 4096
-        del x
-        assert live.current_bytes == 4096
-        del view
-        assert live.current_bytes == 0
-
-    assert live.peak_bytes == 4096
-
-
-def test_live_bytes_see_what_autograd_saves_under_torch_func():
-    """Between forward and backward of exp, its output lives, also under vjp."""
-    x = torch.zeros(256)
-
-    with LiveBytes(ignore=[x]) as live:
-        loss_and_pullback = torch.func.vjp(lambda t: t.exp().sum(), x)
-        held = live.current_bytes
-        del loss_and_pullback
-
-    assert held == 1024 + 4
-    assert live.current_bytes == 0
-
-
-def test_live_bytes_leave_out_what_was_there():
-    """An ignored tensor does not count, not even through a view or in place."""
-    x = torch.zeros(256)
-
-    with LiveBytes(ignore=[x]) as live:
-        x.view(16, 16).add_(1)
-
-    assert live.peak_bytes == 0
 
 
 def test_table():

@@ -1,10 +1,15 @@
-"""Every example that a reader may copy runs: in docstrings, the README and the docs."""
+"""Every example that a reader may copy runs: in docstrings, the README and the docs.
+
+The programs of docs/examples assert what they claim, by themselves.
+"""
 
 import doctest
 import importlib
 import re
 import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed as dist
@@ -65,6 +70,54 @@ def test_page_examples(page: Path, tmp_path: Path):
     else:
         program.write_text("\n".join([*blocks, LEAVE]))
         run_in_ranks(program, int(ranks[1]))
+
+
+#: The programs of docs/examples, with what makes each quick.
+PROGRAMS = {
+    "per_example_gradients": ["--steps", "2"],
+    "physics_informed": ["--steps", "2"],
+    "meta_learning": ["--steps", "2"],
+    "hessian": ["--eigenvalues", "1"],
+    "neural_ode": ["--length", "60", "--steps", "1"],
+    "functional_training": ["--steps", "2"],
+    "tensor_parallel": ["--steps", "2"],
+}
+
+
+def test_every_program_is_run_and_shown():
+    """A program is listed above, and its page has all of it."""
+    names = {path.stem for path in (ROOT / "docs/examples").glob("*.py")}
+    page = (ROOT / "docs/examples.md").read_text()
+
+    assert names == PROGRAMS.keys()
+    assert set(re.findall(r"{literalinclude} examples/(\w+)\.py", page)) == names
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS][:-1])
+def test_program(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Its own assertions hold, of numbers and of bytes, and its table is the page's."""
+    program = ROOT / "docs/examples" / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(program), *PROGRAMS[name]])
+
+    runpy.run_path(str(program), run_name="__main__")
+
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading in (ROOT / "docs/examples.md").read_text()
+    assert len(rows) >= 2
+
+
+def test_program_of_two_ranks(tmp_path: Path):
+    """Likewise; its assertions are made on each rank."""
+    program = ROOT / "docs/examples/tensor_parallel.py"
+    arguments = [str(program), *PROGRAMS["tensor_parallel"]]
+    run = f"""
+import runpy, sys
+sys.argv = {arguments!r}
+runpy.run_path({str(program)!r}, run_name="__main__")
+{LEAVE}"""
+    (tmp_path / "program.py").write_text(run)
+
+    run_in_ranks(tmp_path / "program.py", 2)
 
 
 #: Imports what takes long once for all ranks, splits into them, and fails as one of them does.

@@ -30,8 +30,8 @@ from remat import (
     storage,
 )
 from remat._memory import limits
+from remat.reporting import LiveBytes
 from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
-from remat.reporting._live_bytes import LiveBytes
 from tests.support import assert_bitwise, assert_close, seeded
 
 SHAPE = GPTShape(layers=3, width=32, heads=2, time=32, batch=2)
@@ -166,9 +166,7 @@ def measured(
         torch.autograd.grad(output, leaves, cotangent)
 
     gradients(f(*args))
-    known = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-    buffers = list(f.buffers()) if isinstance(f, nn.Module) else []
-    with LiveBytes(ignore=[*known, *leaves, *buffers, cotangent]) as live:
+    with LiveBytes() as live:
         output = f(*args)
         held = live.current_bytes - output.untyped_storage().nbytes()
         gradients(output)

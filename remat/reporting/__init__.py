@@ -8,6 +8,7 @@ from remat.reporting._figures import (
     frontier_figure,
     timeline_figure,
 )
+from remat.reporting._live_bytes import LiveBytes
 from remat.reporting._looking import print_saved_residuals, saved_residuals
 from remat.reporting._measure import report
 from remat.reporting._named_values import NamedValue, named_values
@@ -17,6 +18,7 @@ __all__ = [
     "Check",
     "Checklist",
     "Comparison",
+    "LiveBytes",
     "NamedValue",
     "Report",
     "Row",

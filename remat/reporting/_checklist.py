@@ -154,7 +154,7 @@ class _CopyWatcher(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator."""
-        result = func(*args, **(kwargs or {}))
+        result = _compat.run_in_mode(func, args, kwargs or {})
         if operators.short_name(func) in _COPIES and not _compat.is_fake(args[0]):
             key = _compat.storage_key(result)
             if _compat.storage_key(args[0]) in self._parameters | self.copies.keys():

@@ -145,16 +145,15 @@ def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
 
 def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
     """Runs one more step, without the optimizer, and counts its bytes."""
-    known = [*_leaves(trainer.parameters), batch, key]
 
     def loss(parameters: Parameters) -> Tensor:
         return trainer.loss(parameters, batch, key)
 
-    with LiveBytes(ignore=known) as forward:
+    with LiveBytes() as forward:
         loss_and_pullback = torch.func.vjp(loss, trainer.parameters)
         held_bytes = forward.current_bytes
     del loss_and_pullback
-    with LiveBytes(ignore=known) as step:
+    with LiveBytes() as step:
         torch.func.grad(loss)(trainer.parameters)
     return DemoRow(
         trainer.name,

@@ -2,11 +2,10 @@
 
 A dispatch mode stands below the transforms and sees the plain tensors that each operator
 takes and gives. It holds a weak reference to each storage: a storage counts once, however
-many tensors view it, from the operator that made it until its memory is released.
+many tensors view it, from the operator that made it until its memory is released. One that
+an operator is given before any has made it was there before, and does not count.
 
-Not seen: buffers that live only inside one kernel, and the allocator's rounding. Storages
-that were there before count only from the first operator that touches them, so `ignore`
-takes the tensors that should not count at all.
+Not seen: buffers that live only inside one kernel, and the allocator's rounding.
 """
 
 import weakref
@@ -14,24 +13,27 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
-from remat._compat import TorchDispatchMode
+from remat import _compat
+from remat._waiting import storages
 from remat._watching import tensors_in
 
 
 @final
-class LiveBytes(TorchDispatchMode):
-    """Counts, while it is active, the bytes of the storages that operators made.
+class LiveBytes(_compat.TorchDispatchMode):
+    """Counts, while it is active, the bytes of the storages that operators make.
 
-    Args:
-        ignore: tensors whose storages do not count: parameters, the batch.
+    It measures any call, whatever it does: a gradient of `torch.func`, a whole step of
+    training, a solver. Arguments, parameters and other tensors that were there before do
+    not count, nor does what a trace makes, which has no data. Numbers that come from
+    Python or numpy (`torch.tensor(...)`) are no operator's, and do not count either.
 
     Attributes:
         current_bytes: what lives now.
         peak_bytes: the most that lived at one time since the start.
 
     Example:
+        >>> import torch
         >>> with LiveBytes() as live:
         ...     x = torch.zeros(256)  # 1024 bytes
         ...     del x
@@ -40,12 +42,12 @@ class LiveBytes(TorchDispatchMode):
         (256, 1024)
     """
 
-    def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
         self.current_bytes = 0
         self.peak_bytes = 0
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._older: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def __torch_dispatch__(
         self,
@@ -54,14 +56,23 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs the operator and counts the storages that it returns."""
-        result = func(*args, **(kwargs or {}))
+        """Runs the operator and counts the storages that it makes."""
+        kwargs = kwargs or {}
+        for tensor in tensors_in((*args, *kwargs.values())):
+            for storage in storages(tensor):
+                self._meet(storage)
+        result = _compat.run_in_mode(func, args, kwargs)
         for tensor in tensors_in(result):
-            self._count(tensor.untyped_storage())
+            for storage in storages(tensor):
+                self._count(storage)
         return result
 
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        if weakref.ref(storage) not in self._sizes:
+            self._older.add(weakref.ref(storage, self._older.discard))
+
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "meta" or storage.data_ptr() in self._ignored:
+        if storage.device.type == "meta" or weakref.ref(storage) in self._older:
             return
         key = weakref.ref(storage, self._forget)
         self.current_bytes += storage.nbytes() - self._sizes.get(key, 0)

@@ -134,7 +134,7 @@ class _NameWatcher(Watcher):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator, and notes its result for its step, or a mark by itself."""
-        result = func(*args, **(kwargs or {}))
+        result = _compat.run_in_mode(func, args, kwargs or {})
         if func is _names.MARK:
             if not _compat.is_fake(args[0]):
                 self._see(args[1], user_line(), args[0], None, -1)

@@ -102,7 +102,8 @@ class Step:
                 "looked for in containers that torch's pytree knows.",
                 do="Give it floating tensors, return what rests on them (of an object of "
                 "your own the loss: lambda *a: f(*a).loss), and take no gradient inside: "
-                "report the loss, not its torch.func.grad.",
+                "report the loss, not its torch.func.grad, whose bytes "
+                "`remat.reporting.LiveBytes` counts.",
             )
         )
 

@@ -166,7 +166,7 @@ class StepWatcher(Watcher):
         if func not in _WARM and not types:
             _warm_up(func, traits, args, kwargs)
         started = time.perf_counter()
-        result = func(*args, **kwargs)
+        result = _compat.run_in_mode(func, args, kwargs)
         if self._waits:
             _finish(result)
         elapsed = time.perf_counter() - started
@@ -288,5 +288,5 @@ _WARM: set[Any] = set()
 
 def _warm_up(op: Any, traits: _Traits, args: Any, kwargs: Any) -> None:
     if traits.is_repeatable:
-        op(*args, **kwargs)
+        _compat.run_in_mode(op, args, kwargs)
     _WARM.add(op)

@@ -83,7 +83,7 @@ class _Recorder(_compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _compat.run_in_mode(func, args, kwargs or {})
         if func is _names.MARK:
             step = self._latest.get(_compat.storage_key(args[0]))
             if step is not None and args[1] not in step.names:

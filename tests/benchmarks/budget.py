@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from remat import plan, remat
-from remat.reporting._live_bytes import LiveBytes
+from remat.reporting import LiveBytes
 from tests.benchmarks.contenders import selective
 from tests.benchmarks.work import Params, Work, block, blocks, summed
 
@@ -39,7 +39,7 @@ def count(f: Callable[[], Tensor], stack: Work) -> tuple[int, int]:
     """Bytes between forward and backward, the outputs left out, and backward FLOPs."""
     leaves = [tensor for own in stack.params for tensor in own.values()]
     torch.autograd.grad(f(), leaves)
-    with LiveBytes(ignore=[*leaves, stack.x]) as live:
+    with LiveBytes() as live:
         output = f()
         held = live.current_bytes - output.untyped_storage().nbytes()
     # torch 2.13 has no formula for the CPU's attention; its backward is alike for all.
