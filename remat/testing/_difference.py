@@ -54,7 +54,7 @@ class Difference:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Step:
     """One result of one operator."""
 

@@ -72,6 +72,17 @@ def test_a_difference_in_the_backward():
     assert (found.phase, found.op, found.source) == ("backward", "aten.cos", "")
 
 
+def test_values_of_one_operator_are_told_apart():
+    """Of several products of one shape, the one that has no equal in the other function."""
+    found = first_difference(
+        lambda x: x.sin() * x.sin().detach(), lambda x: x.sin() * x.sin()
+    )(seeded(3, 3))
+
+    assert found is not None
+    assert found.name == "the gradient of argument `x`"
+    assert found.phase == "backward"
+
+
 def lost(x):
     return x.detach().sin()
 
