@@ -221,9 +221,7 @@ class _Measurement:
             values=self._values(),
             recomputed=self._recomputed(),
             unmatched=self._unmatched(),
-            suggestion=_suggest.suggest(
-                groups, self.held_bytes, outside_bytes, self._outside
-            ),
+            suggestion=_suggest.suggest(groups, self.held_bytes, self._outside),
             frontier=_suggest.frontier(groups),
             timeline=self._timeline(),
         )
@@ -375,10 +373,11 @@ class _Measurement:
         return tuple(sorted(values, key=lambda value: -value.size_bytes))
 
     def _outside_values(self) -> list[HeldValue]:
+        """What no region makes or holds, the largest first."""
         found = [
             self._value(held)
             for held in self.held.values()
-            if held.node not in self.calls.at
+            if held.node not in self.calls.at and held.allocation.run is None
         ]
         return sorted(found, key=lambda value: -value.size_bytes)
 

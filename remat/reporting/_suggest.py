@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
 from remat.reporting._records import FrontierPoint, HeldValue, Suggestion
 from remat.reporting._traced import Alternative, Traced
 
-_LEAST_FRACTION = 0.05  # below that, a suggestion is not worth a change
+# A heuristic: a value whose recomputation takes a smaller part of the regions' forward is
+# not worth its bytes, and one that takes a larger part is.
+_LEAST_FRACTION = 0.05
 
 
 @final
@@ -30,23 +32,23 @@ class Group:
 
 
 def suggest(
-    groups: Sequence[Group],
-    held_bytes: int,
-    outside_bytes: int,
-    outside: Sequence[HeldValue],
+    groups: Sequence[Group], held_bytes: int, outside: Sequence[HeldValue]
 ) -> Suggestion:
     """The change that is likely to be worth most.
+
+    Saving a value and dropping it are judged by one limit, so that neither is the advice
+    after the other was followed.
 
     Args:
         groups: the regions.
         held_bytes: all that waits for the backward.
-        outside_bytes: what of it plain autograd holds.
-        outside: the values that plain autograd holds, the largest first.
+        outside: the values that plain autograd makes and holds, the largest first.
     """
-    if outside and outside_bytes > held_bytes / 2:
+    outside_bytes = sum(value.size_bytes for value in outside)
+    if outside_bytes > held_bytes / 2:
         return _wrap(outside, outside_bytes)
     found = _save(groups) or _drop(groups)
-    if found is None and outside and outside_bytes > 0:
+    if found is None and outside_bytes > _LEAST_FRACTION * held_bytes:
         return _wrap(outside, outside_bytes)
     return found or Suggestion(
         "none", "", "", 0, 0.0, "Nothing to change: no single value is worth it."
@@ -58,9 +60,9 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     for value in outside:
         lines[value.source] = lines.get(value.source, 0) + value.size_bytes
     source = max(lines, key=lambda line: lines[line])
-    text = f"{show_size(outside_bytes)} are held outside of any region"
+    text = f"{show_size(outside_bytes)} are made and held outside of any region"
     text += (
-        f", most of it ({show_size(lines[source])}) made at {source}: put the function "
+        f", most of it ({show_size(lines[source])}) at {source}: put the function "
         "around that line in @remat."
         if source
         else ", by a backward inside of the function: put what it differentiates in @remat."
@@ -68,73 +70,100 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     return Suggestion("wrap", outside[0].op, source, -outside_bytes, 0.0, text)
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Change:
+    """What one line of code would change, in all traces of a function.
+
+    Attributes:
+        region: the function.
+        value: one of the values that it is about.
+        size_bytes: by how much it changes what is held.
+        work: by how much it changes what is recomputed, see `work_of`.
+    """
+
+    region: str
+    value: Alternative
+    size_bytes: int
+    work: int
+
+
+def _changes(
+    groups: Sequence[Group], ask: Callable[[Traced], Iterator[Alternative]]
+) -> list[_Change]:
+    """What other decisions would change; those with one key cannot be told apart in code."""
+    found: dict[Hashable, _Change] = {}
+    for group in groups:
+        for other in ask(group.traced):
+            key = group.name, other.key
+            known = found.get(key, _Change(group.name, other, 0, 0))
+            more = other.saved_bytes - group.traced.saved_bytes
+            work = other.work - group.traced.recompute_work
+            found[key] = dataclasses.replace(
+                known,
+                size_bytes=known.size_bytes + group.calls * more,
+                work=known.work + group.calls * work,
+            )
+    return list(found.values())
+
+
+def _forward_work(groups: Sequence[Group]) -> int:
+    return sum(group.calls * group.traced.forward_work for group in groups)
+
+
 def _save(groups: Sequence[Group]) -> Suggestion | None:
     """Of the values that spare much, the one that spares most for its bytes."""
-    total = sum(group.calls * group.traced.recompute_work for group in groups)
-    found = [
-        (group.calls * (group.traced.recompute_work - other.work) / total, group, other)
-        for group in groups
-        for other in group.traced.saving()
-        if other.work < group.traced.recompute_work
-    ]
-    most = max((fraction for fraction, *_ in found), default=0.0)
-    if most < _LEAST_FRACTION:
+    found = _changes(groups, Traced.saving)
+    most = max((-each.work for each in found), default=0)
+    if most <= 0 or most < _LEAST_FRACTION * _forward_work(groups):
         return None
 
-    def price(row: tuple[float, Group, Alternative]) -> float:
-        fraction, group, other = row
-        return _more(group, other) / fraction
+    def price(change: _Change) -> float:
+        return change.size_bytes / -change.work
 
     # Half of what the best one spares: small values are cheap, and change little.
-    worthy = [row for row in found if row[0] >= most / 2]
+    worthy = [each for each in found if -each.work >= most / 2]
     least = min(map(price, worthy))
-    near = [row for row in worthy if price(row) <= max(1.1 * least, least)]
+    near = [each for each in worthy if price(each) <= max(1.1 * least, least)]
     # Of those that cost about the same, one that has a name needs the smallest change.
-    fraction, group, other = max(near, key=lambda row: (bool(row[2].names), row[0]))
-    return _as_saving(group, other, _more(group, other), fraction)
+    best = max(near, key=lambda each: (bool(each.value.names), -each.work))
+    total = sum(group.calls * group.traced.recompute_work for group in groups)
+    return _as_saving(best, -best.work / total)
 
 
-def _more(group: Group, other: Alternative) -> int:
-    return group.calls * (other.saved_bytes - group.traced.saved_bytes)
-
-
-def _as_saving(
-    group: Group, other: Alternative, more: int, fraction: float
-) -> Suggestion:
-    value = describe(other)
+def _as_saving(change: _Change, fraction: float) -> Suggestion:
+    value, more = describe(change.value), change.size_bytes
     cost = f"costs {show_size(more)}" if more > 0 else f"frees {show_size(-more)}"
-    how = "" if other.names else " Name it with checkpoint_name, and permit the name."
+    how = (
+        ""
+        if change.value.names
+        else " Name it with checkpoint_name, and permit the name."
+    )
     text = (
-        f"Saving {value} in {group.name} {cost} and cuts {fraction:.0%} of the "
+        f"Saving {value} in {change.region} {cost} and cuts {fraction:.0%} of the "
         f"recomputation.{how}"
     )
-    return Suggestion("save", value, other.source, more, -fraction, text)
+    return Suggestion("save", value, change.value.source, more, -fraction, text)
 
 
 def _drop(groups: Sequence[Group]) -> Suggestion | None:
     """The saved value whose recomputation is cheapest for its bytes."""
-    everything = sum(group.traced.forward_work * group.calls for group in groups)
-    best: tuple[float, Suggestion] | None = None
-    for group in groups:
-        before = group.traced.saved_bytes, group.traced.recompute_work
-        for other in group.traced.dropping():
-            less = group.calls * (before[0] - other.saved_bytes)
-            work = group.calls * (other.work - before[1])
-            fraction = work / everything if everything else 0.0
-            if less <= 0:
-                continue
-            price = less / (work + 1)
-            if best is None or price > best[0]:
-                value = describe(other)
-                text = (
-                    f"Not saving {value} in {group.name} frees {show_size(less)} for "
-                    f"{fraction:.0%} of the regions' forward."
-                )
-                best = (
-                    price,
-                    Suggestion("drop", value, other.source, -less, fraction, text),
-                )
-    return None if best is None else best[1]
+    everything = _forward_work(groups)
+    found = [
+        each
+        for each in _changes(groups, Traced.dropping)
+        if each.size_bytes < 0 and each.work < _LEAST_FRACTION * everything
+    ]
+    if not found:
+        return None
+    best = max(found, key=lambda each: -each.size_bytes / (each.work + 1))
+    value, less = describe(best.value), -best.size_bytes
+    fraction = best.work / everything
+    text = (
+        f"Not saving {value} in {best.region} frees {show_size(less)} for "
+        f"{fraction:.0%} of the regions' forward."
+    )
+    return Suggestion("drop", value, best.value.source, -less, fraction, text)
 
 
 def describe(value: Alternative) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from typing import final
 
 from remat import _operators as operators, policies
@@ -28,11 +28,11 @@ from remat.storage import AbstractStorage, Keep
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """One value of a region, decided about otherwise, and what that gives.
+    """Values of a region, decided about otherwise, and what that gives.
 
     Attributes:
-        names: its names.
-        op: the operator that makes it.
+        names: the names of each of them.
+        op: the operator that makes each, or one that does.
         source: the user's line.
         saved_bytes: what all saved values would be, in bytes.
         work: of what would be recomputed, see `work_of`.
@@ -43,6 +43,16 @@ class Alternative:
     source: str
     saved_bytes: int
     work: int
+
+    @property
+    def key(self) -> Hashable:
+        """See `_key`."""
+        return _key(self.names, self.op, self.source)
+
+
+def _key(names: tuple[str, ...], op: str, source: str) -> Hashable:
+    """What code can tell values by: their names, else the operator and the line."""
+    return names or (op, source)
 
 
 @final
@@ -154,10 +164,9 @@ class Traced:
     @property
     def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
         """The values that the backward computes again, with the operator of each."""
-        graph = self.analysis.joint.graph
         repeated = {self.analysis.numbers[index] for index in self.found.repeats}
         return tuple(
-            (operators.made_by(graph.values[self.analysis.members[k]], graph.values), v)
+            (self._made_by(k), v)
             for k, v in self.analysis.views.items()
             if k in repeated
         )
@@ -179,32 +188,40 @@ class Traced:
         return self._known[key]
 
     def saving(self) -> Iterator[Alternative]:
-        """For each value that is recomputed, what saving it too would give."""
+        """For recomputed values of each key, what saving them too would give."""
         repeated = {self.analysis.numbers[index] for index in self.found.repeats}
         permitted = {*self._decisions}
-        for number in self.analysis.views:
-            if number in repeated - permitted:
-                yield self._alternative(number, permitted | {number})
+        for alike in self._alike(repeated - permitted):
+            yield self._alternative(alike[0], permitted.union(alike))
 
     def dropping(self) -> Iterator[Alternative]:
-        """For each value that is saved, what recomputing it would give."""
+        """For saved values of each key, what recomputing them would give."""
         permitted = {*self._decisions}
-        for number in sorted(self.saved_numbers & permitted):
-            yield self._alternative(number, permitted - {number})
+        for alike in self._alike(self.saved_numbers & permitted):
+            yield self._alternative(alike[0], permitted.difference(alike))
+
+    def _alike(self, numbers: Set[int]) -> Iterable[list[int]]:
+        """Some classes by their keys, in the order of the forward."""
+        found: dict[Hashable, list[int]] = {}
+        for number, view in self.analysis.views.items():
+            if number in numbers:
+                key = _key(view.names, self._made_by(number), view.source)
+                found.setdefault(key, []).append(number)
+        return found.values()
 
     def described(self, number: int) -> Alternative:
         """One class, were it the only one that is permitted."""
         return self._alternative(number, {number})
 
     def _alternative(self, number: int, saveable: set[int]) -> Alternative:
-        view, graph = self.analysis.views[number], self.analysis.joint.graph
-        made = graph.values[self.analysis.members[number]]
+        view = self.analysis.views[number]
         return Alternative(
-            view.names,
-            operators.made_by(made, graph.values),
-            view.source,
-            *self.at(saveable),
+            view.names, self._made_by(number), view.source, *self.at(saveable)
         )
+
+    def _made_by(self, number: int) -> str:
+        values = self.analysis.joint.graph.values
+        return operators.made_by(values[self.analysis.members[number]], values)
 
     def _cut(self, saveable: set[int]) -> Cut:
         members = permitted_members(self.analysis, dict.fromkeys(saveable, Save()))

@@ -366,6 +366,61 @@ def test_the_suggestion_holds() -> None:
     assert f"{-suggestion.fraction:.0%}" in suggestion.text
 
 
+def experts(ws: list[Tensor], x: Tensor) -> Tensor:
+    """Several products by one line of code."""
+    return x + torch.stack([torch.tanh(x @ w) for w in ws]).sum(0)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 16, 64)], ids=["equal", "unequal"])
+def test_a_line_that_makes_several_values_is_one_suggestion(
+    sizes: tuple[int, ...],
+) -> None:
+    """In every trace of the function; what it costs and cuts comes true where it is followed."""
+    ws = [torch.linspace(-1, 1, 64).view(8, 8) / k for k in (1, 2, 3)]
+
+    def step(policy: object = None) -> Report:
+        region = remat(experts, policy=policy)  # pyright: ignore[reportArgumentType]
+        return report(
+            lambda *xs: sum(region(ws, x).sum() for x in xs),
+            *(torch.linspace(-1, 1, 8 * size).view(size, 8) for size in sizes),
+        )
+
+    before = step()
+    op, source = before.suggestion.value.split(" at ")
+    after = step(lambda value: str(value.op).startswith(op) and value.source == source)
+
+    assert after.held_bytes - before.held_bytes == before.suggestion.size_bytes
+    assert after.recompute_flops == 0
+    assert before.suggestion.fraction < -0.9
+
+
+def test_a_suggestion_is_not_taken_back() -> None:
+    """Where it was followed, the next one is not to undo it."""
+
+    def step(policy: policies.AbstractPolicy | None = None) -> Report:
+        def named(x: Tensor, w: Tensor) -> Tensor:
+            return checkpoint_name(torch.tanh(x @ w), "hidden").sin()
+
+        region = remat(named, policy=policy)
+        x, w = torch.ones(64, 64), torch.ones(64, 64)
+        return report(lambda x, w: region(x, w).sum(), x, w)
+
+    before, after = step(), step(policies.save_only_these_names("hidden"))
+
+    assert before.suggestion.value == "`hidden`"
+    assert after.suggestion.kind == "none"
+
+
+def test_what_a_region_made_is_not_to_be_wrapped() -> None:
+    """Its result, which plain autograd holds, is no reason to decorate it again."""
+    region = remat(lambda x: x.sin() + 1.0)
+
+    found = report(lambda x: region(x).square().mean(), torch.ones(64))
+
+    assert found.outside_bytes >= 64 * 4
+    assert found.suggestion.kind != "wrap"
+
+
 def test_where_nothing_is_recomputed_less_may_be_saved() -> None:
     """Under everything_saveable the suggestion is to drop a value, and it holds."""
     policy = policies.everything_saveable
