@@ -68,6 +68,14 @@ class Arguments:
         }
         return tuple(copies.get(id(leaf), leaf) for leaf in self.leaves)
 
+    def seen(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
+        """What copies of the leaves are now, by what messages call them."""
+        return {
+            f"argument `{label}`": leaf.detach().clone()
+            for label, leaf in zip(self.labels, leaves, strict=True)
+            if isinstance(leaf, Tensor)
+        }
+
     def bound(
         self, leaves: Sequence[Any], tensors: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -90,21 +90,29 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return _compat.same_bits(one.where(~nan, zero), other.where(~nan, zero))
 
 
+def mismatched(one: Tensor | None, other: Tensor | None) -> str:
+    """Why two results cannot be compared by element; "" if they can."""
+    if one is None or other is None:
+        which = "second" if other is None else "first"
+        return f"is missing in the {which} function only."
+    if one.shape != other.shape or one.dtype != other.dtype:
+        first, second = TensorMeta.of(one), TensorMeta.of(other)
+        return f"is {first} in the first and {second} in the second."
+    return ""
+
+
 def require_same(
     one: Tensor | None, other: Tensor | None, label: str, where: str, *, exact: bool
 ) -> None:
     """Raises NotEquivalentError if two tensors differ, by a bit or by more than rounding."""
     if one is None and other is None:
         return
-    if one is None or other is None:
-        if not exact and _is_zero(one, other):
-            # Whether autograd knows that a gradient is zero is no matter of rounding.
-            return
-        which = "second" if other is None else "first"
-        raise _differs(label, where, f"is missing in the {which} function only.", exact)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        what = f"is {TensorMeta.of(one)} in the first and {TensorMeta.of(other)} "
-        raise _differs(label, where, what + "in the second.", exact)
+    if (one is None or other is None) and not exact and _is_zero(one, other):
+        # Whether autograd knows that a gradient is zero is no matter of rounding.
+        return
+    mismatch = mismatched(one, other)
+    if mismatch or one is None or other is None:
+        raise _differs(label, where, mismatch, exact)
     if same_bits(one, other) or (not exact and _is_close(one, other)):
         return
     label = f"{label} ({TensorMeta.of(one)})"
@@ -137,6 +145,6 @@ def _differs(label: str, where: str, what: str, exact: bool) -> NotEquivalentErr
             what=what,
             why=why,
             do="testing.first_difference(f, g)(*args) names the first operator whose "
-            "result differs.",
+            "result differs, also of functions that are transformed.",
         )
     )

@@ -19,9 +19,11 @@ from torch import Tensor
 from remat import _compat, _names, _operators as operators
 from remat._lines import user_line
 from remat.testing._calls import Arguments, Flattened
-from remat.testing._compare import Gap, same_bits
+from remat.testing._compare import Gap, mismatched, same_bits
 from remat.testing._state import State, captured
 from remat.testing._transforms import contiguous_cotangents, gradients
+
+_AFTER = " after the call"
 
 
 @final
@@ -30,13 +32,14 @@ class Difference:
     """The first value that differs.
 
     Attributes:
-        phase: "forward" or "backward".
+        phase: "forward" or "backward"; what became of state is seen behind the backward.
         op: the operator that makes it, "aten.sin"; "" where all operators agree, and only
             what became of their results differs.
         name: what `checkpoint_name` calls it, or which result it is; "" if nothing does.
         source: the line "file.py:7" of the first function that makes it; "" in the
             backward, whose operators have no line.
-        gap: how the two values differ; None if one of them is missing.
+        gap: how the two values differ; None where they cannot be compared by element.
+        mismatch: why they cannot: their dtypes and shapes, or that one is missing; else "".
     """
 
     phase: str
@@ -44,13 +47,16 @@ class Difference:
     name: str
     source: str
     gap: Gap | None
+    mismatch: str = ""
 
     def __str__(self) -> str:
         """One sentence."""
         name = f' "{self.name}"' if self.name and self.op else self.name
         line = f" at {self.source}" if self.source else ""
-        where = f"the first difference is in the {self.phase}: {self.op}{name}{line}"
-        return f"{where}: {self.gap or 'one of them is missing.'}"
+        where = f"the {self.phase}: {self.op}{name}{line}"
+        if name.endswith(_AFTER):
+            where = name
+        return f"the first difference is in {where}: {self.gap or self.mismatch}"
 
 
 @final
@@ -113,8 +119,9 @@ def first_difference(
     Both run once, forward and `.backward()` with fixed cotangents, on copies of the
     arguments and from one state of the generators and captured tensors, which is restored.
 
-    It sees operators below autograd that run on real tensors. It does not see inside of
-    an operator, nor under `torch.func` transforms. An operator that only one of the two
+    It sees operators below autograd that run on real tensors, not inside of one. To look
+    under a transform, give it both functions transformed:
+    `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. An operator that only one of the two
     runs is passed over: where they part in one, the first operator downstream that both
     run is named. It holds a copy of every value that either computes.
 
@@ -124,7 +131,8 @@ def first_difference(
 
     Returns:
         A function of the arguments of a call, which returns a `Difference`, or None if
-        all outputs and gradients agree to the last bit.
+        all outputs and gradients, and what became of arguments, of captured tensors and of
+        the generator, agree to the last bit.
 
     Example:
         >>> import torch
@@ -144,7 +152,8 @@ def first_difference(
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
         one, results = _record(f, arguments, state, wanted)
         other, found = _record(g, arguments, state, wanted)
-        if all(_agree(results.get(k), found.get(k)) for k in results | found):
+        labels = _compared(results, found)
+        if all(_agree(results.get(k), found.get(k)) for k in labels):
             return None
         step, result = _first_unmatched(one, other), _first_result(results, found)
         # An output that differs where no operator does is what the backward parts by.
@@ -168,16 +177,26 @@ def _record(
     leaves = arguments.copied()
     flattened = Flattened(function, arguments, leaves)
     wanted = [leaves[place].requires_grad_() for place in arguments.wanted]
-    with state.kept(), _names.marking(), _Recorder() as recorder:
+    with state.kept():
         reached = captured(function)
         labels = [k for k in captures if k in reached]
-        outputs = flattened(*wanted)
-        recorder.phase = "backward"
         operands = [*wanted, *(reached[label] for label in labels)]
-        found = gradients(outputs, operands, contiguous_cotangents)
+        with _names.marking(), _Recorder() as recorder:
+            outputs = flattened(*wanted)
+            recorder.phase = "backward"
+            found = gradients(outputs, operands, contiguous_cotangents)
+        after = state.seen() | arguments.seen(leaves)
     names = [f"the gradient of {k}" for k in (*arguments.wanted_labels, *labels)]
     results: _Results = dict(zip(flattened.labels, outputs, strict=True))
-    return recorder.steps, results | dict(zip(names, found, strict=True))
+    results |= dict(zip(names, found, strict=True))
+    results |= {f"{label}{_AFTER}": tensor for label, tensor in after.items()}
+    return recorder.steps, results
+
+
+def _compared(one: _Results, other: _Results) -> Iterable[str]:
+    """The labels; state that one function alone reaches has nothing to agree with."""
+    both = one.keys() & other.keys()
+    return [k for k in one | other if k in both or not k.endswith(_AFTER)]
 
 
 def _agree(one: Tensor | None, other: Tensor | None) -> bool:
@@ -212,10 +231,12 @@ def _first_unmatched(one: list[_Step], other: list[_Step]) -> Difference | None:
 
 
 def _first_result(results: _Results, found: _Results) -> Difference:
-    label = next(k for k in results | found if not _agree(results.get(k), found.get(k)))
+    labels = _compared(results, found)
+    label = next(k for k in labels if not _agree(results.get(k), found.get(k)))
     one, other = results.get(label), found.get(label)
-    phase = "backward" if label.startswith("the gradient") else "forward"
-    gap = None
-    if one is not None and other is not None and one.shape == other.shape:
-        gap = Gap.between(one, other)
-    return Difference(phase, "", label, "", gap)
+    is_gradient = label.startswith("the gradient")
+    phase = "backward" if is_gradient or label.endswith(_AFTER) else "forward"
+    mismatch = mismatched(one, other)
+    if mismatch or one is None or other is None:
+        return Difference(phase, "", label, "", None, mismatch)
+    return Difference(phase, "", label, "", Gap.between(one, other))

@@ -221,13 +221,7 @@ class _Pair:
                 result = self._backward(flattened, parts[1:], given)
             else:
                 result = self._transformed(flattened, parts)
-            after = self.state.seen()
-            named = zip(self.arguments.labels, leaves, strict=True)
-            after |= {
-                f"argument `{label}`": leaf.detach().clone()
-                for label, leaf in named
-                if isinstance(leaf, Tensor)
-            }
+            after = self.state.seen() | self.arguments.seen(leaves)
             return dataclasses.replace(result, after=after)
 
     def _backward(
@@ -341,7 +335,7 @@ def _only_second(name: str, error: Exception) -> NotEquivalentError:
         explain(
             where=f"under {name}",
             what=f"only the second function raises {type(error).__name__}: "
-            f"{_first_line(error)}",
+            f"{_first_line(error).rstrip('. ')}.",
             why="The first one gives a result there.",
             do="See the error from which this one is raised.",
         )

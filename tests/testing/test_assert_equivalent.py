@@ -133,7 +133,7 @@ def test_the_whole_text():
         "the first and 0.9588510990142822 in the second; 1 of 2 elements differ, by at "
         "most 0.479 (relative 1). They should agree to rounding, by the defaults of "
         "torch.testing.assert_close. testing.first_difference(f, g)(*args) names the "
-        "first operator whose result differs."
+        "first operator whose result differs, also of functions that are transformed."
     )
 
 

@@ -72,6 +72,25 @@ def test_a_difference_in_the_backward():
     assert (found.phase, found.op, found.source) == ("backward", "aten.cos", "")
 
 
+def test_it_looks_under_a_transform():
+    """Of both functions transformed: the operator, its name and its line."""
+    f, g = (torch.func.vmap(torch.func.grad(each)) for each in (root_sum, other_sum))
+
+    found = first_difference(f, g)(seeded(4, 3).abs())
+
+    assert found is not None
+    assert (found.op, found.name) == ("aten.exp", "hidden")
+    assert found.source.startswith("test_first_difference.py:")
+
+
+def root_sum(x):
+    return checkpoint_name(x.sin().exp(), "hidden").sum()
+
+
+def other_sum(x):
+    return checkpoint_name((x.sin() * 1.001).exp(), "hidden").sum()
+
+
 def test_values_of_one_operator_are_told_apart():
     """Of several products of one shape, the one that has no equal in the other function."""
     found = first_difference(
@@ -87,13 +106,34 @@ def lost(x):
     return x.detach().sin()
 
 
+def overwriting(x):
+    y = (x * 1.0).sin()
+    with torch.no_grad():
+        x.mul_(2.0)
+    return y
+
+
+def drawing(x):
+    torch.rand(3)
+    return x.sin()
+
+
 @pytest.mark.parametrize(
     ("g", "text"),
     [
-        (lost, "the gradient of argument `x`: one of them is missing."),
-        (lambda x: x.sin().float(), "the output: "),
+        (lost, "the gradient of argument `x`: is missing in the second function only."),
+        (
+            lambda x: x.sin().float(),
+            "the output: is float64[3] in the first and float32",
+        ),
+        (
+            lambda x: x.sin()[:2],
+            "the output: is float64[3] in the first and float64[2]",
+        ),
+        (overwriting, "is in argument `x` after the call: element (0,) is"),
+        (drawing, "is in the default generator after the call: element"),
     ],
-    ids=["gradient", "dtype"],
+    ids=["gradient", "dtype", "shape", "argument", "generator"],
 )
 def test_a_result_alone_may_differ(g, text):
     """Where no operator differs, the result is named."""
