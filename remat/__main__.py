@@ -1,4 +1,4 @@
-"""The command line: `python -m remat demo`, `report`, `plan` and `compare`.
+"""The command line: `python -m remat demo`, `report`, `checklist`, `plan` and `compare`.
 
 Standard output has the result alone, plain where it is no terminal; progress, warnings and
 errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran
@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, final
 
 from remat._errors import RematError
 from remat._lines import line_of
@@ -35,8 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", code=130)
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a call."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2."""
+        self.exit(2, f"remat: {message} (more: {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m remat",
         description="Recomputes activations where memory is short.",
     )
@@ -69,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print JSON in place of the table",
     )
     _add_report(commands)
+    _add_checklist(commands)
     _add_plan(commands)
     _add_compare(commands)
     return parser
@@ -109,12 +119,32 @@ def _add_report(commands: Any) -> None:
     )
     report.add_argument(
         "--out",
-        type=Path,
+        type=_writable,
         metavar="FILE",
         help="write there instead: .svg and .png hold the figure, others the text or JSON",
     )
     report.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the page there as well"
+        "--html", type=_writable, metavar="FILE", help="write the page there as well"
+    )
+
+
+def _add_checklist(commands: Any) -> None:
+    checklist = commands.add_parser(
+        "checklist",
+        help="ask seven questions of a step, answered by measurement",
+        description="Runs some steps of a function, with its regions and without, and "
+        "says of each question whether it passes. The exit code is 1 where one fails.",
+    )
+    checklist.set_defaults(run=_checklist)
+    _add_function(checklist)
+    checklist.add_argument(
+        "--device", default="cpu", help="where the tensors are (default: %(default)s)"
+    )
+    checklist.add_argument(
+        "--json", action="store_true", help="print JSON in place of the table"
+    )
+    checklist.add_argument(
+        "--out", type=_writable, metavar="FILE", help="write there instead of printing"
     )
 
 
@@ -151,7 +181,7 @@ def _add_plan(commands: Any) -> None:
         help="print JSON for Plan.from_json in place of the table",
     )
     plan.add_argument(
-        "--out", type=Path, metavar="FILE", help="write there instead of printing"
+        "--out", type=_writable, metavar="FILE", help="write there instead of printing"
     )
 
 
@@ -193,7 +223,7 @@ def _add_compare(commands: Any) -> None:
     )
     compare.add_argument(
         "--out",
-        type=Path,
+        type=_writable,
         metavar="FILE",
         help="write there instead: .svg and .png hold the figure, others the text or JSON",
     )
@@ -224,6 +254,17 @@ def _report(options: argparse.Namespace) -> int:
     if options.html is not None:
         found.to_html(options.html)
     return _give(found, found.to_json() if options.json else str(found), options)
+
+
+def _checklist(options: argparse.Namespace) -> int:
+    from remat.reporting._arguments import keywords, load
+    from remat.reporting._checklist import checklist
+
+    with _printing_apart(), patience("running some steps"):
+        function = load(options.function)
+        found = checklist(function, **keywords(options.arguments, options.device))
+    _give(found, found.to_json() if options.json else str(found), options)
+    return 0 if found.is_passed else 1
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -323,6 +364,14 @@ def _told(error: Exception) -> str:
 def _fail(message: str, code: int = 1) -> int:
     print(f"remat: {message}", file=sys.stderr)
     return code
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{text}: {reason}")
+    return path
 
 
 def _budget(text: str) -> int | float | str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from remat import policies
 from remat._api import Region, remat
+from remat._errors import RematError, explain
 from remat._shortage import name_of
 from remat._switch import disabled
 from remat.policies._sizes import show_size
@@ -41,7 +42,7 @@ class Row:
         held_bytes: what lives between forward and backward, arguments apart.
         peak_bytes: the most that lives at one time in one step.
         recompute_flops: FLOPs of the step beyond those of no remat.
-        step_s: median time of one step, in seconds.
+        step_s: median time of one step, in seconds; None on the meta device.
         is_peer: whether another library runs it.
     """
 
@@ -49,7 +50,7 @@ class Row:
     held_bytes: int
     peak_bytes: int
     recompute_flops: int
-    step_s: float
+    step_s: float | None
     is_peer: bool
 
 
@@ -79,8 +80,8 @@ class Comparison:
                 show_size(row.peak_bytes),
                 _ratio(row.peak_bytes, plain.peak_bytes),
                 show_flops(row.recompute_flops),
-                show_time(row.step_s),
-                _ratio(row.step_s, plain.step_s),
+                show_time(row.step_s) if row.step_s else "",
+                _ratio(row.step_s, plain.step_s) if row.step_s and plain.step_s else "",
             )
             for row in self.rows
         ]
@@ -95,11 +96,20 @@ class Comparison:
         """The frontier of bytes and time, with the peers' points; matplotlib's, not saved.
 
         Raises:
-            RematError: matplotlib is not installed.
+            RematError: matplotlib is not installed, or there are no times.
         """
+        if self.rows[0].step_s is None:
+            raise RematError(
+                explain(
+                    where=self.function,
+                    what="has no times to draw.",
+                    why="Nothing is computed on meta tensors.",
+                    do="Give it tensors on a device.",
+                )
+            )
         own, peers = (
             {
-                row.name: (row.held_bytes, row.step_s)
+                row.name: (row.held_bytes, row.step_s or 0.0)
                 for row in self.rows
                 if row.is_peer is each
             }
@@ -124,7 +134,8 @@ def compare(
     Args:
         f: a function, a module, or a region, whose own policy is then one of the rows.
         kwargs: its arguments.
-        num_steps: how many steps of each are timed; they take turns.
+        num_steps: how many steps of each are timed; they take turns. None on the meta
+            device, where the bytes are those of a real run.
         peers: by name, what takes the function and gives it as another library runs it.
 
     Returns:
@@ -153,7 +164,8 @@ def compare(
             advance(name)
         for _ in range(num_steps):
             for name, step in steps.items():
-                times[name].append(_time(step))
+                if "meta" not in {each.type for each in step.devices}:
+                    times[name].append(_time(step))
             advance("timed")
     plain_flops = next(iter(watched.values()))[2]
     rows = [
@@ -162,7 +174,7 @@ def compare(
             held,
             peak,
             flops - plain_flops,
-            statistics.median(times[name]),
+            statistics.median(times[name]) if times[name] else None,
             name in others,
         )
         for name, (held, peak, flops) in watched.items()

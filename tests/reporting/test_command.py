@@ -216,7 +216,6 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["{}:fails", "x=2"], "ValueError: of the user's (a_model.py:"),
         (["{}:fails_oddly", "x=2"], "Odd: neither"),
         (["{}:loss"], "TypeError: "),
-        (["{}:loss", *SIZES, "--out", "/no/such/folder/r.txt"], "FileNotFoundError"),
     ],
     ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else None,
 )
@@ -332,6 +331,60 @@ def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert stream.getvalue() == "remat: thinking ...\n"
     assert said(capsys.readouterr().err) == []
+
+
+WRONG_CALLS = {
+    "no command": ([], "the following arguments are required: command"),
+    "unknown": (["paint"], "invalid choice: 'paint'"),
+    "no budget": (["plan", "m.py:f"], "arguments are required: --budget"),
+    "no folder": (["report", "m.py:f", "--out", "no/r.txt"], "there is no folder no"),
+    "a folder": (
+        ["report", "m.py:f", "--html", "."],
+        "argument --html: .: is a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, before anything has run."""
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+
+    (line,) = said(capsys.readouterr().err)
+    assert stop.value.code == 2
+    assert line.startswith("remat: ")
+    assert text in line
+
+
+def test_the_checklist_is_a_command(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows, or JSON; the exit code says whether all passed."""
+    code = main(["checklist", f"{model}:loss", *SIZES, "--json"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "remat.checklist/1"
+    assert len(found["checks"]) == 7
+    assert code == any(check["verdict"] == "fail" for check in found["checks"])
+
+
+def test_a_comparison_on_meta_has_no_times(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes alone, and no figure of seconds."""
+    words = ["compare", f"{model}:loss", *SIZES, "--steps", "1", "--device", "meta"]
+
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    code = main([*words, "--out", str(tmp_path / "frontier.svg")])
+
+    assert {row["step_s"] for row in rows} == {None}
+    assert rows[1]["held_bytes"] <= rows[0]["held_bytes"]
+    assert code == 1
+    assert "has no times to draw" in capsys.readouterr().err
 
 
 def test_the_command_runs_as_a_program(model: str) -> None:

@@ -10,6 +10,7 @@ one suggested next step"; "Reports agree with independent measurement: torch's o
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import pytest
@@ -378,8 +379,8 @@ def test_a_line_that_makes_several_values_is_one_suggestion(
     """In every trace of the function; what it costs and cuts comes true where it is followed."""
     ws = [torch.linspace(-1, 1, 64).view(8, 8) / k for k in (1, 2, 3)]
 
-    def step(policy: object = None) -> Report:
-        region = remat(experts, policy=policy)  # pyright: ignore[reportArgumentType]
+    def step(policy: Callable[[policies.Value], bool] | None = None) -> Report:
+        region = remat(experts, policy=policy)
         return report(
             lambda *xs: sum(region(ws, x).sum() for x in xs),
             *(torch.linspace(-1, 1, 8 * size).view(size, 8) for size in sizes),
