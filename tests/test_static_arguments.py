@@ -7,13 +7,11 @@ because of one static value warns, and says: pass a 0-d tensor."
 """
 
 import array
-import collections
 import datetime as dt
 import decimal
 import fractions
 import pathlib
 import re
-import types
 import uuid
 import warnings
 from collections.abc import Callable
@@ -240,9 +238,6 @@ HIDDEN: dict[str, Callable[[Tensor], Any]] = {
     "frozenset": lambda x: frozenset([x]),
     "dict_values": lambda x: {"a": x}.values(),
     "dict_items": lambda x: {"a": x}.items(),
-    "mappingproxy": lambda x: types.MappingProxyType({"a": x}),
-    "UserList": lambda x: collections.UserList([x]),
-    "ChainMap": lambda x: collections.ChainMap({"a": x}),
     "bytearray": lambda _: bytearray(b"a"),
     "array": lambda _: array.array("d", [2.0]),
 }

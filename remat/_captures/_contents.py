@@ -30,6 +30,7 @@ from remat._captures._places import (
     attributes,
     in_context,
     is_simple,
+    proxied,
     referent,
 )
 
@@ -39,7 +40,8 @@ REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "chi
 # Stdlib classes whose instances are namespaces of the user's; others are machinery, with
 # ways (loggers, threads) into everything.
 _NAMESPACES = frozenset(
-    {"types.SimpleNamespace", "argparse.Namespace"}
+    {"types.SimpleNamespace", "argparse.Namespace", "collections.ChainMap"}
+    | {"collections.UserDict", "collections.UserList"}
     | {f"{threading.local.__module__}.{threading.local.__qualname__}"}
 )
 # What making an object runs: mentioned by no operator on an object that exists already.
@@ -48,17 +50,20 @@ _CONSTRUCTION = frozenset(
     | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
 )
 # Put there by a recording that is under way, and gone after it.
-_WATCHER = "__getattribute__"
+_WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
 def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
     """Of a function that a library made: what the user gave it, not its own caches."""
     content = _of_function(function, names)
-    return {
+    content = {
         step: value
         for step, value in content.items()
         if step[0] != "cell" or not isinstance(value, (dict, list))
     }
+    if "registry" in function.__dict__:  # of functools.singledispatch
+        content["var", "registry"] = function.__dict__["registry"]
+    return content
 
 
 def _of_function(function: types.FunctionType, names: set[str]) -> Content:
@@ -136,7 +141,9 @@ def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
     return content if type(owner) is dict else content | _of_object(owner, names)
 
 
-def _of_partial(owner: functools.partial[object], names: set[str]) -> Content:
+def _of_partial(
+    owner: functools.partial[object] | functools.partialmethod[object], names: set[str]
+) -> Content:
     del names
     content: Content = {("attr", "func"): owner.func}
     content |= {("arg", i): v for i, v in enumerate(owner.args)}
@@ -161,6 +168,20 @@ def _of_property(owner: property, names: set[str]) -> Content:
 def _of_descriptor(owner: Any, names: set[str]) -> Content:
     del names
     return {("attr", "__func__"): owner.__func__}
+
+
+def _of_dispatch(
+    owner: "functools.singledispatchmethod[object]", names: set[str]
+) -> Content:
+    del names
+    return {("attr", "dispatcher"): owner.dispatcher, ("attr", "func"): owner.func}
+
+
+def _of_proxy(owner: types.MappingProxyType[Any, object], names: set[str]) -> Content:
+    """Of a view that cannot be written: the mapping behind it, but for that of a class."""
+    del names
+    mapping = proxied(owner)
+    return {} if "__module__" in mapping else {("proxied", ""): mapping}
 
 
 def _of_variable(owner: contextvars.ContextVar[object], names: set[str]) -> Content:
@@ -194,13 +215,15 @@ def of_class(owner: type, names: set[str]) -> Content:
     content: Content = {}
     for key, value in attributes(owner).items():
         operator = key.startswith("__") and isinstance(value, types.FunctionType)
-        if key == _WATCHER or (operator and key in _CONSTRUCTION):
+        if key in _WATCHERS or (operator and key in _CONSTRUCTION):
             continue
         if key in names or key == "forward" or operator:
             content["var", key] = value
     first, *others = user_bases(owner) or (0,)
     for index in others if first == 0 else (first, *others):
         content["base", index] = owner.__mro__[index]
+    if user_bases(type(owner)):
+        content["type", ""] = type(owner)
     return content
 
 
@@ -209,7 +232,7 @@ def of_called_class(owner: type, names: set[str]) -> Content:
     content = of_class(owner, names)
     for key, value in attributes(owner).items():
         function = isinstance(value, (types.FunctionType, staticmethod, classmethod))
-        if function and key != _WATCHER:
+        if function and key not in _WATCHERS:
             content["var", key] = value
     return content
 
@@ -247,6 +270,9 @@ Look: TypeAlias = Callable[[Any, set[str]], Content]
 _SORTS: tuple[tuple[type, Look], ...] = (
     (nn.Module, _of_module),
     (functools.partial, _of_partial),
+    (functools.partialmethod, _of_partial),
+    (functools.singledispatchmethod, _of_dispatch),
+    (types.MappingProxyType, _of_proxy),
     (types.MethodType, _of_method),
     (types.BuiltinFunctionType, _of_builtin_method),
     (property, _of_property),

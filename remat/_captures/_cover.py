@@ -13,7 +13,15 @@ from remat import _compat, _trackers
 from remat._captures._contents import REGISTERED, WATCHED, slots
 from remat._captures._covered import Covered
 from remat._captures._library import is_library_module
-from remat._captures._places import NOT_THERE, Label, Step, is_simple, look
+from remat._captures._places import (
+    NOT_THERE,
+    Label,
+    Step,
+    attributes,
+    is_kept_property,
+    is_simple,
+    look,
+)
 from remat._captures._spots import (
     Absent,
     Equal,
@@ -102,6 +110,7 @@ class _Baker:
             node, index = self.pending.popleft()
             for step in self.steps(node, index):
                 self.cover_place(node, index, step)
+        self.cover_overrides()
 
     def finish(self, used: Sequence[int]) -> list[Spot]:
         """The spots, with aliases of the tensors that are used."""
@@ -146,6 +155,10 @@ class _Baker:
     def cover_absence(self, node: Node, index: int, name: str) -> None:
         """What was read came from the class, or was missing: it must stay so."""
         kind = node.kind
+        held = attributes(node.value)
+        if name in held and is_kept_property(kind, name):  # found in the trace
+            self.write(node, index, ("var", name), Equal(held[name]))
+            return
         if name in slots(kind):
             self.write(node, index, ("attr", name), Absent())
         if not _has_dict(node.value) or (name[:2] == "__" == name[-2:]):
@@ -162,6 +175,19 @@ class _Baker:
         if isinstance(node.value, nn.Module):
             for registered in REGISTERED.values():
                 self.write(node, index, (registered, name), Absent())
+
+    def cover_overrides(self) -> None:
+        """What a class has from a base, none before that base may come to have."""
+        places: dict[tuple[int, str], None] = {}
+        for identity in self.known:
+            kind = self.survey.nodes[identity].value
+            if isinstance(kind, type):
+                for base, name in _overridable(kind, self.survey.names):
+                    places[id(base), name] = None
+        for identity, name in places:
+            if identity in self.known:
+                node = self.survey.nodes[identity]
+                self.write(node, self.known[identity], ("var", name), Absent())
 
     def cover_shape(self, node: Node, index: int, step: Step) -> None:
         """The size or the keys of a container that an object holds for itself."""
@@ -187,7 +213,8 @@ class _Baker:
             self.known[id(value)] = spot
             self.pending.append((self.survey.nodes[id(value)], spot))
         elif step[0] not in {"type", "base"}:
-            self.write(node, index, step, SameAs(self.known[id(value)]))
+            same = SameAs(self.known[id(value)])
+            self.write(node, index, step, Equal(value) if is_simple(value) else same)
 
     def write(self, node: Node, index: int, step: Step, rule: Rule) -> int:
         """Adds a spot; answers its index."""
@@ -202,12 +229,23 @@ def _has_dict(value: object) -> bool:
     return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
 
 
+def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
+    """Bases and mentioned names, such that the class has the name from a later base."""
+    metaclass: type = type(kind)
+    order = (*kind.__mro__, *metaclass.__mro__)
+    for index, base in enumerate(order):
+        found = attributes(base).keys()
+        for name in found & names | found & {"forward"}:
+            if not any(name in attributes(each) for each in order[:index]):
+                yield from ((each, name) for each in order[:index])
+
+
 def _shapes(node: Node) -> Iterable[Step]:
     """The containers that stand between an object and its places."""
     value: object = node.value
     if isinstance(value, types.FunctionType) and value.__defaults__:
         return (("attr", "__defaults__"),)
-    if isinstance(value, functools.partial):
+    if isinstance(value, (functools.partial, functools.partialmethod)):
         return (("attr", "args"), ("attr", "keywords"))
     shapes: list[Step] = []
     # Every hook dictionary is an OrderedDict: nobody hangs attributes on those.
@@ -227,7 +265,7 @@ def _rule(value: object) -> Rule:
         return Registered(number)
     if isinstance(value, types.FunctionType):
         return Runs(value.__code__)
-    if isinstance(value, type):
+    if is_simple(value):
         return Equal(value)
     if isinstance(value, types.ModuleType) and is_library_module(value.__name__):
         return Equal(value)

@@ -11,6 +11,7 @@ that a baked trace may hold on to without keeping anything of the user's alive.
 
 import contextvars
 import enum
+import functools
 import numbers
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 
-from remat._captures._library import cached_by_class
+from remat._captures._library import cached_by_class, user_bases
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -90,6 +91,16 @@ def is_simple(value: object) -> bool:
     if kind.__module__ in _OPERATORS or isinstance(value, numbers.Number):
         return True
     return _is_value_class(kind)
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is simple and has no methods of the user's, as an enumeration may."""
+    kind = type(value)
+    if kind in SIMPLE_TYPES:
+        return True
+    if kind is tuple:
+        return all(map(is_plain, cast("tuple[object, ...]", value)))
+    return is_simple(value) and not user_bases(kind)
 
 
 @cached_by_class
@@ -186,6 +197,26 @@ def referent(reference: Callable[[], object]) -> object:
     return reference()
 
 
+def is_kept_property(kind: type, name: str) -> bool:
+    """Whether the objects of a class keep what this property of theirs was first found to be."""
+    given = (
+        attributes(base)[name] for base in kind.__mro__ if name in attributes(base)
+    )
+    return isinstance(next(given, None), functools.cached_property)
+
+
+class _Bare:
+    """What `proxy | _Bare()` answers with the mapping behind the proxy."""
+
+    def __ror__(self, mapping: Any) -> Any:
+        return mapping
+
+
+def proxied(proxy: Any) -> Any:
+    """The mapping behind a `types.MappingProxyType`."""
+    return proxy | _Bare()
+
+
 def _registered(name: str) -> Callable[[Any], Any]:
     return lambda owner: attributes(owner)[name]
 
@@ -230,6 +261,7 @@ _KINDS = {
     ),
     "variable": Kind("in_context({})", "", in_context, "{}", "context variable"),
     "referent": Kind("{}()", "", referent, "()"),
+    "proxied": Kind("proxied({})", "", proxied, ""),
     "type": Kind("type({})", "", type, "{}", "class"),
     "base": Kind(
         "{}.__mro__", "[{}]", lambda owner: owner.__mro__, "{}", "base class"

@@ -2,7 +2,9 @@
 
 While a recording is active, the Python classes of the surveyed objects carry a
 `__getattribute__` that notes the name and goes on to the class's own. Only reads on the
-thread that records are noted. Classes that cannot be given one (builtins, C types) are not
+thread that records are noted, and of these only what stood there before: an attribute
+that the trace itself wrote first, such as what a context manager keeps for its exit, is
+nothing that it rests on. A `__setattr__` beside tells. Classes that cannot be given one (builtins, C types) are not
 watched: all that their instances hold then counts as read.
 
 A region inside the traced function may find its own trace in its cache, and then runs only
@@ -11,9 +13,10 @@ attributes that the check's line goes on to look at: `line_reads` of the generat
 """
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, final
 
 from torch import nn
@@ -24,10 +27,13 @@ from remat._captures._walk import EVERYTHING, Survey
 # The file name of generated checks, by which a read of theirs is told from a user's.
 GENERATED = "<remat captures>"
 
-# torch looks children up in the instance dictionary: a read of the child, not of all.
-_LOOKUPS = frozenset(
-    getattr(nn.Module, name).__code__
-    for name in ("__getattr__", "__setattr__", "__delattr__")
+# These look one name up in the instance dictionary: a read of that, not of all.
+_LOOKUPS: frozenset[Any] = frozenset(
+    getattr(kind, name).__code__
+    for kind, name in (
+        *((nn.Module, f"__{name}attr__") for name in ("get", "set", "del")),
+        (functools.cached_property, "__get__"),
+    )
 )
 
 
@@ -38,6 +44,19 @@ class Reads(dict[int, dict[str, None]]):
     def __init__(self, survey: Survey) -> None:
         """Starts with nothing read from any object of `survey`."""
         super().__init__({identity: {} for identity in survey.nodes})
+        self._written: dict[int, set[str]] = {}
+
+    def note(self, owner: object, names: Iterable[str]) -> None:
+        """Notes a read of these names, less those that were written before."""
+        known = self.get(id(owner))
+        if known is not None:
+            written = self._written.get(id(owner), ())
+            known.update((name, None) for name in names if name not in written)
+
+    def note_write(self, owner: object, name: str) -> None:
+        """Notes that an attribute was written."""
+        if id(owner) in self:
+            self._written.setdefault(id(owner), set()).add(name)
 
 
 class _Active(threading.local):
@@ -87,9 +106,10 @@ _PLAIN = frozenset({list, tuple, dict})
 def _watch(kind: type) -> bool:
     with _lock:
         if kind not in _watchers:
-            watcher = _watcher(kind)
+            watchers = _watcher(kind), _write_watcher(kind)
             try:
-                type.__setattr__(kind, "__getattribute__", watcher)
+                for watcher in watchers:
+                    type.__setattr__(kind, watcher.__name__, watcher)
             except TypeError:
                 return False
             _watchers[kind] = 0
@@ -103,26 +123,44 @@ def _unwatch(kind: type) -> None:
         if _watchers[kind]:
             return
         del _watchers[kind]
-        own = kind.__dict__["__getattribute__"].own
-        if own is None:
-            type.__delattr__(kind, "__getattribute__")
-        else:
-            type.__setattr__(kind, "__getattribute__", own)
+        for name in ("__getattribute__", "__setattr__"):
+            own = kind.__dict__[name].own
+            if own is None:
+                type.__delattr__(kind, name)
+            else:
+                type.__setattr__(kind, name, own)
 
 
 def _watcher(kind: type) -> Callable[[Any, str], object]:
-    inherited: Any = kind.__getattribute__
-    # Past the watcher of a base class, or one read would be noted twice.
-    original = getattr(inherited, "original", inherited)
+    original = _original(kind.__getattribute__)
 
     def __getattribute__(self: object, name: str) -> object:
         if _active.reads:
             _note(self, name)
         return original(self, name)
 
-    watcher: Any = __getattribute__
+    return _made(__getattribute__, kind, original)
+
+
+def _write_watcher(kind: type) -> Callable[[Any, str, object], None]:
+    original = _original(kind.__setattr__)
+
+    def __setattr__(self: object, name: str, value: object) -> None:
+        original(self, name, value)
+        for reads in _active.reads:
+            reads.note_write(self, name)
+
+    return _made(__setattr__, kind, original)
+
+
+def _original(inherited: Any) -> Any:
+    """Past the watcher of a base class, or one read would be noted twice."""
+    return getattr(inherited, "original", inherited)
+
+
+def _made(watcher: Any, kind: type, original: Any) -> Any:
     watcher.original = original
-    watcher.own = kind.__dict__.get("__getattribute__")
+    watcher.own = kind.__dict__.get(watcher.__name__)
     return watcher
 
 
@@ -135,6 +173,4 @@ def _note(owner: object, name: str) -> None:
         if frame.f_code.co_filename == GENERATED:
             names = frame.f_globals["LINE_READS"].get(frame.f_lineno, names)
     for reads in _active.reads:
-        known = reads.get(id(owner))
-        if known is not None:
-            known.update(dict.fromkeys(names))
+        reads.note(owner, names)

@@ -14,7 +14,15 @@ from typing import Any, TypeAlias, cast, final
 from torch import Tensor
 
 from remat import _trackers
-from remat._captures._places import MISSING, NOT_THERE, Step, in_context, look, same
+from remat._captures._places import (
+    MISSING,
+    NOT_THERE,
+    Step,
+    in_context,
+    look,
+    proxied,
+    same,
+)
 
 
 class Constants:
@@ -27,6 +35,7 @@ class Constants:
             "Tensor": Tensor,
             "NOT_THERE": NOT_THERE,
             "in_context": in_context,
+            "proxied": proxied,
             "TRACKERS": _trackers.registered,
         }
         self._names: dict[int, str] = {}

@@ -39,6 +39,8 @@ from remat._captures._places import (
     Step,
     Unset,
     in_words,
+    is_kept_property,
+    is_plain,
     is_simple,
     kind_of,
     look,
@@ -137,6 +139,7 @@ class Survey:
     """What the roots reach, as it stood before the trace. Holds the objects alive.
 
     Attributes:
+        names: what the user's code that was reached mentions.
         nodes: each reached object that has places, by its id, nearest first.
         tensors: all paths to each reached tensor, by its id, shortest first.
     """
@@ -145,7 +148,7 @@ class Survey:
         self.roots = Node(roots, None, ("root", 0))
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, tuple[Path, ...]] = {}
-        self._names: set[str] = set()
+        self.names: set[str] = set()
         self._buffers: set[int] = set()
         self._held: list[object] = [roots]
         self._sorts: dict[type, Look] = {}
@@ -190,11 +193,11 @@ class Survey:
         while pending:
             while pending:
                 node = pending.popleft()
-                self._open(node, node.look(node.value, self._names), pending)
+                self._open(node, node.look(node.value, self.names), pending)
             # Names that were met later may be attributes of namespaces met earlier.
             for node in [*self.nodes.values()]:
                 if node.look in BY_NAME:
-                    self._open(node, node.look(node.value, self._names), pending)
+                    self._open(node, node.look(node.value, self.names), pending)
 
     def _open(self, node: Node, content: Content, pending: deque[Node]) -> None:
         known = node.content
@@ -214,11 +217,11 @@ class Survey:
                 self._buffers.add(id(value))
             return
         node = self.nodes.get(id(value))
-        if node is None and (isinstance(value, type) or not is_simple(value)):
+        if node is None and (isinstance(value, type) or not is_plain(value)):
             node = self.nodes[id(value)] = Node(value, owner, step)
             node.look = look_for(value, step, self._sorts)
             if node.look is of_user_function:
-                self._names |= mentions(node.value.__code__).names
+                self.names |= mentions(node.value.__code__).names
             pending.append(node)
         elif node and node.look is of_class and not is_class_of_an_object(step):
             node.look = of_called_class
@@ -241,8 +244,9 @@ class Survey:
     ) -> str | None:
         """The first reached state that differs from what it was, in words.
 
-        With `reads` (of `recording`), an attribute that was only written, never read,
-        counts only if a tensor was left in it: nothing that the trace did rests on it.
+        With `reads` (of `recording`), an attribute that was only written, never read
+        before, counts only if a tensor was left in it: nothing that the trace did rests on
+        it. What a `functools.cached_property` has kept may be simple: `cover` goes by it.
 
         Args:
             roots: unused; the objects that were surveyed are looked at.
@@ -254,7 +258,10 @@ class Survey:
                 return _changed(node, step, before, after)
             plain = node.look in BY_NAME
             names = reads.get(id(node.value), (EVERYTHING,))
-            read = cast("str", step[1]) in names or EVERYTHING in names
+            name = cast("str", step[1])
+            kept = before is MISSING and is_simple(after)
+            kept = kept and is_kept_property(node.kind, name)
+            read = EVERYTHING in names or (name in names and not kept)
             if plain or read or self._leaks(after):
                 return _changed(node, step, before, after)
         return None
@@ -349,7 +356,7 @@ class Survey:
 
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
         for node in (self.roots, *self.nodes.values()):
-            then, now = node.content, node.look(node.value, self._names)
+            then, now = node.content, node.look(node.value, self.names)
             for step in then if then.keys() == now.keys() else {**then, **now}:
                 before, after = then.get(step, MISSING), now.get(step, MISSING)
                 if before is not after and not (

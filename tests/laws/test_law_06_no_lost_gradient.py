@@ -6,10 +6,10 @@ stale, never None."
 """
 
 import functools
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -140,6 +140,22 @@ def class_attribute(w: Tensor, x: Tensor) -> Call:
     return (lambda x: Holder.call(x)), (x,), {}
 
 
+def partial_method(w: Tensor, x: Tensor) -> Call:
+    class Holder:
+        call = functools.partialmethod(lambda self, w, x: mix(x, w), w)
+
+    return cast(Any, Holder()).call, (x,), {}
+
+
+def dispatched(w: Tensor, x: Tensor) -> Call:
+    @functools.singledispatch
+    def call(_: object, x: Tensor) -> Tensor:
+        raise TypeError
+
+    call.register(int, lambda _, x: mix(x, w))
+    return (lambda x: call(1, x)), (x,), {}
+
+
 def attribute(w: Tensor, x: Tensor, holder: Any = SimpleNamespace) -> Call:
     held = holder(w=w)
     return (lambda x: mix(x, held.w)), (x,), {}
@@ -164,6 +180,11 @@ CASES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "tuple": lambda w, x: ((lambda t: mix(*t)), ((x, w),), {}),
     "ordered_dict": lambda w, x: ((lambda t: mix(x, t["w"])), (OrderedDict(w=w),), {}),
     "deque": lambda w, x: ((lambda t: mix(x, t[0])), (deque([w]),), {}),
+    "proxy": lambda w, x: ((lambda x, t: mix(x, t["w"])), (x, MappingProxyType({"w": w})), {}),
+    "chain_map": lambda w, x: ((lambda x, t: mix(x, t["w"])), (x, ChainMap({}, {"w": w})), {}),
+    "user_list": lambda w, x: ((lambda x, t: mix(x, t[0])), (x, UserList([w])), {}),
+    "partial_method": partial_method,
+    "dispatched": dispatched,
     "namedtuple": lambda w, x: (has_w, (x, Pair(w, x)), {}),
     "registered_dataclass": lambda w, x: (has_w, (x, Registered(w, 2.0)), {}),
     "unregistered_dataclass": lambda w, x: (has_w, (x, Unregistered(w)), {}),

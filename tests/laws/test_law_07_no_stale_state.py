@@ -7,13 +7,15 @@ run once, at trace time, as under jit; a function that changes covered state whi
 traced, or leaves a fake tensor in a user's object, raises `SideEffectError`."
 """
 
+import collections
+import enum
 import functools
 import math
 import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,101 @@ def hook_removed() -> State:
     return model, handle.remove
 
 
+def overridden(
+    read: Callable[[Any], Any], override: Any, *, as_value: bool = False
+) -> State:
+    """A class that has what is read from its base, until it gets its own."""
+
+    class Base:
+        factor = 2.0
+
+        def given(self) -> float:
+            return 2.0
+
+    class Derived(Base):
+        pass
+
+    held = Derived if as_value else Derived()
+    name = "factor" if as_value else "given"
+    return (lambda x: scaled(x, read(held))), lambda: setattr(Derived, name, override)
+
+
+def of_metaclass() -> State:
+    class Meta(type):
+        factor = 2.0
+
+        @property
+        def given(cls) -> float:
+            return cls.factor
+
+    class Config(metaclass=Meta):
+        pass
+
+    return (lambda x: scaled(x, Config.given)), lambda: setattr(Meta, "factor", 3.0)
+
+
+def partial_method() -> State:
+    class Config:
+        def read(self, factor: float) -> float:
+            return factor
+
+        given = functools.partialmethod(read, 2.0)
+
+    config = Config()
+    return (lambda x: scaled(x, config.given())), lambda: setattr(
+        Config, "given", functools.partialmethod(Config.read, 3.0)
+    )
+
+
+def dispatched(is_method: bool) -> State:
+    @functools.singledispatch
+    def given(_: object) -> float:
+        raise TypeError
+
+    @given.register
+    def _(_: int) -> float:
+        return FACTOR
+
+    class Config:
+        given = functools.singledispatchmethod(lambda self, _: TypeError())
+        given.register(int, lambda self, _: FACTOR)
+
+    read: Any = Config().given if is_method else given
+    return (lambda x: scaled(x, read(1))), set_global("FACTOR", 3.0)
+
+
+class Kind(enum.Enum):
+    """An enumeration with methods, and with functions for values."""
+
+    ONE = functools.partial(lambda: FACTOR)
+    TWO = 2
+
+    def given(self) -> float:
+        return FACTOR
+
+
+class Text(str):
+    """A text with a method."""
+
+    def given(self) -> float:
+        return FACTOR
+
+
+def with_methods(value: Any) -> State:
+    held = (value, "a")
+    return (lambda x: scaled(x, held[0].given())), set_global("FACTOR", 3.0)
+
+
+def behind_a_proxy() -> State:
+    table = {"factor": 2.0}
+    proxy = MappingProxyType(table)
+    return (lambda x: scaled(x, proxy["factor"])), lambda: table.update(factor=3.0)
+
+
+def of_collections(held: Any) -> State:
+    return (lambda x: scaled(x, held[0])), lambda: held.__setitem__(0, 3.0)
+
+
 class Context(threading.local):
     """State of a thread's own, over a default that all share."""
 
@@ -232,6 +329,20 @@ CHANGES: dict[str, Callable[[], State]] = {
     "shadowed_class_attribute": lambda: on_holder(
         lambda h: h.shared, lambda h: setattr(h, "shared", 3.0)
     ),
+    "method_overridden": lambda: overridden(lambda h: h.given(), lambda _: 3.0),
+    "class_attribute_overridden": lambda: overridden(lambda h: h.factor, 3.0, as_value=True),
+    "metaclass": of_metaclass,
+    "partial_method": partial_method,
+    "dispatched": lambda: dispatched(is_method=False),
+    "dispatched_method": lambda: dispatched(is_method=True),
+    "method_of_an_enumeration": lambda: with_methods(Kind.TWO),
+    "value_of_an_enumeration": lambda: (
+        (lambda x: scaled(x, Kind.ONE.value())), set_global("FACTOR", 3.0)
+    ),
+    "method_of_a_text": lambda: with_methods(Text("a")),
+    "behind_a_proxy": behind_a_proxy,
+    "chain_map": lambda: of_collections(collections.ChainMap({0: 2.0})),
+    "user_list": lambda: of_collections(collections.UserList([2.0])),
     "method_attribute": method_attribute,
     "list_element": lambda: on_holder(
         lambda h: h.inner.values[0], lambda h: h.inner.values.__setitem__(0, 3.0)

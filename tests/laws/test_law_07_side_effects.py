@@ -189,6 +189,95 @@ def test_an_effect_that_restores_itself_is_none() -> None:
     assert held == state()
 
 
+class Kept:
+    """An object with an attribute for the time of a block, and one found once."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __enter__(self) -> float:
+        self.before = self.factor
+        self.entered = True
+        return self.before
+
+    def __exit__(self, *_: object) -> None:
+        assert self.entered
+        del self.before
+
+    @functools.cached_property
+    def doubled(self) -> float:
+        return 2 * self.factor
+
+
+class Cast(nn.Module):
+    """A module that enters a context of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = torch.autocast("cpu", torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context:
+            return body(x) @ x.mT
+
+
+def entered(kept: Kept) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor) -> Tensor:
+        with kept as factor:
+            return body(x) * factor
+
+    return fun
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: entered(Kept()),
+        lambda: torch.autocast("cpu", torch.bfloat16)(lambda x: body(x) @ x.mT),
+        Cast,
+    ],
+    ids=["context_manager", "decorated", "module"],
+)
+def test_what_is_written_before_it_is_read_is_no_state(make: Callable[[], Any]) -> None:
+    """Nothing rests on what stood there before, as in what is kept for an exit."""
+    region: Any = remat(make())
+    fun = make()
+
+    for _ in range(2):
+        assert_bitwise(grads(region, [seeded(3, 3)]), grads(fun, [seeded(3, 3)]))
+    assert region.cache_info().misses == 1
+
+
+@pytest.mark.contract
+def test_a_property_may_be_found_in_a_trace() -> None:
+    """It is kept, as in a plain call, and a later change of it is noticed."""
+    held, plain = Kept(), Kept()
+    region = remat(lambda x: body(x) * held.doubled)
+
+    for change in (lambda _: None, lambda kept: setattr(kept, "doubled", 7.0)):
+        for kept in (held, plain):
+            change(kept)
+        found = grads(region, [seeded(3)])
+        assert_bitwise(found, grads(lambda x: body(x) * plain.doubled, [seeded(3)]))
+        assert vars(held) == vars(plain)
+
+
+def test_a_tensor_may_not_be_found_so() -> None:
+    """It would be one of the trace, without data."""
+
+    class Masked(Kept):
+        @functools.cached_property
+        def mask(self) -> Tensor:
+            return torch.ones(3)
+
+    held = Masked()
+    with pytest.raises(SideEffectError, match="mask"):
+        remat(lambda x: body(x) * held.mask)(seeded(3).requires_grad_())
+
+    assert "mask" not in vars(held)
+
+
 def test_objects_made_inside_may_change() -> None:
     """What is made in the call and dies with it is no state of anybody."""
 
