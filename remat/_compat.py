@@ -50,6 +50,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import has_side_effect
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk, flop_counter
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
@@ -1757,6 +1758,22 @@ def torch_function_as(state: Any) -> Generator[None]:
         _torch._C._set_torch_function_state(before)
 
 
+@contextlib.contextmanager
+def own_parametrizations() -> Generator[None]:
+    """Inside, `torch.nn.utils.parametrize.cached()` starts with nothing, and leaves nothing.
+
+    What it keeps belongs to one run, on stand-ins. Obsolete when its cache is public.
+    """
+    if not parametrize._cache_enabled:  # pyright: ignore[reportUnknownMemberType]
+        yield
+        return
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+
+
 def caller(depth: int) -> FrameType | None:
     """The frame `depth` calls above the function that asks, which is 0.
 
@@ -1897,6 +1914,7 @@ def needs_values(error: Exception) -> bool:
             "Cannot access data pointer of Tensor",
             "data is not allocated yet",
             ".numpy() is not supported",
+            "passed to FakeTensor.__format__",
             "Can't call numpy()",
             # Nested tensors, which learn their lengths from values.
             "does not support tracing with fx.symbolic_trace",

@@ -9,21 +9,18 @@ the second one, without a word.
 
 from __future__ import annotations
 
-import functools
 import gc
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from remat import _captures, _compat
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
-from remat._resting import nodes_behind
+from remat._resting import is_held, nodes_behind
 
 
 def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
@@ -41,14 +38,14 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     if not outputs:
         return
     nodes = nodes_behind([each.grad_fn for each in outputs if each.grad_fn is not None])
-    held = [node for node in nodes if _is_held(node)]
+    held = [node for node in nodes if is_held(node)]
     if not held:
         return
     seen = _captures.survey((result, *roots)).tensors.keys() | _kept_by(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # what only a cycle holds has no holder
-    for node in filter(_is_held, unseen):
+    for node in filter(is_held, unseen):
         raise _unseen(node.variable)
 
 
@@ -61,24 +58,6 @@ def _wanted(tensor: Tensor) -> Iterator[Tensor]:
         if below is None:
             return
         tensor = below
-
-
-def _is_held(node: Any) -> bool:
-    """Whether Python refers to the leaf of a node, if it is one of a leaf."""
-    return hasattr(node, "variable") and _references(node) > _unheld()
-
-
-def _references(node: Any) -> int:
-    return sys.getrefcount(node.variable)
-
-
-@functools.cache
-def _unheld() -> int:
-    """The references to a leaf that only autograd's graph holds."""
-    with torch.enable_grad():
-        made = torch.ones((), requires_grad=True).exp()
-    assert made.grad_fn is not None
-    return _references(made.grad_fn.next_functions[0][0])
 
 
 def _kept_by(nodes: Iterable[Any]) -> set[int]:

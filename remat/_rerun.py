@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures, _compat, _sharded, _wrapped
@@ -31,8 +32,9 @@ from remat._function import Roots
 from remat._hidden import require_nothing_hidden
 from remat._lines import mutates, user_line
 from remat._numerics import Numerics
-from remat._resting import guard_against_others, resting, variables
+from remat._resting import guard_against_others, require_own, resting, variables
 from remat._run_state import RunState
+from remat._running import uninitialized
 from remat._trace import Flat, View
 
 
@@ -77,11 +79,16 @@ def call(
             engine.running() if engine else _wrapped.refused(),
             _Substituted(stand_ins, state, constants),
             numerics.applied(),
+            _compat.own_parametrizations(),
         ):
             if is_again:
                 constants.require_unchanged(state.found)
-            found = result.apart(fun(*new_args, **new_kwargs))
-            if not is_again:
+            returned = result.apart(fun(*new_args, **new_kwargs))
+            # A captured tensor that no operator met is returned as it is.
+            found = [stand_ins.get(id(each), each) for each in returned]
+            if is_again:
+                require_own(found, tensors, engine)
+            else:
                 constants.settle(state.used, state.kept)
                 state.used.clear()
             return found
@@ -107,7 +114,14 @@ def rerun_of(
 
 
 def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """The reached tensors that some transform, or autograd, follows, less the arguments."""
+    """The reached tensors that some transform, or autograd, follows, less the arguments.
+
+    Raises:
+        TraceError: one of them has yet to be made.
+    """
+    for tensor in survey.reached:
+        if is_lazy(tensor):
+            raise uninitialized(f"`{survey.tensors[id(tensor)][0].label}`")
     known = set(map(id, given))
     return [
         tensor

@@ -6,9 +6,12 @@ gradient, and so would a backward that came to the leaves by another way than an
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _sharded
@@ -45,7 +48,10 @@ def resting(
 
 
 def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
-    """What the outputs rest on, by autograd's own graph, each with the bits of these."""
+    """What the outputs rest on, by autograd's own graph, each with the bits of these.
+
+    Leaves that a function has made, and that nobody holds, are left out.
+    """
     bits: dict[Any, int] = {}
     for index, each in enumerate(outputs):
         if each.grad_fn is not None:
@@ -56,9 +62,29 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
         own = bits[node]
         for edge in _edges(node):
             bits[edge] = bits.get(edge, 0) | own
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable, own
+        if is_held(node) or _is_guarded(node):
+            yield node.variable, own
+
+
+def is_held(node: Any) -> bool:
+    """Whether Python refers to the leaf of a node, if it is one of a leaf.
+
+    A leaf that a function makes for itself, and forgets, wants a gradient of nobody's.
+    """
+    return hasattr(node, "variable") and _references(node) > _unheld()
+
+
+def _references(node: Any) -> int:
+    return sys.getrefcount(node.variable)
+
+
+@functools.cache
+def _unheld() -> int:
+    """The references to a leaf that only autograd's graph holds."""
+    with torch.enable_grad():
+        made = torch.ones((), requires_grad=True).exp()
+    assert made.grad_fn is not None
+    return _references(made.grad_fn.next_functions[0][0])
 
 
 def nodes_behind(roots: Sequence[Any]) -> list[Any]:
@@ -81,6 +107,23 @@ def _edges(node: Any) -> list[Any]:
     return [edge for edge, _ in node.next_functions if edge is not None]
 
 
+def require_own(
+    outputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    engine: _sharded.Engine | None,
+) -> None:
+    """Refuses what a run in the backward found, if it rests on another run.
+
+    What a function has kept from its forward, where no walk puts it back (a cache of
+    functools), rests on the stand-ins of that run: the gradient would end there.
+
+    Raises:
+        CapturedTensorError: some output rests on a leaf that was not given.
+    """
+    if all(each.is_leaf for each in given):
+        resting(outputs, given, engine)
+
+
 def guard_against_others(leaves: Sequence[Tensor]) -> None:
     """Fails in a backward that reaches a run from elsewhere than through its outputs.
 
@@ -90,6 +133,12 @@ def guard_against_others(leaves: Sequence[Tensor]) -> None:
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_lost)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_guarded(node: Any) -> bool:
+    variable: Any = getattr(node, "variable", None)
+    hooks: dict[Any, Any] = getattr(variable, "_backward_hooks", None) or {}
+    return _lost in hooks.values()
 
 
 def _lost(gradient: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
             raise _streams.unregistered(f"at {user_line()}")
         raise _out_of_reach(tensor)
     if is_lazy(tensor):
-        raise _uninitialized()
+        raise uninitialized(f"used at {user_line()}")
     if _compat.overrides_functions(type(tensor)):
         raise overriding(type(tensor))
     wanted = _compat.requires_grad_anywhere(tensor)
@@ -223,12 +223,13 @@ def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
     )
 
 
-def _uninitialized() -> TraceError:
+def uninitialized(which: str) -> TraceError:
+    """What is raised where a region meets what a lazy module has yet to make."""
     return TraceError(
         explain(
-            where=f"a lazy module's parameter, used at {user_line()}",
+            where=f"a lazy module's parameter, {which}",
             what="has no shape yet.",
-            why="The first call of a lazy module makes its parameters, and a trace has no "
+            why="The first call of a lazy module makes its parameters, and a region has no "
             "tensors to make them of.",
             do="Call the model once before, inside `with remat.disabled():`.",
         )

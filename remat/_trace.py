@@ -200,6 +200,7 @@ def trace(request: Request) -> Traced:
         _compat.isolated(),
         torch.enable_grad(),
         _wrapped.refused(),
+        _compat.own_parametrizations(),
         running.mode,
     ):
         run = _Run(request, running)
@@ -422,7 +423,7 @@ def _record(run: _Run) -> fx.GraphModule:
         run.cut = _import_fx.cut_outputs(module.graph)
         if _in_place.has_mutations(module.graph):
             module = _import_fx.functionalize(module, operands)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         if isinstance(error, RematError):
             raise
         if running.refused is not None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from remat import (
     RematWarning,
@@ -275,6 +275,26 @@ def test_parametrizations(normalized, options):
 
     for seed in range(3):
         assert_bitwise(a_step(model, seed=seed), a_step(plain, seed=seed))
+
+
+@each_option
+def test_parametrizations_that_are_kept(options):
+    """Each region makes its own inside of torch's `cached()`, around a plain use of them."""
+
+    def build():
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        parametrizations.weight_norm(inner[0])
+        return nn.Sequential(inner, inner[0], inner)
+
+    plain, model = a_model(build).double(), a_model(build).double()
+    modules.apply(model, "0", **options)
+    found = []
+    for each in (plain, model):
+        with parametrize.cached():
+            loss = each(seeded(3, WIDTH)).sin().sum()
+            found.append(torch.autograd.grad(loss, [*each.parameters()]))
+
+    assert_close(*found)
 
 
 def pruned(module: nn.Linear) -> nn.Linear:

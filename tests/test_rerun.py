@@ -367,6 +367,41 @@ def test_a_traced_region_inside() -> None:
 
 
 @pytest.mark.contract
+def test_a_captured_tensor_as_output() -> None:
+    """It is returned without having met an operator, and gets its gradient."""
+    w, x = seeded(3).requires_grad_(), seeded(3, seed=1)
+    region: Any = remat(lambda x: ((x * w).sin(), w), engine="rerun")
+
+    first, second = region(x)
+    (found,) = torch.autograd.grad((first * second).sum(), w)
+
+    assert_bitwise(found, torch.autograd.grad(((x * w).sin() * w).sum(), w)[0])
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_ragged_argument() -> None:
+    """So is one of many lengths."""
+    parts = [seeded(2), seeded(3)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+    with pytest.raises(TraceError, match=r"torch.jagged, .* Pass its values\(\)"):
+        remat(torch.sin)(ragged)
+    remat(torch.sin, engine="rerun")(ragged).values().sum().backward()
+    assert ragged.grad is not None
+    assert_bitwise(ragged.grad.values(), torch.cat(parts).cos())
+
+
+@pytest.mark.contract
+def test_a_lazy_module_says_what_to_do() -> None:
+    """As in a trace: a run has no tensors to make its parameters of."""
+    model = nn.Sequential(nn.LazyLinear(4))
+
+    with pytest.raises(TraceError, match=r"`self\.0\.weight`: .*remat\.disabled"):
+        remat(model, engine="rerun")(seeded(2, 3))
+
+
+@pytest.mark.contract
 @pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:

@@ -278,6 +278,37 @@ def test_a_leaf_that_the_function_makes_hides_nothing(fun: Any, engine: Any) -> 
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("make", [Tensor.requires_grad_, torch.nn.Parameter])
+def test_such_a_leaf_beside_an_argument_hides_nothing(make: Any, engine: Any) -> None:
+    """The gradient of the argument is what it is without a region."""
+    fun: Any = lambda x: mix(x, make(torch.full((3,), 2.0).double()))  # noqa: E731
+    region: Any = remat(fun, engine=engine)
+    x, plain = (seeded(2, 3, seed=1).requires_grad_() for _ in range(2))
+    fun(plain).sum().backward()
+
+    region(x).sum().backward()
+
+    assert_bitwise(x.grad, plain.grad)
+
+
+@pytest.mark.contract
+def test_what_a_cache_keeps_of_a_forward_is_an_error() -> None:
+    """The backward would end in the stand-ins of that run: the gradient was zero."""
+    w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1).requires_grad_()
+
+    @functools.cache
+    def doubled() -> Tensor:
+        return w * 2
+
+    region: Any = remat(lambda x: mix(x, doubled()), engine="rerun")
+    out = region(x)
+
+    with pytest.raises(CapturedTensorError, match=r"float64\[3\] that requires grad"):
+        out.sum().backward()
+
+
+@pytest.mark.contract
 def test_what_hides_may_where_nothing_is_recorded() -> None:
     """Without gradients there is nothing to lose, nor to recompute."""
     w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)
