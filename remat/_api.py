@@ -31,6 +31,7 @@ from remat._options import (
     policy_for,
     require_choice,
     require_compilable,
+    require_function,
     require_known,
     require_parameters,
     require_traced,
@@ -552,7 +553,8 @@ def remat(
 
     Raises:
         PolicyError: `policy` is none, or cannot be used with this engine.
-        TypeError: `fun` is a class, or cannot be called; an option is unknown.
+        TypeError: `fun` is a class, makes generators or coroutines, or cannot be called; an
+            option is unknown.
         ValueError: an option has a value that it cannot have.
 
     Example:
@@ -592,28 +594,8 @@ def remat(
     return _decorate(fun, settings)
 
 
-def _is_a_class(fun: type) -> TypeError:
-    return TypeError(
-        explain(
-            where=f"remat({fun.__qualname__})",
-            what="is a class.",
-            why="What would be recomputed is the making of an object, and calls of the "
-            "object would not be.",
-            do="Decorate the method, as in `@remat` above `def forward`; wrap an object, "
-            f"remat({fun.__name__}(...)); or give the modules of a model their regions by "
-            "modules.apply.",
-        )
-    )
-
-
 def _decorate(fun: Any, settings: Settings) -> Any:
-    if not callable(fun):
-        raise TypeError(
-            f"remat decorates callables, not {fun!r}. Options go by keyword: "
-            "@remat(policy=...)."
-        )
-    if isinstance(fun, type):
-        raise _is_a_class(fun)
+    require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
         return RematModule(fun, settings)

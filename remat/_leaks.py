@@ -61,8 +61,8 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
             what=f"{changed} while it was traced.",
             why="A trace runs Python once: at the next call the change would not "
             "happen, and what depends on it would be stale.",
-            do="Return the new value instead, keep it in a buffer, or use "
-            'engine="rerun".',
+            do="Return the new value instead, write it into a buffer in place "
+            '(self.buffer.copy_(value)), or use engine="rerun".',
         )
     )
 

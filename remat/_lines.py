@@ -17,6 +17,7 @@ from remat import _compat
 from remat._errors import MutationError, RematWarning, TraceError, explain
 
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
+_TORCHS_MODULES = torch.__path__[0] + "/nn/"
 _LIBRARIES = (
     torch.__path__[0],
     __file__.rpartition("/")[0] + "/",
@@ -151,13 +152,14 @@ def higher_order(error: Exception) -> TraceError:
 
 
 def line_of(error: Exception) -> str:
-    """The innermost "file.py:line" outside of torch and of this package that raised."""
-    lines = [
-        _shown(filename, line)
-        for filename, line in _frames(error)
-        if not filename.startswith(_LIBRARIES)
-    ]
-    return lines[-1] if lines else ""
+    """The innermost "file.py:line" outside of torch and of this package that raised.
+
+    Where none is, as in a region that is a module of torch's, that in `torch.nn`.
+    """
+    frames = [*_frames(error)]
+    users = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
+    return _shown(*found[-1]) if found else ""
 
 
 def _frames(error: Exception) -> Iterator[tuple[str, int]]:

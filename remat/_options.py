@@ -154,6 +154,51 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
         )
 
 
+def require_function(fun: Any) -> None:
+    """Refuses what is no function, or does its work after the call of it has ended.
+
+    Raises:
+        TypeError: it is such a thing.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"remat decorates callables, not {fun!r}. Options go by keyword: "
+            "@remat(policy=...)."
+        )
+    if isinstance(fun, type):
+        raise _is_a_class(fun)
+    if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
+        raise _works_later(fun, "generator", "Return a list of what it yields")
+    if inspect.iscoroutinefunction(fun):
+        raise _works_later(fun, "coroutine", "Decorate the function that computes")
+
+
+def _is_a_class(fun: type) -> TypeError:
+    return TypeError(
+        explain(
+            where=f"remat({fun.__qualname__})",
+            what="is a class.",
+            why="What would be recomputed is the making of an object, and calls of the "
+            "object would not be.",
+            do="Decorate the method, as in `@remat` above `def forward`; wrap an object, "
+            f"remat({fun.__name__}(...)); or give the modules of a model their regions by "
+            "modules.apply.",
+        )
+    )
+
+
+def _works_later(fun: Any, made: str, do: str) -> TypeError:
+    name = getattr(fun, "__qualname__", repr(fun))
+    return TypeError(
+        explain(
+            where=f"remat({name})",
+            what=f"makes a {made}.",
+            why="A call of it computes nothing: the work is done after the region has ended.",
+            do=f"{do}, and call it from there.",
+        )
+    )
+
+
 def require_parameters(fun: Any, statics: Statics) -> None:
     """Refuses static arguments that the function does not have."""
     if not statics.positions and not statics.names:

@@ -141,4 +141,5 @@ def labels_of(call: Call) -> list[tuple[str, bool]]:
             names = " ".join(f'"{name}"' for name in view.names)
             source = f"({view.source})" if view.source else ""
             saved.append((" ".join(filter(None, [names, source])), False))
-    return [*saved, *((f"`{label}`", True) for label in call.labels)]
+    quoted = (each if "`" in each else f"`{each}`" for each in call.labels)
+    return [*saved, *((label, True) for label in quoted)]

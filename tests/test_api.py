@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -281,7 +281,13 @@ def value_branch(x: Tensor) -> Tensor:
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "fun", [value_branch, lambda x: x * x.max().item(), lambda x: x * len(x.nonzero())]
+    "fun",
+    [
+        value_branch,
+        lambda x: x * x.max().item(),
+        lambda x: x * len(x.nonzero()),
+        lambda x: x * float(f"{x.mean():.3f}"),
+    ],
 )
 def test_a_value_branch_says_where_and_what_to_do(fun: Callable[..., Tensor]) -> None:
     """The trace error has the user's file:line, and names the other engine."""
@@ -290,6 +296,15 @@ def test_a_value_branch_says_where_and_what_to_do(fun: Callable[..., Tensor]) ->
 
     _, line = inspect.getsourcelines(fun)
     assert any(f"test_api.py:{line + i}" in str(error.value) for i in range(3))
+
+
+@pytest.mark.contract
+def test_a_value_branch_of_torchs_says_where() -> None:
+    """Where no line is the user's, the text has that of the module that asks for the value."""
+    norm = nn.BatchNorm1d(3, momentum=None)  # type: ignore[arg-type]
+
+    with pytest.raises(TraceError, match=r"^batchnorm\.py:\d+: the function cannot"):
+        remat(norm)(seeded(2, 3).requires_grad_())
 
 
 class Pair:
@@ -319,6 +334,36 @@ def test_a_registered_type_without_keys(engine: str) -> None:
     assert_bitwise(found, expected)
     paths = [each.path for each in remat(fun).saved_residuals({"p": Pair(x, y)})]
     assert {each for each in paths if each} == {"pairs.p.0", "pairs.p.1"}
+
+
+def yields(x: Tensor) -> Iterator[Tensor]:
+    yield x.sin()
+
+
+async def awaits(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def yields_later(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x.sin()
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "rerun"}])
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (yields, r"yields\): makes a generator\..*Return a list"),
+        (functools.partial(yields), r"makes a generator\."),
+        (yields_later, r"makes a generator\."),
+        (awaits, r"awaits\): makes a coroutine\..*Decorate the function that computes"),
+    ],
+)
+def test_what_works_after_its_call_is_no_function(
+    fun: Any, text: str, options: dict[str, Any]
+) -> None:
+    """Nothing of it would be recomputed."""
+    with pytest.raises(TypeError, match=text):
+        remat(fun, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"engine": "rerun"}])
