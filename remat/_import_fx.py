@@ -25,6 +25,16 @@ _META = torch.device("meta")
 # Operators that take a slice, and where among their arguments its end is.
 _SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
 
+# Operators that give their first argument with the second one's elements in a part of it.
+_SCATTERS = frozenset(
+    {
+        _aten.select_scatter.default,
+        _aten.slice_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,6 +238,8 @@ class _Importer:
             kwargs["device"] = node.meta["val"].device
         if target in _SLICES:
             args = self._bounded(target, args)
+        if target in _SCATTERS:
+            args = (args[0], self._source(args[1]), *args[2:])
         if target is _aten.mul.Tensor and self._shares_evenly(*args):
             target, args = _aten.where.ScalarOther, (*args, 0.0)
         self._add(node, target, args, kwargs)
@@ -243,6 +255,23 @@ class _Importer:
         dim: int = args[place - 2]
         end = min(args[place], meta.shape[dim])
         return (*args[:place], end, *args[place + 1 :])
+
+    def _source(self, written: Ref) -> Ref:
+        """What was copied to a view, in place of the copy, where only elements count.
+
+        torch's pure `copy` clones all the memory behind the view, to have its strides.
+        """
+        copied = self._arguments_of(written, _aten.copy.default)
+        if not copied:
+            return written
+        source: Ref = copied[1]
+        one, other = (self.values[ref.index].meta for ref in (written, source))
+        assert isinstance(one, TensorMeta), "copy has one output"
+        assert isinstance(other, TensorMeta), "copy takes a tensor"
+        is_alike = (one.shape, one.dtype, one.device) == (
+            other.shape, other.dtype, other.device,
+        )  # fmt: skip
+        return source if is_alike else written
 
     def _shares_evenly(self, mask: Any, share: Any) -> bool:
         """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.

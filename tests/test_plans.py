@@ -217,6 +217,22 @@ def test_a_view_keeps_what_is_saved(part: float) -> None:
     assert abs(found.predicted_peak_bytes - peak) <= 0.01 * peak
 
 
+@pytest.mark.parametrize("part", [0.1, 0.6])
+def test_a_write_to_a_column_holds_a_column(part: float) -> None:
+    """torch's pure `copy` has all the memory behind the view that it stands for."""
+    args = (seeded(40, 16), (seeded(16, 16, seed=1) / 4).requires_grad_())
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        h = (x @ w).mul(2).sin()
+        h[:, 0] = h[:, 1] * 2
+        return (h.sin() @ w).exp().log1p().sum()
+
+    found = plan(f, budget=part)(*args)
+    held, *_ = measured(region_of(f, policy=found.policy), args, [args[1]])
+
+    assert held == found.saved_bytes <= found.budget_bytes
+
+
 @pytest.mark.contract
 @each_model
 def test_residuals_are_what_is_predicted(model: Any) -> None:
