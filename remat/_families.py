@@ -76,11 +76,11 @@ class Family:
     def give_up(self, error: Exception, where: str) -> None:
         """Traces each size from now on: with symbols the function cannot be traced."""
         self.is_static = True
-        first = str(error).partition("\n")[0]
+        first = str(error).partition("\n")[0].rstrip(". ")
         warn(
             where=where,
             what="is traced for each size, in spite of dynamic_shapes=True.",
-            why=f"With symbols for sizes its trace fails: {first}",
+            why=f"With symbols for sizes its trace fails: {first}.",
             do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
             "out of the function.",
         )

@@ -50,7 +50,7 @@ class Call:
         self.call = node.call
         function = self.call.roots[0]
         self.name = name_of(function)
-        if not self.call.region.keeps:
+        if not self.call.region.keeps and not isinstance(self.call.region, Rerun):
             self.name += ", differentiated"
         self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
         self.traced: Traced | None = None

@@ -60,9 +60,10 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     for value in outside:
         lines[value.source] = lines.get(value.source, 0) + value.size_bytes
     source = max(lines, key=lambda line: lines[line])
-    text = f"{show_size(outside_bytes)} are made and held outside of any region"
+    size = show_size(outside_bytes)
+    text = f"{size} that no region makes are held outside of any region"
     text += (
-        f", most of it ({show_size(lines[source])}) at {source}: put the function "
+        f", most of it ({show_size(lines[source])}) made at {source}: put the function "
         "around that line in @remat."
         if source
         else ", by a backward inside of the function: put what it differentiates in @remat."

@@ -141,6 +141,30 @@ def test_each_row_can_fail(question: str) -> None:
     assert not found.is_passed
 
 
+def shared(autocast: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Several calls of one region that share a weight."""
+    region = remat(lambda x, w: torch.tanh(x @ w) @ w)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for _ in range(4):
+                x = x + region(x, w)
+        return x.float().square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_sums_in_another_order_are_no_fault(autocast: bool) -> None:
+    """A shared weight's gradient is a sum, which may be rounded otherwise."""
+    x, w = torch.linspace(-1, 1, 512).view(32, 16), torch.linspace(-1, 1, 256)
+
+    found = checklist(shared(autocast), x, w.cos().view(16, 16).requires_grad_())
+
+    assert verdict(found, GRADIENTS)[0] == "pass", str(found)
+    assert "differ, relatively by" in verdict(found, GRADIENTS)[1]
+
+
 def test_on_meta_tensors_nothing_is_computed() -> None:
     """Bytes are checked there; bits and seconds do not apply."""
     found = checklist(remat(sines), torch.empty(64, 8, device="meta"))
