@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import _captures, _compat
 from remat._errors import StaticArgumentError, TraceError, explain
@@ -434,8 +434,10 @@ _BY_POSITION = (
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that take arguments by position, in order."""
+    # A module's own signature is (*args, **kwargs): what it is called with goes to forward.
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        every = inspect.signature(function).parameters.values()
+        every = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
         # Builtins without a signature.
         return []
@@ -443,14 +445,15 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    parameters = _positional(function)
+    """What the first arguments of a call are called; those of `*xs` are xs.0, xs.1, ..."""
+    positional = _positional(function)
     names: list[str] = []
     for index in range(count):
-        parameter = parameters[min(index, len(parameters) - 1)] if parameters else None
-        if parameter is None:
+        last = min(index, len(positional) - 1)
+        if not positional:
             names.append(f"args.{index}")
-        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            names.append(f"{parameter.name}.{index - len(parameters) + 1}")
+        elif positional[last].kind is inspect.Parameter.VAR_POSITIONAL:
+            names.append(f"{positional[last].name}.{index - last}")
         else:
-            names.append(parameter.name)
+            names.append(positional[last].name)
     return names

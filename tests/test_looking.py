@@ -207,3 +207,44 @@ def test_programs_print(policy: Any, recomputed: bool) -> None:
     assert "cos" in backward
     assert (re.search(r"tanh(?!_backward)", backward) is not None) == recomputed
     assert min(text.count("\n") for text in (forward, backward)) >= 3
+
+
+def with_scale(*xs: Tensor, scale: float) -> Tensor:
+    """A keyword-only parameter behind the tensors."""
+    return (xs[0].sin() * xs[1].sin() * scale).sin()
+
+
+def with_others(a: Tensor, *xs: Tensor, **others: float) -> Tensor:
+    """Any keywords behind the tensors."""
+    return (xs[0].sin() * xs[1].sin() * others["w"] * a).sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "kwargs", "paths"),
+    [
+        (with_scale, 2, {"scale": 2.0}, ["xs.0", "xs.1"]),
+        (with_others, 3, {"w": 0.5}, ["a", "xs.0", "xs.1"]),
+        (nn.Bilinear(3, 3, 1, bias=False), 2, {}, ["input1", "input2"]),
+    ],
+    ids=["keyword only", "any keyword", "module"],
+)
+def test_arguments_are_called_as_the_function_calls_them(
+    function: Any, count: int, kwargs: dict[str, float], paths: list[str]
+) -> None:
+    """Each of `*xs` by its number, whatever parameters follow; a module's by its forward."""
+    xs = [torch.ones(2, 3) * k for k in range(1, count + 1)]
+
+    found = [each.path for each in remat(function).saved_residuals(*xs, **kwargs)]
+
+    assert found[:count] == paths
+
+
+def test_a_static_name_takes_no_other_argument() -> None:
+    """A keyword-only parameter behind `*xs` is not one of these."""
+    region = remat(with_scale, static_argnames="scale")
+    x = torch.ones(2, 3)
+
+    found = torch.func.grad(lambda x: region(x, x + 1, scale=2.0).sum())(x)
+
+    plain = torch.func.grad(lambda x: with_scale(x, x + 1, scale=2.0).sum())(x)
+    assert torch.equal(found, plain)
