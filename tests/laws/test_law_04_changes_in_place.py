@@ -124,6 +124,14 @@ def changed_argument():
     return loss.backward
 
 
+def changed_captured():
+    w = seeded(3).requires_grad_()
+    loss = remat(lambda x: product({"w": w}, x))(seeded(3, seed=1)).sum()
+    with torch.no_grad():
+        w.add_(1.0)
+    return loss.backward
+
+
 def changed_output():
     fun = remat(lambda x: checkpoint_name(x.sin().exp(), "y"), policy=POLICIES["name"])
     y = fun(seeded(3).requires_grad_())
@@ -148,6 +156,7 @@ CHANGES = {
         "`p.w` (float64[3]), which waits for the backward of the region product: was "
         "changed in place since the forward."
     ),
+    changed_captured: "closure variable `w` (float64[3]), which waits for the backward",
     changed_output: "an output, which waits for the backward of the region ",
     changed_between_derivatives: "a tensor (float64[3]), which waits for the backward",
 }
