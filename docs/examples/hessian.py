@@ -5,8 +5,8 @@ of a few gradients [1], and such products are all that scipy's `eigsh` asks for 
 them holds the activations of a gradient and, beside them, their tangents; with each block a
 region it holds one input a block, and its tangent.
 
-Prints, without and with regions, the peak of one product, the largest eigenvalues, and how
-many products they took. All of it is in float64, as eigenvalues should be.
+Prints, without and with regions, the peak of one product and the largest eigenvalues. All of
+it is in float64, as eigenvalues should be.
 
 [1] B. A. Pearlmutter, Fast Exact Multiplication by the Hessian, Neural Computation 6(1), 1994,
     https://doi.org/10.1162/neco.1994.6.1.147

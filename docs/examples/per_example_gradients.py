@@ -5,7 +5,8 @@ norm, adds them up, and adds noise of that norm. `vmap(grad(loss))` gives the gr
 all examples at once [2], for the activations of all examples at once. With each stage of
 the network a region, only the inputs of stages wait. Noise and data come from random keys.
 
-Prints, without and with regions, the peak of a step, and the loss after training. The network is to tell discs from rings in noisy pictures.
+Prints, without and with regions, the peak of a step, and the loss after training. The
+network is to tell discs from rings in noisy pictures.
 
 [1] M. Abadi et al., Deep Learning with Differential Privacy, 2016,
     https://arxiv.org/abs/1607.00133, algorithm 1

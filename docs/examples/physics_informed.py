@@ -6,8 +6,8 @@ three times over (`jvp`), which makes eight numbers of each activation; the grad
 loss is reverse mode over all of it. With each layer a region, only what lies between layers
 waits.
 
-Prints, without and with regions, the peak of one gradient, and how far it is from the other;
-then the error of the trained network against the solution in closed form, a soliton.
+Prints, without and with regions, the peak of one gradient, and the loss; then the error of
+the trained network against the solution in closed form, a soliton.
 
 [1] M. Raissi, P. Perdikaris, G. E. Karniadakis, Physics-informed neural networks, Journal of
     Computational Physics 378, 2019, https://doi.org/10.1016/j.jcp.2018.10.045, section 3.2
@@ -130,9 +130,11 @@ def main() -> None:
 
     optimizer.step(closure)
     fresh, _ = points()
-    missed = (network(params, layer)(fresh) - soliton(fresh)).abs().max()
+    right = soliton(fresh)
+    missed = (network(params, layer)(fresh) - right).abs().max()
     print(
-        f"after {num_steps} steps of L-BFGS the largest error is {missed:.4f} of {soliton(fresh).max():.4f}"
+        f"after {num_steps} steps of L-BFGS the largest error is {missed:.4f} "
+        f"of {right.max():.4f}"
     )
 
 
