@@ -113,6 +113,7 @@ class Region(Generic[_P, _R]):
         wants = signature.wants_gradient
         if not wants and not self._lookup.reaches_gradient(signature, roots, numerics):
             return self._plain(roots, args, kwargs)
+        signature.require_traceable()
         entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
         if _compat.is_in_compiler():
             _in_graph.require_recordable(entry, roots, self._where)
@@ -136,6 +137,7 @@ class Region(Generic[_P, _R]):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """A call in a trace with open sizes."""
+        signature.require_traceable()
         entry, captured = self._lookup.find_inside(
             signature, roots, numerics, args, kwargs
         )
@@ -220,6 +222,7 @@ class Region(Generic[_P, _R]):
         # The tensors may be stand-ins, which no outer trace is to take for captured ones.
         with set_aside():
             signature = sign(self._fun, args, kwargs, self.settings.statics)
+            signature.require_traceable()
             roots = (self._fun, *signature.objects)
             numerics = Numerics.current()
             lookup = self._lookup

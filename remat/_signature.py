@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ class Signature(NamedTuple):
         tensors: the dynamic leaves, each once.
         objects: the leaves that must be looked into.
         wants_gradient: whether some level of reverse mode wants one of the tensors.
+        untraceable: makes the error of a tensor that cannot be traced; None if all can.
     """
 
     key: Hashable
@@ -89,6 +91,16 @@ class Signature(NamedTuple):
     tensors: tuple[Tensor, ...]
     objects: tuple[object, ...]
     wants_gradient: bool
+    untraceable: Callable[[], TraceError] | None
+
+    def require_traceable(self) -> None:
+        """Refuses what cannot be traced; a function that runs as it is may take it.
+
+        Raises:
+            TraceError: a tensor is sparse or nested, or of a class with functions of its own.
+        """
+        if self.untraceable is not None:
+            raise self.untraceable()
 
     @property
     def layout(self) -> Layout:
@@ -144,7 +156,6 @@ def sign(
 
     Raises:
         StaticArgumentError: if a leaf can be neither traced nor compared.
-        TraceError: if a tensor is sparse or nested, or of a class with functions of its own.
     """
     if statics.are_given:
         args, kwargs = _wrapped(function, args, kwargs, statics)
@@ -158,22 +169,29 @@ def sign(
             index = next(index for index, each in enumerate(flat) if each is leaf)
             refused = _numpy if is_numpy else _unseen
             raise refused(leaf, labels(function, args, kwargs)[index])
+    untraceable = None
     if leaves.has_unstrided:
-        flat = _compat.flatten(arguments)[0]
-        names = labels(function, args, kwargs)
-        raise next(
-            unstrided(f"the argument `{name}`", leaf)
-            for name, leaf in zip(names, flat, strict=True)
-            if isinstance(leaf, Tensor) and not is_strided(leaf)
-        )
-    if leaves.overrides is not None:
-        raise overriding(leaves.overrides)
+        untraceable = functools.partial(_unstrided_among, function, args, kwargs)
+    elif leaves.overrides is not None:
+        untraceable = functools.partial(overriding, leaves.overrides)
     return Signature(
         key,
         arguments,
         tuple(leaves.tensors),
         tuple(leaves.objects),
         leaves.wants_gradient,
+        untraceable,
+    )
+
+
+def _unstrided_among(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TraceError:
+    flat = _compat.flatten((args, dict(kwargs)))[0]
+    return next(
+        unstrided(f"the argument `{name}`", leaf)
+        for name, leaf in zip(labels(function, args, kwargs), flat, strict=True)
+        if isinstance(leaf, Tensor) and not is_strided(leaf)
     )
 
 
@@ -257,6 +275,7 @@ class _Leaves:
                 self.overrides = kind
             if not is_strided(tree):
                 self.has_unstrided = True
+                self.wants_gradient |= _compat.requires_grad_anywhere(tree)
                 return Tensor
             layout = layout_of(tree)
             if layout[4]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from remat import policies, remat
+from remat import TraceError, policies, remat
 from tests.support import assert_bitwise, assert_close, seeded
 
 # torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
@@ -126,6 +126,43 @@ def test_identity_returns_the_very_argument() -> None:
     x = seeded(3)
 
     assert remat(quiet)(x) is x
+
+
+class Listed(Tensor):
+    """A tensor with functions of its own."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def nested(x: Tensor) -> Tensor:
+    """The rows as a nested tensor."""
+    return torch.nested.nested_tensor([*x], layout=torch.jagged)
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make", [Tensor.to_sparse, nested, lambda x: x.as_subclass(Listed)]
+)
+def test_a_tensor_that_cannot_be_traced_is_taken_where_nothing_is_differentiated(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    """With gradients on; and refused as soon as one is wanted, by whichever tensor."""
+    region = remat(lambda x, w: (x * 2.0, w.sin()))
+    x, w = make(seeded(2, 3)), seeded(3)
+
+    found, _ = region(x, w)
+
+    assert type(found) is type(x * 2.0)
+    assert not found.requires_grad
+    with pytest.raises(TraceError):
+        region(x, w.clone().requires_grad_())
+    with pytest.raises(TraceError):
+        region(make(seeded(2, 3)).requires_grad_(), w)
 
 
 @pytest.mark.contract
