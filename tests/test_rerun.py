@@ -385,7 +385,9 @@ def test_a_ragged_argument() -> None:
     parts = [seeded(2), seeded(3)]
     ragged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
 
-    with pytest.raises(TraceError, match=r"torch.jagged, .* Pass its values and offsets"):
+    with pytest.raises(
+        TraceError, match=r"torch.jagged, .* Pass its values and offsets"
+    ):
         remat(torch.sin)(ragged)
     remat(torch.sin, engine="rerun")(ragged).values().sum().backward()
     assert ragged.grad is not None
