@@ -382,15 +382,20 @@ def test_a_row_runs_and_checks_its_gradients(name: str):
 
 
 def test_what_is_unsteady_is_measured_again():
-    """Once; the second measurement stands, whatever it is."""
+    """Once, three times as long; the second measurement stands, whatever it is."""
     slow = {"a": [1.0, 1.0, 2.0, 2.0], "b": [1.0] * 4}
     calm = {"a": [1.1] * 4, "b": [1.0] * 4}
-    runs = [slow, calm, slow, slow]
+    runs, turns = [slow, calm, slow, slow], []
     bound = Bound("a", "time", "b", 1.2)
+    pace = timing.Pace(rounds=7, turns=2, lead=1)
 
-    found = [bounds.steady(lambda: runs.pop(0), [bound], {}) for _ in range(2)]
+    def measure(longer: int) -> dict[str, list[float]]:
+        turns.append(pace.longer(longer).turns)
+        return runs.pop(0)
 
-    assert runs == []
+    found = [bounds.steady(measure, [bound], {}) for _ in range(2)]
+
+    assert turns == [2, 6, 2, 6]
     assert [times for times, _ in found] == [calm, slow]
     assert [each.standing for _, (each,) in found] == ["met", "unsteady"]
 
@@ -410,7 +415,7 @@ def test_a_model_of_transformers_is_measured_beside_its_own_checkpointing(
     pytest.importorskip("transformers")
     tiny = models.Size(width=16, layers=2, length=8, vocabulary=40)
     judging = judged(Bound(models.OURS, "time", models.PEER, 1.0), 1.3, 0.01)
-    monkeypatch.setattr(models, "steady", lambda measure, *_: (measure(), [judging]))
+    monkeypatch.setattr(models, "steady", lambda measure, *_: (measure(1), [judging]))
 
     failed = models.main(1, ("BERT",), tiny, least_s=0.0, rounds=2)
 

@@ -115,7 +115,9 @@ def _compared(
     again = {keeps: row.limits.again(work, keeps) for keeps in sorted(used)}
     bounds = row.bounds(rivals)
     pace = Pace.quick() if quick else Pace.of(runner.steps)
-    times, found = steady(lambda: _timed(runner, again, pace), bounds, runner.peaks)
+    times, found = steady(
+        lambda longer: _timed(runner, again, pace.longer(longer)), bounds, runner.peaks
+    )
     lines = _lines(runner, times, _held(row, work, used))
     return Result(row.name, work.title, work.transform, pace.rounds, lines, found)
 

@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,6 +86,10 @@ class Pace:
         turns = max(1, min(MAX_TURNS, num_turns // MIN_ROUNDS))
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, num_turns // turns))
         return cls(rounds, turns, lead)
+
+    def longer(self, times: int) -> "Pace":
+        """As many rounds, of that many times the turns."""
+        return replace(self, turns=self.turns * times)
 
 
 def clock() -> Callable[[], float]:

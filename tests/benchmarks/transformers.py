@@ -245,7 +245,7 @@ def measured(name: str, size: Size, least_s: float, rounds: int) -> Result:
         each: lambda model=model: step(model, batch) for each, model in models.items()
     }
     times, found = steady(
-        lambda: interleaved(steps, rounds, clock=clock()),
+        lambda turns: interleaved(steps, rounds, turns, clock=clock()),
         [Bound(OURS, "time", PEER, 1.0)],
         {},
     )
