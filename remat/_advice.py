@@ -16,6 +16,8 @@ from remat.policies import (
     everything_saveable,
     nothing_saveable,
 )
+from remat.policies._contract import Stored
+from remat.storage import Keep
 
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
@@ -38,6 +40,7 @@ def advise(
         *_unmatched(analysis, policy),
         *_bypassed(region, roots),
         *_useless(region, roots),
+        *_unstored(policy),
         *(_unverified(region, roots) if verify else ()),
         *_uncompiled(region, roots),
     ]
@@ -162,6 +165,21 @@ def _useless(region: Region, roots: Roots) -> _Advice:
             f"{saved} bytes of intermediate values, and no remat {plain}.",
             "Every value that the backward reads is permitted.",
             "Save less, with nothing_saveable for example, or drop @remat here.",
+        )
+
+
+def _unstored(policy: AbstractPolicy) -> _Advice:
+    """A storage for what a policy saves that never saves anything."""
+    if not isinstance(policy, Stored) or isinstance(policy.storage, Keep):
+        return
+    if policy.policy is nothing_saveable:
+        yield (
+            "stored",
+            f"the storage in {policy!r} has no effect.",
+            "The policy saves no value that could wait in it; what the backward needs of "
+            "the inputs waits as `saved_inputs` says.",
+            f"Write @remat(saved_inputs={policy.storage!r}), or store what another policy "
+            "saves.",
         )
 
 

@@ -71,6 +71,20 @@ def test_an_inputs_storage_without_effect_says_so() -> None:
     assert any("Offload" in text and "no effect" in text for text in texts)
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("waits", [storage.Cast(torch.bfloat16), storage.Keep()])
+def test_a_storage_for_what_is_never_saved_says_so(waits: Any) -> None:
+    """And where the inputs' storage is said, which may have been meant; `Keep` is silent."""
+    policy = policies.nothing_saveable.stored(waits)
+
+    texts = warned(lambda: remat(attend, policy=policy)(leaf()))
+
+    meant = f"@remat(saved_inputs={waits!r})"
+    assert [meant in text for text in texts] == (
+        [True] if waits != storage.Keep() else []
+    )
+
+
 @pytest.mark.parametrize(
     "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
 )
