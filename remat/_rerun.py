@@ -51,7 +51,8 @@ def call(
     given = arguments.tensors
     engine = _sharded.Engine.reached(survey)
     managed = engine.managed if engine else []
-    captured = _captured(survey, [*given, *managed])
+    beyond = _beyond(survey, [*given, *managed])
+    captured = [*filter(_compat.is_followed, beyond)]
     if engine:
         captured.append(engine.anchor)
     operands = [*given, *captured]
@@ -77,7 +78,7 @@ def call(
         with (
             survey.in_place(but=managed) if is_again else contextlib.nullcontext(),
             engine.running() if engine else _wrapped.refused(),
-            _Substituted(stand_ins, state, constants),
+            _Substituted(stand_ins, state, constants, is_pure=not beyond),
             numerics.applied(),
             _compat.own_parametrizations(),
         ):
@@ -113,8 +114,8 @@ def rerun_of(
     return Rerun(function, function, requires_grad, state)
 
 
-def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """The reached tensors that some transform, or autograd, follows, less the arguments.
+def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
+    """The reached tensors less the arguments.
 
     Raises:
         TraceError: one of them has yet to be made.
@@ -123,11 +124,7 @@ def _captured(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]
         if is_lazy(tensor):
             raise uninitialized(f"`{survey.tensors[id(tensor)][0].label}`")
     known = set(map(id, given))
-    return [
-        tensor
-        for tensor in survey.reached
-        if id(tensor) not in known and _compat.is_followed(tensor)
-    ]
+    return [tensor for tensor in survey.reached if id(tensor) not in known]
 
 
 def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
@@ -182,16 +179,30 @@ class _Result:
 _TENSOR = object()
 
 
+_IN_A_GRAPH = (
+    'A function that is run again by @remat(engine="rerun") reaches tensors beyond its '
+    "arguments, which a graph would not see replaced. Pass them as arguments, or compile "
+    "without fullgraph=True."
+)
+
+
 class _Substituted(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and sees generators pass by."""
 
     def __init__(
-        self, stand_ins: Mapping[int, Tensor], state: RunState, constants: _Constants
+        self,
+        stand_ins: Mapping[int, Tensor],
+        state: RunState,
+        constants: _Constants,
+        *,
+        is_pure: bool,
     ) -> None:
         self._stand_ins = stand_ins
         self._state = state
         self._constants = constants
+        self._is_pure = is_pure
 
+    @_compat.unseen_by_dynamo
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -199,6 +210,11 @@ class _Substituted(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo reads this too, where the function calls what torch.compile made.
+            if not self._is_pure:
+                _compat.end_graph(_IN_A_GRAPH)
+            return func(*args, **(kwargs or {}))
         args, kwargs = _compat.map_tensors(self._met, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):

@@ -42,7 +42,11 @@ from tests.support import (
     seeded,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    # Dynamo reads `.grad` of what it is given.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a"),
+]
 
 
 def branches(x: Tensor) -> Tensor:
@@ -905,3 +909,57 @@ def test_a_change_that_no_call_shows_raises() -> None:
 
     with pytest.raises(MutationError, match=r"`held`.*Register it as a buffer"):
         remat(fun, engine="rerun")(seeded(3).requires_grad_())
+
+
+def _compiled(fun: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+    return torch.compile(fun, backend="aot_eager", fullgraph=fullgraph)
+
+
+def _calls_compiled(within: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, weight: torch.sin(within(torch.tanh(x @ weight)))
+
+
+def _decides(x: Tensor, weight: Tensor) -> Tensor:
+    """A branch that torch takes by a value; both sides close over an argument."""
+    y = torch.tanh(x @ weight)
+    return torch.cond(
+        y.sum() > 0, lambda y: torch.sin(y) * weight, lambda y: y + weight, (y,)
+    )
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        _calls_compiled(_compiled(lambda y: y.sin().exp(), fullgraph=True)),
+        _calls_compiled(_compiled(lambda y: y.sin().exp(), fullgraph=False)),
+        _decides,
+    ],
+    ids=["whole", "in_parts", "cond"],
+)
+def test_what_torch_compile_made_runs_in_a_run(fun: Any) -> None:
+    """As it would without a region, and `torch.cond`, which compiles for itself."""
+    region = remat(fun, engine="rerun")
+    for sign in (1, -1):
+        args = [sign * seeded(4, 4), seeded(4, 4, seed=1)]
+        assert_bitwise(grads(region, args), grads(fun, args))
+    torch._dynamo.reset()
+
+
+def test_a_graph_is_not_whole_where_captured_tensors_are_replaced() -> None:
+    """Of a function that reaches more than its arguments torch runs the parts, or says so."""
+    weight = seeded(4, seed=2).requires_grad_()
+
+    def fun(x: Tensor, *, fullgraph: bool) -> Tensor:
+        return torch.sin(_compiled(lambda y: y * weight, fullgraph=fullgraph)(x)).sum()
+
+    x = seeded(4).requires_grad_()
+    region = remat(fun, engine="rerun")
+
+    found = torch.autograd.grad(region(x, fullgraph=False), (x, weight))
+
+    plain = torch.autograd.grad(fun(x, fullgraph=False), (x, weight))
+    assert_bitwise(found, plain)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="reaches tensors beyond its arguments"):
+        region(x, fullgraph=True)
+    torch._dynamo.reset()
