@@ -1,8 +1,8 @@
 """The command line: `python -m remat demo`, `report`, `checklist`, `plan` and `compare`.
 
-Standard output has the result alone, plain where it is no terminal; progress, warnings and
-errors go to standard error, each in one line. Exit codes: 0 all is well; 1 the command ran
-into an error, or its claim did not hold; 2 it was called wrongly; 130 it was interrupted.
+Standard output holds the result alone, as plain text unless it is a terminal; progress,
+warnings and errors go to standard error, each on one line. Exit codes: 0, success; 1, the
+command met an error or its claim did not hold; 2, wrong usage; 130, interrupted.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -54,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train a small GPT under several policies and compare memory and time",
         description="Trains a byte-level GPT of about 1 M parameters, with dropout by "
-        "random keys, on pydoc's help topics under torch.func.grad, once under each policy, then prints the loss, "
-        "the bytes held between forward and backward, the peak and the step time.",
+        "random keys, on pydoc's help topics under torch.func.grad, once under each "
+        "policy, then prints the loss, the bytes held between forward and backward, the "
+        "peak and the step time.",
     )
     demo.set_defaults(run=_demo)
     demo.add_argument(
@@ -73,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="decides initial parameters, batches and dropout (default: %(default)s)",
     )
     demo.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON in place of the table",
+        "--json", action="store_true", help="print JSON instead of the table"
     )
     _add_report(commands)
     _add_checklist(commands)
@@ -87,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 _DRAWN = (".svg", ".png")
 _ARGUMENTS = (
     "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
-    "named), ids=8,256:int64<1000 has whole numbers below 1000, heads==4 is a Python "
+    "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
     "literal, params.w=3,4 goes into a dict"
 )
 
@@ -100,6 +99,32 @@ def _add_function(command: argparse.ArgumentParser) -> None:
     command.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
 
 
+def _add_device(command: argparse.ArgumentParser, on_meta: str = "") -> None:
+    """Has a command take the device of the tensors, and say what `meta` does to it."""
+    command.add_argument(
+        "--device",
+        default="cpu",
+        help=f"where the tensors are{on_meta} (default: %(default)s)",
+    )
+
+
+def _add_output(
+    command: argparse.ArgumentParser,
+    *,
+    json: str = "print JSON instead of the table",
+    is_drawn: bool = False,
+) -> None:
+    """Has a command take the form of its result, and a file to write it to."""
+    drawn = ": .svg and .png hold the figure, any other file the text or JSON"
+    command.add_argument("--json", action="store_true", help=json)
+    command.add_argument(
+        "--out",
+        type=_writable,
+        metavar="FILE",
+        help=f"write to this file instead of printing{drawn if is_drawn else ''}",
+    )
+
+
 def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
@@ -109,22 +134,13 @@ def _add_report(commands: Any) -> None:
     )
     report.set_defaults(run=_report)
     _add_function(report)
+    _add_device(report, "; on meta nothing is computed")
+    _add_output(report, json="print JSON instead of the tables", is_drawn=True)
     report.add_argument(
-        "--device",
-        default="cpu",
-        help="where the tensors are; on meta nothing is computed (default: %(default)s)",
-    )
-    report.add_argument(
-        "--json", action="store_true", help="print JSON in place of the tables"
-    )
-    report.add_argument(
-        "--out",
+        "--html",
         type=_writable,
         metavar="FILE",
-        help="write there instead: .svg and .png hold the figure, others the text or JSON",
-    )
-    report.add_argument(
-        "--html", type=_writable, metavar="FILE", help="write the page there as well"
+        help="also write the report to this file as a page",
     )
 
 
@@ -132,27 +148,20 @@ def _add_checklist(commands: Any) -> None:
     checklist = commands.add_parser(
         "checklist",
         help="ask seven questions of a step, answered by measurement",
-        description="Runs some steps of a function, with its regions and without, and "
-        "says of each question whether it passes. The exit code is 1 where one fails.",
+        description="Runs a few steps of a function, with its regions and without, and "
+        "says for each question whether it passes. The exit code is 1 if one fails.",
     )
     checklist.set_defaults(run=_checklist)
     _add_function(checklist)
-    checklist.add_argument(
-        "--device", default="cpu", help="where the tensors are (default: %(default)s)"
-    )
-    checklist.add_argument(
-        "--json", action="store_true", help="print JSON in place of the table"
-    )
-    checklist.add_argument(
-        "--out", type=_writable, metavar="FILE", help="write there instead of printing"
-    )
+    _add_device(checklist)
+    _add_output(checklist)
 
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="decide what a function saves within a budget of bytes",
-        description="Traces a function, runs nothing of it, and prints what to save so "
+        description="Traces a function without running it, and prints what to save so "
         "that a budget holds and as little as possible is recomputed.",
     )
     plan.set_defaults(run=_plan)
@@ -162,27 +171,17 @@ def _add_plan(commands: Any) -> None:
         type=_budget,
         required=True,
         metavar="SIZE",
-        help="2GiB, bytes, 0.5 for a part of what no remat saves, or auto",
+        help="2GiB, a number of bytes, 0.5 for a fraction of what is held without "
+        "remat, or auto",
     )
     plan.add_argument(
         "--solver",
         choices=("cut", "milp"),
         default="cut",
-        help="milp is exact where it ends within a minute (default: %(default)s)",
+        help="milp is exact if it finishes within a minute (default: %(default)s)",
     )
-    plan.add_argument(
-        "--device",
-        default="cpu",
-        help="where the tensors are; on meta none needs memory (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON for Plan.from_json in place of the table",
-    )
-    plan.add_argument(
-        "--out", type=_writable, metavar="FILE", help="write there instead of printing"
-    )
+    _add_device(plan, "; on meta they need no memory")
+    _add_output(plan, json="print JSON for Plan.from_json instead of the table")
 
 
 def _add_compare(commands: Any) -> None:
@@ -212,21 +211,11 @@ def _add_compare(commands: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE:WRAPPER",
-        help="what takes the function and gives it as another library runs it; may be "
-        "given several times",
+        help="a callable that takes the function and returns it as another library "
+        "would run it; may be given several times",
     )
-    compare.add_argument(
-        "--device", default="cpu", help="where the tensors are (default: %(default)s)"
-    )
-    compare.add_argument(
-        "--json", action="store_true", help="print JSON in place of the table"
-    )
-    compare.add_argument(
-        "--out",
-        type=_writable,
-        metavar="FILE",
-        help="write there instead: .svg and .png hold the figure, others the text or JSON",
-    )
+    _add_device(compare)
+    _add_output(compare, is_drawn=True)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -245,65 +234,68 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from remat.reporting._arguments import keywords, load
     from remat.reporting._measure import report
 
     with _printing_apart(), patience("running one step"):
-        function = load(options.function)
-        found = report(function, **keywords(options.arguments, options.device))
+        function, kwargs = _call(options)
+        found = report(function, **kwargs)
     if options.html is not None:
         found.to_html(options.html)
-    return _give(found, found.to_json() if options.json else str(found), options)
+    return _give(found, options)
 
 
 def _checklist(options: argparse.Namespace) -> int:
-    from remat.reporting._arguments import keywords, load
     from remat.reporting._checklist import checklist
 
     with _printing_apart(), patience("running some steps"):
-        function = load(options.function)
-        found = checklist(function, **keywords(options.arguments, options.device))
-    _give(found, found.to_json() if options.json else str(found), options)
+        function, kwargs = _call(options)
+        found = checklist(function, **kwargs)
+    _give(found, options)
     return 0 if found.is_passed else 1
 
 
 def _plan(options: argparse.Namespace) -> int:
     from remat._plan import plan
-    from remat.reporting._arguments import keywords, load
 
     with _printing_apart(), patience("planning"):
-        function = load(options.function)
-        kwargs = keywords(options.arguments, options.device)
+        function, kwargs = _call(options)
         found = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
-    return _give(found, found.to_json() if options.json else str(found), options)
+    return _give(found, options)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from remat.reporting._arguments import keywords, load
+    from remat.reporting._arguments import load
     from remat.reporting._compare import compare
     from remat.reporting._gpt import one_layer
 
     with _printing_apart():
-        if options.function is None:
-            function, kwargs = one_layer(options.device)
-        else:
-            function = load(options.function)
-            kwargs = keywords(options.arguments, options.device)
+        is_own = options.function is None
+        function, kwargs = one_layer(options.device) if is_own else _call(options)
         peers = {each.rpartition(":")[2]: load(each) for each in options.peer}
         found = compare(function, kwargs, options.steps, peers=peers)
-    return _give(found, found.to_json() if options.json else str(found), options)
+    return _give(found, options)
 
 
-def _give(found: Any, text: str, options: argparse.Namespace) -> int:
-    """Writes a result where it is wanted: in a file, on a terminal, or into a pipe."""
-    if options.out is not None and options.out.suffix in _DRAWN and _can_draw(found):
+def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that a command line names, and its keyword arguments."""
+    from remat.reporting._arguments import keywords, load
+
+    return load(options.function), keywords(options.arguments, options.device)
+
+
+def _give(found: Any, options: argparse.Namespace) -> int:
+    """Writes a result where it is wanted: to a file, a terminal, or a pipe."""
+    is_figure = options.out is not None and options.out.suffix in _DRAWN
+    if is_figure and _can_draw(found):
         found.figure().savefig(options.out)
-    elif options.out is not None:
-        options.out.write_text(text + "\n")
-    elif not options.json and sys.stdout.isatty() and _show_richly(found):
         return 0
-    else:
+    if options.out is None and not options.json and _show_richly(found):
+        return 0
+    text = found.to_json() if options.json else str(found)
+    if options.out is None:
         print(text)
+    else:
+        options.out.write_text(text + "\n")
     return 0
 
 
@@ -312,7 +304,9 @@ def _can_draw(found: Any) -> bool:
 
 
 def _show_richly(found: Any) -> bool:
-    """Prints by rich, if it is installed and the result has a form for it."""
+    """Prints to a terminal by rich, if it is installed and the result has a form for it."""
+    if not sys.stdout.isatty():
+        return False
     if importlib.util.find_spec("rich") is None or not hasattr(found, "__rich__"):
         return False
     from rich.console import Console
