@@ -18,7 +18,6 @@ from remat import _captures, _compat, _in_graph, _rerun
 from remat._any_region import Asked
 from remat._cache import Cache, CacheInfo
 from remat._entry import Entry
-from remat._errors import explain
 from remat._function import Roots
 from remat._hidden import require_nothing_hidden
 from remat._lookup import Lookup
@@ -36,6 +35,7 @@ from remat._options import (
     require_parameters,
     require_traced,
     statics_of,
+    why_out_of_graphs,
 )
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
@@ -187,7 +187,8 @@ class Region(Generic[_P, _R]):
         number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
         key = f"{self._where}, kind {number}"
         around = functools.partial(_around_graph, settings, self._where)
-        _in_graph.register(key, self._where, around, _why_apart(settings, self._where))
+        why_apart = why_out_of_graphs(settings, self._where)
+        _in_graph.register(key, self._where, around, why_apart)
         return key
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
@@ -305,29 +306,6 @@ def _around_graph(
     region = Region(function, settings, where)
     region.__dict__["_cache"] = Cache()
     return region
-
-
-def _why_apart(settings: Settings, where: str) -> str:
-    """Why regions with these options cannot be in a graph of torch.compile, if so."""
-    options = [
-        option
-        for option, is_set in (
-            ('engine="rerun"', settings.engine == "rerun"),
-            ("verify=True", settings.verify),
-            # Arguments of a graph have no names.
-            ("saved_inputs={...}", bool(settings.inputs.each)),
-        )
-        if is_set
-    ]
-    if not options:
-        return ""
-    return explain(
-        where=where,
-        what=f"has {' and '.join(options)}, and is called under torch.compile.",
-        why="What that does in the backward is no part of a graph.",
-        do="Leave it out, or compile without fullgraph=True: the region then runs "
-        "between two graphs.",
-    )
 
 
 def _where(function: Callable[..., Any]) -> str:

@@ -301,6 +301,34 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
         )
 
 
+def why_out_of_graphs(settings: Settings, where: str) -> str:
+    """Why a region with these options can be in no graph of torch.compile; else empty.
+
+    Args:
+        settings: the options.
+        where: what messages call the region.
+    """
+    options = [
+        option
+        for option, is_set in (
+            ('engine="rerun"', settings.engine == "rerun"),
+            ("verify=True", settings.verify),
+            # Arguments of a graph have no names.
+            ("saved_inputs={...}", bool(settings.inputs.each)),
+        )
+        if is_set
+    ]
+    if not options:
+        return ""
+    return explain(
+        where=where,
+        what=f"has {' and '.join(options)}, and is called under torch.compile.",
+        why="What that does in the backward is no part of a graph.",
+        do="Leave it out, or compile without fullgraph=True: the region then runs "
+        "between two graphs.",
+    )
+
+
 def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
     """How inputs wait, if the engine can carry it out."""
     if saved_inputs is None:
