@@ -80,7 +80,7 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             there = ", ".join(f'"{name}"' for name in names)
             yield (
                 ("glob", glob),
-                f'the policy {policy!r} speaks of the name "{glob}", which no value has.',
+                f'the policy {policy!r} names "{glob}", which no value is called.',
                 f"The names here are {there}."
                 if names
                 else "No value has a name here.",
@@ -161,8 +161,8 @@ def _useless(region: Region, roots: Roots) -> _Advice:
     if plain > 0 and saved >= plain:
         yield (
             "useless",
-            f"the region saves no memory: the policy {region.policy!r} keeps "
-            f"{saved} bytes of intermediate values, and no remat {plain}.",
+            f"the region saves no memory: the policy {region.policy!r} keeps {saved} "
+            f"bytes of intermediate values; without remat, {plain} bytes are kept.",
             "Every value that the backward reads is permitted.",
             "Save less, with nothing_saveable for example, or drop @remat here.",
         )

@@ -126,8 +126,8 @@ def _modified(
             f"{_shortage.name_of(call.roots[0])}",
             what=f"was changed in place since the forward{others}.",
             why="The recomputation would start from other numbers.",
-            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward(), "
-            "as the step of an optimizer.",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after "
+            "backward(), as an optimizer's step does.",
         )
     )
 

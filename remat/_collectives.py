@@ -121,7 +121,7 @@ def _refusal(op: Any) -> Callable[..., Any]:
             explain(
                 where=f"a call of torch.distributed that runs {op}",
                 what="cannot be traced.",
-                why="It overwrites or sends tensors in a way that no graph shows.",
+                why="It overwrites or sends tensors in a way that a graph cannot show.",
                 do="Use all_reduce, broadcast, all_gather, all_gather_single, "
                 'reduce_scatter_single or all_to_all_single, or engine="rerun".',
             )

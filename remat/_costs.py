@@ -94,8 +94,8 @@ def measured(metas: list[TensorMeta]) -> Costs:
         raise PolicyError(
             explain(
                 where='plan(costs="measured")',
-                what="got arguments without numbers, on the meta device.",
-                why="What is measured has to run.",
+                what="got arguments without data, on the meta device.",
+                why="An operator must run to be timed.",
                 do='Pass real tensors, or costs="flops".',
             )
         )

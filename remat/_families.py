@@ -101,8 +101,8 @@ def _warn_of_many(where: str) -> None:
     warn(
         where=where,
         what="is traced for a fifth time, in spite of dynamic_shapes=True.",
-        why="A trace holds for those sizes and strides at which the function's "
-        "comparisons come out as they did, and at which what it needed as a number, "
-        "range(x.shape[0] * x.shape[1]) say, is the same.",
+        why="A trace holds for sizes and strides at which the function's comparisons "
+        "come out as they did, and at which each size that it needed as a number, as "
+        "in range(x.shape[0] * x.shape[1]), is the same.",
         do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )

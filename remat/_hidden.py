@@ -80,7 +80,7 @@ def _unseen(tensor: Tensor) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(tensor)} that requires grad",
-            what="is reached by a way that cannot be followed at the next call.",
+            what="is reached in a way that cannot be followed at the next call.",
             why="Nothing else that the region sees wants a gradient: it would run as it is, "
             "and hold all that its backward needs.",
             do="Pass it as an argument, or keep it in a closure, a global, a list, "

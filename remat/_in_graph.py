@@ -159,10 +159,11 @@ def _number(where: str, symbol: Any) -> Any:
             explain(
                 where=where,
                 what=f"is called under torch.compile, and depends on {why}.",
-                why="A graph with a region holds for the sizes that it met; others "
-                "compile another one.",
-                do="Leave such a mark out, or take torch._dynamo.maybe_mark_dynamic; or "
-                "compile without fullgraph=True: the region then runs between two graphs.",
+                why="A graph with a region holds for the sizes that it was compiled "
+                "for; others compile another graph.",
+                do="Leave such a mark out, or use torch._dynamo.maybe_mark_dynamic; "
+                "or compile without fullgraph=True: the region then runs between two "
+                "graphs.",
             )
         )
     return _compat.number(symbol)
@@ -183,10 +184,10 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
         raise _NotRecordable(
             explain(
                 where=where,
-                what="is called under torch.compile, and draws from the tracker's state "
-                f"{min(entry.streams)!r}.",
+                what="is called under torch.compile, and draws from the state "
+                f"{min(entry.streams)!r} of a registered tracker.",
                 why="A compiled graph takes numbers from torch's own generators alone.",
-                do="Draw by keys (remat.random), or compile without fullgraph=True: "
+                do="Draw from keys (remat.random), or compile without fullgraph=True: "
                 "the region then runs between two graphs.",
             )
         )
@@ -196,9 +197,10 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
         raise _NotRecordable(
             explain(
                 where=where,
-                what="is called under torch.compile, and has something wait in "
+                what="is called under torch.compile, and saves something in "
                 f"{others[0]!r}.",
-                why="A compiled graph has no place for what a storage does in between.",
+                why="A compiled graph has no place for what a storage does between "
+                "forward and backward.",
                 do="Compile without fullgraph=True: the region then runs between two "
                 "graphs.",
             )

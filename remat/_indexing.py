@@ -52,9 +52,10 @@ class LookUps:
                 raise TraceError(
                     explain(
                         where=line,
-                        what="what `x[i]` gives is changed in place, where `i` is a tensor.",
-                        why="A trace looks the number of `i` up by value: `x[i]` is no "
-                        "view there, and `x` would not change.",
+                        what="the result of `x[i]`, where `i` is a tensor, is changed "
+                        "in place.",
+                        why="A trace looks `x[i]` up by value: it is not a view "
+                        "there, and `x` would not change.",
                         do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
                     )
                 )

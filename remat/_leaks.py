@@ -111,9 +111,9 @@ def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffe
     return SideEffectError(
         explain(
             where=where,
-            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside of a {name}.",
-            why="torch's pytree does not know that class: the tensor would be none of the "
-            "outputs, and have no data.",
+            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
+            why="torch's pytree does not know that class: the tensor would not be "
+            "among the outputs, and would have no data.",
             do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
             "or return a tuple, a dict or a named tuple.",
         )
@@ -147,4 +147,4 @@ def _holder(tensor: Tensor) -> str:
                     return f"a name or attribute `{key}`"
         if isinstance(referrer, (list, set)):
             return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
-    return "an object outside of the function"
+    return "an object outside the function"

@@ -131,8 +131,9 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
             why="Its backward runs the Python function again, on the tensors themselves "
             "and not on those of the trace.",
             do="Leave it out (for a model of transformers, "
-            "model.gradient_checkpointing_disable()): the region recomputes as it is; or "
-            "import checkpoint from remat.interop.torch, for a region in the region.",
+            "model.gradient_checkpointing_disable()): the region recomputes anyway; "
+            "or import checkpoint from remat.interop.torch, which makes a region "
+            "inside the region.",
         )
     )
 

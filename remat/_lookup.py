@@ -225,8 +225,8 @@ class Lookup:
                     where=self.where,
                     what=f"was traced for a tenth value of the static argument "
                     f"`{missed.names[place]}`.",
-                    why="Every leaf that is no tensor is part of the signature, and "
-                    "a trace takes a tenth of a second or more.",
+                    why="Every leaf that is not a tensor is part of the signature, "
+                    "and a trace takes a tenth of a second or more.",
                     do="Pass a 0-d tensor: torch.tensor(value).",
                 )
 
@@ -240,7 +240,7 @@ class Lookup:
                 advise_once(
                     (_captures.code_key(self.fun), "input", path),
                     where=self.where,
-                    what=f'has no input "{path}", which saved_inputs speaks of.',
+                    what=f'has no input "{path}", which saved_inputs names.',
                     why=f"Its inputs are {', '.join(entry.labels)}.",
                     do="Correct the path, or leave it out.",
                 )

@@ -91,8 +91,8 @@ def checkpoint_name(x: _T, name: str) -> _T:
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"checkpoint_name(x, name) takes a string as name, not {name!r}. "
-            "The value comes first: checkpoint_name(x, 'hidden')."
+            f"checkpoint_name(x, name) takes a string as the name, not {name!r}. The "
+            "value comes first: checkpoint_name(x, 'hidden')."
         )
     if torch.compiler.is_dynamo_compiling():
         for tensor in _compat.tensor_leaves(x):

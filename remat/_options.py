@@ -88,7 +88,7 @@ class Settings:
 
 
 _OF_OTHERS: dict[str, tuple[str, str]] = {
-    "fun": ("The function goes by position.", "Write remat(fun, ...)."),
+    "fun": ("The function is passed by position.", "Write remat(fun, ...)."),
     "prevent_cse": (
         "No pass here merges a recomputation with the forward.",
         "Leave it out.",
@@ -98,24 +98,24 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
         'Leave it out; a function that branches on values takes engine="rerun".',
     ),
     "use_reentrant": (
-        "There is one engine, which does what either variant does.",
+        "One implementation does what either variant does.",
         "Leave it out.",
     ),
     "preserve_rng_state": (
-        "What is drawn again is said by `rng`.",
+        "`rng` says what is drawn again.",
         'Pass rng="preserve", the default of modules, or rng="keys".',
     ),
     "context_fn": (
-        "What is saved is said by `policy`.",
+        "`policy` says what is saved.",
         "Pass policy=policies.by_op(...), or call remat.interop.torch.checkpoint, which "
         "takes contexts.",
     ),
     "determinism_check": (
         "A trace is one program, which runs again as it is.",
-        "Leave it out; verify=True looks for kernels that are not deterministic.",
+        "Leave it out; verify=True looks for nondeterministic kernels.",
     ),
     "debug": (
-        "Errors of a trace name operator and line in any case.",
+        "The errors of a trace name the operator and the line anyway.",
         "Leave it out; region.programs(*args) shows what runs.",
     ),
     "early_stop": (
@@ -147,7 +147,7 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
         raise TypeError(
             explain(
                 where=f"remat({name}=...)",
-                what="is no option of remat.",
+                what="is not an option of remat.",
                 why=why,
                 do=do,
             )
@@ -162,15 +162,19 @@ def require_function(fun: Any) -> None:
     """
     if not callable(fun):
         raise TypeError(
-            f"remat decorates callables, not {fun!r}. Options go by keyword: "
+            f"remat decorates callables, not {fun!r}. Options are passed by keyword: "
             "@remat(policy=...)."
         )
     if isinstance(fun, type):
         raise _is_a_class(fun)
     if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
-        raise _works_later(fun, "generator", "Return a list of what it yields")
+        raise _works_later(fun, "generator", "Return a list of what it yields.")
     if inspect.iscoroutinefunction(fun):
-        raise _works_later(fun, "coroutine", "Decorate the function that computes")
+        raise _works_later(
+            fun,
+            "coroutine",
+            "Decorate the function that computes, and call it from there.",
+        )
 
 
 def _is_a_class(fun: type) -> TypeError:
@@ -178,11 +182,11 @@ def _is_a_class(fun: type) -> TypeError:
         explain(
             where=f"remat({fun.__qualname__})",
             what="is a class.",
-            why="What would be recomputed is the making of an object, and calls of the "
-            "object would not be.",
-            do="Decorate the method, as in `@remat` above `def forward`; wrap an object, "
-            f"remat({fun.__name__}(...)); or give the modules of a model their regions by "
-            "modules.apply.",
+            why="The construction of an object would be recomputed, and calls of the "
+            "object would not.",
+            do="Decorate the method, as in `@remat` above `def forward`; wrap an "
+            f"object, remat({fun.__name__}(...)); or give the modules of a model their "
+            "regions with modules.apply.",
         )
     )
 
@@ -193,8 +197,9 @@ def _works_later(fun: Any, made: str, do: str) -> TypeError:
         explain(
             where=f"remat({name})",
             what=f"makes a {made}.",
-            why="A call of it computes nothing: the work is done after the region has ended.",
-            do=f"{do}, and call it from there.",
+            why="Calling it computes nothing: the work is done after the region has "
+            "ended.",
+            do=do,
         )
     )
 
@@ -224,7 +229,7 @@ def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueErro
     return ValueError(
         explain(
             where=f"remat({option}=...)",
-            what=f"{value!r} is no parameter of the function.",
+            what=f"{value!r} is not a parameter of the function.",
             why=f"Its parameters are {', '.join(names)}.",
             do="Correct the name or the position.",
         )
@@ -256,7 +261,7 @@ def require_choice(
         raise ValueError(
             explain(
                 where=f"{of}({name}={value!r})",
-                what="is no value of this option.",
+                what="is not a value of this option.",
                 why=f"It can be {listed}.",
                 do="Choose one of these.",
             )
@@ -294,8 +299,8 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
             explain(
                 where=f"remat(verify=True, backend={backend!r})",
                 what="cannot tell a fault from rounding.",
-                why="verify=True compares bits, and compiled programs round otherwise than "
-                "their operators one by one.",
+                why="verify=True compares bits, and compiled programs round "
+                "differently from their operators one by one.",
                 do="Verify without `backend`.",
             )
         )
@@ -323,7 +328,7 @@ def why_out_of_graphs(settings: Settings, where: str) -> str:
     return explain(
         where=where,
         what=f"has {' and '.join(options)}, and is called under torch.compile.",
-        why="What that does in the backward is no part of a graph.",
+        why="What it does in the backward cannot be part of a graph.",
         do="Leave it out, or compile without fullgraph=True: the region then runs "
         "between two graphs.",
     )
@@ -340,14 +345,16 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
     for path, _ in found.each:
         if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f'remat(saved_inputs=...) names arguments by text, such as "x", not by {path!r}.'
+                'remat(saved_inputs=...) names arguments by strings, such as "x", not '
+                f"by {path!r}."
             )
     storages = [*(storage for _, storage in found.each), found.others]
     for storage in storages:
         if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"remat(saved_inputs=...) takes a storage value or a mapping from "
-                f"argument paths to storage values, not {storage!r}: storage.Keep(), say."
+                "remat(saved_inputs=...) takes a storage value, such as "
+                "storage.Keep(), or a mapping from argument paths to storage values, "
+                f"not {storage!r}."
             )
     if engine == "rerun" and any(type(each) is not Keep for each in storages):
         raise ValueError(

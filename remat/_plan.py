@@ -205,7 +205,7 @@ class Plan:
                     what=f"the programs differ: {self.fingerprint} and "
                     f"{other.fingerprint}.",
                     why="Plans decide about the values of one program.",
-                    do="Compare plans for one function, called alike.",
+                    do="Compare plans for one function, made with like arguments.",
                 )
             )
         theirs = {row.place: row for row in other.rows}
@@ -257,7 +257,7 @@ class Plan:
             raise ValueError(
                 explain(
                     where="Plan.from_json(text)",
-                    what=f"the text is no plan of version {_VERSION}.",
+                    what=f"the text is not a plan of version {_VERSION}.",
                     why=f"Its version is {version!r}, and it has {sorted(found)}.",
                     do="Pass what `Plan.to_json` returned, or plan again.",
                 )

@@ -47,9 +47,9 @@ def _not_text(storage: AbstractStorage) -> PolicyError:
     return PolicyError(
         explain(
             where="Plan.to_json()",
-            what=f"the storage {storage!r} cannot be written.",
-            why="Text holds the storages of this package, and of them no device meshes "
-            "and no keys.",
+            what=f"the storage {storage!r} cannot be written as text.",
+            why="Only storages of this package can be, and of these none with a "
+            "device mesh or a key.",
             do="Plan again where the plan is needed, or allow other storages.",
         )
     )

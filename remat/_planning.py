@@ -247,8 +247,8 @@ def _solve_for_memory(
             what=f"no plan fits the {free} bytes that are free on {device}.",
             why=f"A tenth stays in reserve, and the call needs {smallest} bytes at its "
             "peak, whatever is saved.",
-            do=f"Free {needed} bytes, the least that suffices, or make regions of parts "
-            "of the function.",
+            do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
+            "the function instead.",
         )
     )
 
@@ -290,8 +290,8 @@ def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
                 why="A plan says for each value of one program whether it is saved. "
                 "Other shapes, dtypes, strides, switches such as autocast, or another "
                 "choice of what requires grad make another program.",
-                do="Plan this call: `plan(fun, budget=...)(*args)` with arguments like "
-                "its own.",
+                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                "like these.",
             )
         )
     number = {place: number for number, place in places(analysis).items()}

@@ -145,8 +145,8 @@ def _lost(gradient: Tensor) -> Tensor:
     raise CapturedTensorError(
         explain(
             where=f"a gradient {TensorMeta.of(gradient)}",
-            what="arrives at a region by a tensor that the function left somewhere, and "
-            "did not return.",
+            what="arrives at a region through a tensor that the function left "
+            "somewhere and did not return.",
             why="The region's inputs are not reached from there: the gradient would be "
             "lost.",
             do="Return the tensor from the function.",
@@ -158,7 +158,7 @@ def _other(variable: Tensor) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(variable)} that requires grad",
-            what="is reached by a way that cannot be followed at the next run.",
+            what="is reached in a way that cannot be followed at the next run.",
             why="Its gradient would be lost.",
             do="Pass it as an argument, or keep it in a closure, a global, a list, "
             "a dict or an attribute that the function names.",

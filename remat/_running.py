@@ -215,7 +215,7 @@ def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
-            what="is reached by a way that cannot be followed at the next call.",
+            what="is reached in a way that cannot be followed at the next call.",
             why="It would be frozen into the trace: its gradient would be lost, and a later "
             "value of it never seen.",
             do=do if keeper is None else remedy(keeper),
@@ -231,7 +231,7 @@ def uninitialized(which: str) -> TraceError:
             what="has no shape yet.",
             why="The first call of a lazy module makes its parameters, and a region has no "
             "tensors to make them of.",
-            do="Call the model once before, inside `with remat.disabled():`.",
+            do="Call the model once first, inside `with remat.disabled():`.",
         )
     )
 
@@ -240,9 +240,11 @@ def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-            what="is used by code that torch does not show to a trace: by TorchScript.",
+            what="is used by TorchScript, whose operators torch does not show to a "
+            "trace.",
             why="Its gradient would be lost.",
-            do="Use what it was before torch.jit.script, or pass the tensor as an argument.",
+            do="Use the function or module from before torch.jit.script, or pass the "
+            "tensor as an argument.",
         )
     )
 
@@ -252,10 +254,11 @@ def _distributed(tensor: Tensor) -> TraceError:
         explain(
             where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
             f"{user_line()}",
-            what="meets others in a region of which some are given and some made inside.",
-            why="Under vmap, and for a subclass other than DTensor, a trace stands a plain "
-            "tensor of the whole shape in for a given one, which does not go together "
-            "with parts.",
+            what="meets others of its kind in a region, where some are given and some "
+            "made inside.",
+            why="Under vmap, and for a subclass other than DTensor, a plain tensor of "
+            "the whole shape stands in for a given one in the trace, and cannot be "
+            "combined with parts.",
             do='Use engine="rerun", which runs the function again in the backward, or '
             "pass local tensors and make all of them inside.",
         )
@@ -285,7 +288,8 @@ def _sets_data(tensor: Tensor) -> TraceError:
     return TraceError(
         explain(
             where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
-            what="gives a tensor other numbers, unseen by autograd and by a trace.",
+            what="gives a tensor other numbers, which neither autograd nor a trace "
+            "sees.",
             why="The trace would go on with the old ones.",
             do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
             'engine="rerun".',

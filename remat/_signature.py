@@ -205,7 +205,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
     if tensor.is_nested:
         kind, do = "nested tensor", "Pass its values and offsets, or a padded tensor"
     else:
-        kind, do = "tensor", "Make it sparse inside of the function"
+        kind, do = "tensor", "Make it sparse inside the function"
     if tensor.layout is not _STRIDED:
         do += ', or use engine="rerun", which runs the function again in the backward'
     return TraceError(
@@ -224,8 +224,8 @@ def overriding(kind: type[Tensor]) -> TraceError:
         explain(
             where=f"a tensor of the class {kind.__qualname__}",
             what="has a `__torch_function__` of its own, and cannot be traced.",
-            why="It would have its say when the region's programs run, in the forward and "
-            "again in the backward, but not in the trace that they are made from.",
+            why="It would run with the region's programs, in the forward and again in "
+            "the backward, but not in the trace that they are made from.",
             do="Pass `x.as_subclass(torch.Tensor)`, or use "
             'engine="rerun", which runs the function again in the backward.',
         )
@@ -351,8 +351,8 @@ def _static(value: Any, name: str) -> _Static:
                 where=f"the static argument `{name}` of type {type(value).__name__}",
                 what=f"cannot be hashed ({error}).",
                 why="Static arguments are compared by == and hash at each call.",
-                do="Pass a tuple for a list, a frozen dataclass for a dict, or leave "
-                "it out of static_argnums and static_argnames.",
+                do="Pass a tuple instead of a list, a frozen dataclass instead of a "
+                "dict, or leave it out of static_argnums and static_argnames.",
             )
         ) from error
     return _Static(value)
@@ -414,8 +414,8 @@ def _numpy(leaf: Any, label: str) -> StaticArgumentError:
             what=f"is a numpy {type(leaf).__name__}.",
             why="It is neither a tensor nor comparable at each call: a trace would "
             "freeze its contents.",
-            do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant "
-            "a Python number or a tuple of them.",
+            do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
+            "constant, pass a Python number or a tuple of numbers.",
         )
     )
 

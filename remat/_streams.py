@@ -192,9 +192,9 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
                 where=changed[0],
                 what="was set to another state by a function while it was traced, or "
                 "forked while it was in a fork of that name.",
-                why="A trace runs Python once, and takes a fork to draw where the last one "
-                "of that name ended, and nothing else.",
-                do='Set states outside of the region, or use engine="rerun".',
+                why="A trace runs Python once, and holds only if each fork draws from "
+                "where the last one of that name ended.",
+                do='Set states outside the region, or use engine="rerun".',
             )
         )
 
@@ -269,11 +269,11 @@ def unregistered(where: str) -> ImplicitRandomnessError:
     return ImplicitRandomnessError(
         explain(
             where=where,
-            what="the function gives a generator another state.",
-            why="A trace cannot see where that comes from, nor where it goes: it would "
-            "draw from the generator's own.",
-            do="If a tracker swaps the states, register it by "
-            'random.register_tracker(tracker); else use engine="rerun".',
+            what="the function sets a generator's state.",
+            why="A trace cannot see where that state comes from, nor where it goes: "
+            "it would draw from the generator's own.",
+            do="If a tracker swaps the states, register it with "
+            'random.register_tracker(tracker); otherwise use engine="rerun".',
         )
     )
 

@@ -126,7 +126,7 @@ def _require_known(returned: Sequence[Tensor | None]) -> None:
                 explain(
                     where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
                     what="is made inside the region and returned.",
-                    why="A program hands out plain tensors and DTensors.",
+                    why="A program can return only plain tensors and DTensors.",
                     do='Return plain tensors, or use engine="rerun", which runs the '
                     "function again in the backward.",
                 )

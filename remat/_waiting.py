@@ -67,7 +67,7 @@ class Waiting(Tensor):
                 what="reads a value while it waits in its storage.",
                 why="Saved-tensor hooks see what a region saves in the form in which it "
                 "waits.",
-                do="Leave the hooks out around the region, or the storage out of its "
+                do="Remove the hooks around the region, or the storage from its "
                 "policy.",
             )
         )

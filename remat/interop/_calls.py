@@ -82,7 +82,7 @@ def preserve(tracker: Any) -> None:
         raise SideEffectError(
             explain(
                 where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
-                what="meets this tracker while the region around is traced.",
+                what="meets this tracker while the region around it is traced.",
                 why="What that draws from is settled when its trace begins.",
                 do="Call random.register_tracker(tracker) before the region.",
             )

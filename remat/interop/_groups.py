@@ -38,7 +38,8 @@ def shard_over(
         raise RuntimeError(
             explain(
                 where="checkpoint",
-                what="is to shard what it saves, and torch.distributed is not initialized.",
+                what="is to shard what it saves, but torch.distributed is not "
+                "initialized.",
                 why="Each rank of a process group keeps its part.",
                 do="Call torch.distributed.init_process_group(...) first, or leave the "
                 "sharding off.",

@@ -104,7 +104,7 @@ def _warn_of_options_in_front() -> None:
         where="interop.transformer_engine.checkpoint(function, *args)",
         what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
         "by position.",
-        why="TransformerEngine takes them so, and calls it deprecated.",
+        why="TransformerEngine accepts that, and calls it deprecated.",
         do="Pass them by keyword.",
         category=DeprecationWarning,
     )
@@ -117,8 +117,8 @@ def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
                 where="interop.transformer_engine.checkpoint(context_fn=...)",
                 what="cannot be carried out.",
                 why="The function is traced once, and no Python of it runs in the "
-                "backward, around which a context could be.",
-                do="Say by remat(policy=...) what should be saved.",
+                "backward for a context to enclose.",
+                do="Say what should be saved with remat(policy=...).",
             )
         )
     for name in _OF_TORCH:

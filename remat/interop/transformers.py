@@ -226,9 +226,9 @@ def _owner_of(model: nn.Module) -> nn.Module:
         below = getattr(inner, "base_model", None) or getattr(inner, "model", None)
         if not isinstance(below, nn.Module):
             raise TypeError(
-                f"interop.transformers takes a model of transformers, or of peft around "
-                f"one, not a {type(model).__name__}. For other modules there is "
-                "remat.modules.apply."
+                "interop.transformers takes a model of transformers, or one that peft "
+                f"has wrapped, not a {type(model).__name__}. For other modules there "
+                "is remat.modules.apply."
             )
         inner = below
     if not inner.supports_gradient_checkpointing:

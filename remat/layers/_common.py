@@ -129,8 +129,8 @@ def _draws(region: Region[..., Any] | RematModule) -> ImplicitRandomnessError:
             where=f"a stage of a scheduled stack, {region!r}",
             what="draws from a generator.",
             why="A schedule runs a stage several times, and out of order.",
-            do="Draw by keys (remat.random), or leave the schedule out: a chain of groups "
-            'of layers ("Layers that draw" in docs/stacks.md) holds as little.',
+            do="Draw from keys (remat.random), or leave the schedule out: a chain of "
+            'groups of layers ("Layers that draw" in docs/stacks.md) holds as little.',
         )
     )
 

@@ -313,8 +313,8 @@ def _unlike(place: int, error: ValueError) -> CarryError:
     return CarryError(
         explain(
             where=f"scan: slice {place} of the iterator `xs`",
-            what=f"has another structure than slice 0 ({error}).",
-            why="One trace serves all steps, so that they take slices that are alike.",
+            what=f"has a different structure from slice 0 ({error}).",
+            why="One trace serves all steps, so all slices must be alike.",
             do="Give each slice the same structure, with tensors in the same places.",
         )
     )

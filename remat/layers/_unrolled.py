@@ -109,10 +109,10 @@ _WITH_OPTIONS = {
 }
 _OTHERWISE = explain(
     where="remat.scan",
-    what="is called under torch.compile with no step to run, with `unroll`, or with what "
-    "is no tensor; or its function does not return what it takes.",
+    what="is called under torch.compile with no step to run, with `unroll`, or with "
+    "something that is not a tensor; or its function does not return what it takes.",
     why="A graph holds the plain loop alone.",
-    do="Call it outside of torch.compile: it runs there, or says what is wrong.",
+    do="Call it outside torch.compile: it runs there, or says what is wrong.",
 )
 
 

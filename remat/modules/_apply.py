@@ -69,7 +69,8 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
     """
     if every < 1:
         raise ValueError(
-            f"modules.apply(every={every!r}): takes each `every`-th match, from 1 on."
+            f"modules.apply(every={every!r}): `every` must be an int of at least 1; 2 "
+            "takes every second match."
         )
     options: dict[str, Any] = {"rng": "preserve", **remat_options}
     decorate = remat(**options)
@@ -160,7 +161,8 @@ def _scripted(name: str, module: nn.Module, where: Where) -> TraceError:
             what=f"matches `{name}`, a {type(module).__name__}.",
             why="TorchScript's interpreter runs its forward, and shows a region neither the "
             "operators nor the gradients of its parameters.",
-            do="Use what it was before torch.jit.script, or have `where` leave it out.",
+            do="Use the module from before torch.jit.script, or exclude it from "
+            "`where`.",
         )
     )
 

@@ -142,8 +142,8 @@ def plan(
         raise ValueError(
             explain(
                 where="modules.plan(budget=...)",
-                what=f"the part {size} is not in (0, 1].",
-                why="A float is a part of what the blocks hold without remat.",
+                what=f"the fraction {size} is not in (0, 1].",
+                why="A float is a fraction of what the blocks hold without remat.",
                 do="Pass bytes as an int, or a float in (0, 1].",
             )
         )

@@ -117,13 +117,13 @@ def _diagnose(candidate: object) -> tuple[str, str]:
     match candidate:
         case str():
             return (
-                "A text is no policy.",
+                "A string is not a policy.",
                 f"Pass `policies.save_only_these_names({candidate!r})` to save the "
                 "values of that name, or a policy of `policies` itself, unquoted.",
             )
         case list() | tuple() | set() | frozenset():
             return (
-                "A collection is no policy.",
+                "A collection is not a policy.",
                 "Pass `policies.save_only_these_names(*names)` to save the values of "
                 "these names, or join policies with `|`.",
             )

@@ -142,8 +142,8 @@ def _checked(size: Any) -> int | float | str | Memory:
                 raise ValueError(
                     explain(
                         where=where,
-                        what=f"the part {size} is not in (0, 1].",
-                        why="A float is a part of what no remat saves.",
+                        what=f"the fraction {size} is not in (0, 1].",
+                        why="A float is a fraction of what is saved without remat.",
                         do="Pass bytes as an int, or a float in (0, 1].",
                     )
                 )

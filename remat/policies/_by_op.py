@@ -106,7 +106,9 @@ def _as_glob(target: object) -> str:
     match target:
         case str():
             if not _is_known(target):
-                raise _unknown(target, "torch knows no operator or function named so.")
+                raise _unknown(
+                    target, ("torch has no operator or function of that name.")
+                )
             return bare_name(target) if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
             return _as_glob(str(target))

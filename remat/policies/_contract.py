@@ -222,8 +222,10 @@ class AbstractPolicy(abc.ABC):
             explain(
                 where=f"the policy {self!r}",
                 what="was asked whether it is true.",
-                why="`p or q`, `p and q` and `not p` pick an operand; none combines.",
-                do="Write `p | q`, `p & q` or `~p`; compare with None by `is None`.",
+                why="`p or q` and `p and q` pick one operand, and `not p` is a bool: "
+                "none combines.",
+                do="Write `p | q`, `p & q` or `~p`; to test for None, write `p is "
+                "None`.",
             )
         )
 
@@ -451,10 +453,10 @@ def require_storage(storage: object, where: str) -> None:
     raise PolicyError(
         explain(
             where=where,
-            what=f"got `{shown}`, which is no storage value.",
+            what=f"got `{shown}`, which is not a storage value.",
             why=f"`{shown}` is a class and a storage must be an instance."
             if is_class
-            else "How a value waits is said by an instance of a class of `storage`.",
+            else "An instance of a class of `storage` says how a value waits.",
             do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
         )
     )
@@ -500,7 +502,7 @@ def _diagnose(answer: object) -> tuple[str, str, str]:
             kind = f"{type(answer).__module__}.{type(answer).__name__}"
             return (
                 f"a `{kind}`",
-                "An array is no decision, even with a single element.",
+                "An array is not a decision, even with a single element.",
                 "Return `bool(...)` of it.",
             )
         case _:
@@ -537,7 +539,7 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
         why = "A plain callable does not say how it combines, compares or prints."
         do = f"Write `policies.from_callable({policy_name(operand)})` for it."
     else:
-        why = "It is no policy."
+        why = "It is not a policy."
         do = "Combine policies only; `p.stored(storage)` says how values wait."
     return PolicyError(
         explain(

@@ -159,10 +159,11 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
             explain(
                 where=where,
                 what=f"got {glob!r}, of type {type(glob).__name__}.",
-                why="Each name, or glob of names, is an argument of its own and a text.",
+                why="Each name, or glob of names, is a string and an argument of its "
+                "own.",
                 do="Unpack the collection: `*names`."
                 if is_collection
-                else 'Pass texts, as in `"attn", "mlp_*"`.',
+                else 'Pass strings, as in `"attn", "mlp_*"`.',
             )
         )
 

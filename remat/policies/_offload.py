@@ -210,6 +210,6 @@ def _tuple(names: object, argument: str) -> tuple[str, ...]:
             why="This argument is a list of names, as in JAX.",
             do=f"Pass `[{names!r}]`."
             if isinstance(names, str)
-            else "Pass a list of texts.",
+            else "Pass a list of strings.",
         )
     )

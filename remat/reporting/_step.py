@@ -100,10 +100,10 @@ class Step:
                 what=f"returned no tensor that requires grad{unknown}.",
                 why="A report is about a step: a forward and its backward. Tensors are "
                 "looked for in containers that torch's pytree knows.",
-                do="Give it floating tensors, return what rests on them (of an object of "
-                "your own the loss: lambda *a: f(*a).loss), and take no gradient inside: "
-                "report the loss, not its torch.func.grad, whose bytes "
-                "`remat.reporting.LiveBytes` counts.",
+                do="Pass floating tensors, return what depends on them (where f "
+                "returns an object of your own, its loss: lambda *a: f(*a).loss), and "
+                "take no gradient inside: report the loss, not its torch.func.grad, "
+                "whose bytes `remat.reporting.LiveBytes` counts.",
             )
         )
 

@@ -91,7 +91,7 @@ class Budget(AbstractSchedule):
                 explain(
                     where=f"Budget({self.size!r})",
                     what="the fraction is not in (0, 1].",
-                    why="It is of what is held without recomputation.",
+                    why="It is a fraction of what is held without recomputation.",
                     do="Pass a fraction, an int in bytes, or a text like '512MiB'.",
                 )
             )
@@ -126,7 +126,8 @@ class Budget(AbstractSchedule):
                 where=f"Budget({self.size!r}), which is {limit} bytes",
                 what="no schedule fits.",
                 why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
-                do=f"Give at least Budget({needed}), or make the largest stage two.",
+                do=f"Give at least Budget({needed}), or split the largest stage in "
+                "two.",
             )
         )
 

@@ -76,7 +76,7 @@ def require_count(value: object, where: str) -> None:
         explain(
             where=where,
             what=f"got {value!r}.",
-            why="It counts something of which there must be at least one.",
+            why="It is a count, of at least one.",
             do="Pass a positive int.",
         )
     )

@@ -21,8 +21,8 @@ def require_type(
         explain(
             where=argument,
             what=f"got {answer!r}, of type {type(answer).__name__}.",
-            why="A storage value is compared, hashed and printed, so its arguments are "
-            "not converted in silence.",
+            why="A storage value is compared, hashed and printed, so its arguments "
+            "are not converted silently.",
             do=f"Pass {wanted}.",
         )
     )

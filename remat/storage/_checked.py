@@ -109,7 +109,7 @@ def _require_stored(storage: _Stores, found: object) -> None:
         explain(
             where=f"{type(storage).__name__}.store",
             what=what,
-            why="What waits is tensors, and needs a way back.",
+            why="What waits are tensors, with a way back to the value.",
             do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
             "is kept as it is.",
         )

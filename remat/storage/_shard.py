@@ -171,12 +171,12 @@ def _name_of(mesh: "DeviceMesh") -> str | None:
 
 def _check_pattern(pattern: object, name: str | None) -> None:
     argument = "Shard(pattern=...)"
-    require_type(argument, pattern, str, wanted='a text such as "batch (tp seq) d"')
+    require_type(argument, pattern, str, wanted='a string such as "batch (tp seq) d"')
     if name is None:
         raise refuse(
             argument,
             pattern,
-            why="The mesh's dimension has no name, so that no axis can be meant.",
+            why="The mesh's dimension has no name, so no axis can be it.",
             do="Make the mesh with `mesh_dim_names=...`, or pass None.",
         )
     try:
@@ -200,7 +200,8 @@ def _check_pattern(pattern: object, name: str | None) -> None:
         raise refuse(
             argument,
             pattern,
-            why=f'"{name}" stands between other names, whose lengths nothing tells.',
+            why=f'"{name}" stands between other names, and nothing tells their '
+            "lengths.",
             do=f'Write it first or last in its axis, as in "batch ({name} seq) d".',
         )
 

@@ -56,7 +56,7 @@ class Sparse(AbstractStorage):
             raise refuse(
                 argument,
                 self.min_saving,
-                why="It is the part of the bytes that is saved, and none saves all.",
+                why="It is the fraction of the bytes that is spared, and none spares all.",
                 do=f"Pass {wanted}.",
             )
 

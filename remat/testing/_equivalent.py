@@ -144,7 +144,8 @@ def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
             where="assert_equivalent",
             what="nothing was compared: the first function supports none of the "
             f"transforms ({reasons or 'there were none'}).",
-            why="Two functions are not equivalent for want of a comparison.",
+            why="Without a comparison, nothing shows that two functions are "
+            "equivalent.",
             do="Name a transform that the first function supports.",
         )
     )
@@ -317,7 +318,7 @@ def _require_equal(one: _Result, other: _Result, where: str) -> None:
                 where=f"{where}, the structure of the outputs",
                 what=f"is {one.rest} in the first function and {other.rest} in the "
                 "second.",
-                why="Both must return the same pytree, with the same leaves that are no "
+                why="Both must return the same pytree, with the same leaves beside "
                 "tensors.",
                 do="Return the same from both.",
             )

@@ -585,7 +585,9 @@ def test_what_is_looked_up_may_not_be_changed() -> None:
     with pytest.raises(TraceError, match=r"test_law_01_found\.py") as error:
         remat(in_place)(seeded(3, 4).requires_grad_(), torch.tensor(1))
 
-    assert "`x[i]` gives is changed in place" in str(error.value)
+    assert "the result of `x[i]`, where `i` is a tensor, is changed in place" in str(
+        error.value
+    )
     assert "Write x[i] = ..., or x[i] += ..." in str(error.value)
 
 

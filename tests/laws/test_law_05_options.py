@@ -153,7 +153,7 @@ UNKNOWN: dict[str, tuple[object, str]] = {
     "use_reentrant": (False, "Leave it out."),
     "preserve_rng_state": (True, 'Pass rng="preserve", the default of modules'),
     "context_fn": (None, "Pass policy=policies.by_op(...)"),
-    "determinism_check": ("none", "verify=True looks for kernels"),
+    "determinism_check": ("none", "verify=True looks for nondeterministic kernels"),
     "debug": (True, "region.programs(*args) shows what runs."),
     "early_stop": (True, "Leave it out."),
     "fun": (torch.sin, "Write remat(fun, ...)."),
@@ -176,7 +176,7 @@ def test_an_option_of_others_says_what_to_write(name: str) -> None:
         with pytest.raises(TypeError) as raised:
             make(**{name: value})
         text = str(raised.value)
-        assert text.startswith(f"remat({name}=...): is no option of remat. ")
+        assert text.startswith(f"remat({name}=...): is not an option of remat. ")
         assert do in text
 
 
@@ -201,7 +201,7 @@ def test_a_path_that_no_input_has_warns_once_for_equal_layers() -> None:
     modules.apply(model, "*", saved_inputs={"hidden_states": storage.Keep()})
 
     (text,) = warned(lambda: model(seeded(2, 4).float()))
-    assert 'has no input "hidden_states", which saved_inputs speaks of.' in text
+    assert 'has no input "hidden_states", which saved_inputs names.' in text
 
 
 def square(x: Tensor) -> Tensor:

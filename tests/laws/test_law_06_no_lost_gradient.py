@@ -332,7 +332,7 @@ def test_what_a_set_alone_holds_is_refused(hold: Any, engine: str) -> None:
     region = remat(lambda x: mix(x, held_in(holder)), engine=engine)
     unused = remat(lambda x: mix(x, x) * len(holder), engine=engine)
 
-    with pytest.raises(CapturedTensorError, match="reached by a way that cannot be"):
+    with pytest.raises(CapturedTensorError, match="reached in a way that cannot be"):
         region(x)
     assert_bitwise(unused(x), mix(x, x))
     with torch.no_grad():

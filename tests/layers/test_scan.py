@@ -191,7 +191,7 @@ def test_policies_decide_what_a_step_keeps(policy: Any, schedule: Any):
 WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "no pair": (lambda c, x: c, torch.zeros(3), torch.zeros(2, 3), "returned a (Fake)?Tensor"),
     "structure": (lambda c, x: ({"a": c}, x), torch.zeros(3), torch.zeros(2, 3), "is a dict"),
-    "keys": (lambda c, x: ({"b": c["a"]}, x), {"a": torch.zeros(3)}, torch.zeros(2, 3), "another structure"),
+    "keys": (lambda c, x: ({"b": c["a"]}, x), {"a": torch.zeros(3)}, torch.zeros(2, 3), "different structure"),
     "None": (lambda c, x: (None, x), torch.zeros(3), torch.zeros(2, 3), "None where"),
     "shape": (lambda c, x: (c[:2], x), torch.zeros(3), torch.zeros(2, 3), r"`carry` as float32\[2\]"),
     "dtype": (lambda c, x: ({"a": c["a"].double()}, x), {"a": torch.zeros(3)}, torch.zeros(2, 3), "`a` as float64"),
@@ -282,10 +282,10 @@ def test_numbers_from_an_iterator_are_scanned_over():
 
 
 UNLIKE: dict[str, tuple[list[Any], str]] = {
-    "keys": ([{"a": torch.zeros(3)}, {"b": torch.zeros(3)}], "slice 1 .* another structure"),
-    "kind": ([(torch.zeros(3),), [torch.zeros(3)]], "slice 1 .* another structure"),
+    "keys": ([{"a": torch.zeros(3)}, {"b": torch.zeros(3)}], "slice 1 .* different structure"),
+    "kind": ([(torch.zeros(3),), [torch.zeros(3)]], "slice 1 .* different structure"),
     "None": ([(torch.zeros(3), None), (None, torch.zeros(3))], "None where"),
-    "leaves": ([(torch.zeros(3),), (torch.zeros(3), torch.zeros(3))], "slice 1 .* another structure"),
+    "leaves": ([(torch.zeros(3),), (torch.zeros(3), torch.zeros(3))], "slice 1 .* different structure"),
     "text": ([(torch.zeros(3), "a"), (torch.zeros(3), "a")], "is a str"),
     "length": ([None, None], r"not clear: \[2, 3\]"),
 }  # fmt: skip

@@ -543,12 +543,12 @@ BAD_ANSWERS: dict[str, tuple[Any, str]] = {
     ),
     "numpy": (
         np.bool_(True),
-        "a `numpy.bool`. An array is no decision, even with a single element. Return "
+        "a `numpy.bool`. An array is not a decision, even with a single element. Return "
         "`bool(...)` of it.",
     ),
     "tensor": (
         torch.tensor(True),
-        "a `torch.Tensor`. An array is no decision, even with a single element. Return "
+        "a `torch.Tensor`. An array is not a decision, even with a single element. Return "
         "`bool(...)` of it.",
     ),
     "int": (
@@ -651,12 +651,12 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "text": (
         "attn",
-        "got 'attn'. A text is no policy. Pass `policies.save_only_these_names('attn')` "
+        "got 'attn'. A string is not a policy. Pass `policies.save_only_these_names('attn')` "
         "to save the values of that name, or a policy of `policies` itself, unquoted.",
     ),
     "list": (
         ["attn"],
-        "got ['attn']. A collection is no policy. Pass "
+        "got ['attn']. A collection is not a policy. Pass "
         "`policies.save_only_these_names(*names)` to save the values of these names, or "
         "join policies with `|`.",
     ),
@@ -763,7 +763,7 @@ def test_operands_must_be_policies():
         "`policies.from_callable(is_small)` for it."
     )
     other_hint = (
-        "It is no policy. Combine policies only; `p.stored(storage)` says how values "
+        "It is not a policy. Combine policies only; `p.stored(storage)` says how values "
         "wait."
     )
     wrong: Any = is_small
@@ -788,21 +788,21 @@ def test_policies_have_no_truth():
     message = message_of(PolicyError, bool, save_matmul_outputs)
 
     assert message == (
-        "the policy save_matmul_outputs: was asked whether it is true. `p or q`, `p and "
-        "q` and `not p` pick an operand; none combines. Write `p | q`, `p & q` or `~p`; "
-        "compare with None by `is None`."
+        "the policy save_matmul_outputs: was asked whether it is true. `p or q` and `p "
+        "and q` pick one operand, and `not p` is a bool: none combines. Write `p | q`, "
+        "`p & q` or `~p`; to test for None, write `p is None`."
     )
 
 
 def test_a_storage_must_be_an_instance():
     """The class is told to be called, anything else what a storage is."""
     assert message_of(PolicyError, Save, Offload) == (
-        "Save(storage=...): got `Offload`, which is no storage value. `Offload` is a "
-        "class and a storage must be an instance. Pass `storage.Offload()`."
+        "Save(storage=...): got `Offload`, which is not a storage value. `Offload` is "
+        "a class and a storage must be an instance. Pass `storage.Offload()`."
     )
     assert message_of(PolicyError, save_matmul_outputs.stored, "cpu") == (
-        "save_matmul_outputs.stored(...): got `'cpu'`, which is no storage value. How a "
-        "value waits is said by an instance of a class of `storage`. Pass "
+        "save_matmul_outputs.stored(...): got `'cpu'`, which is not a storage value. An "
+        "instance of a class of `storage` says how a value waits. Pass "
         "`storage.Keep()`."
     )
 
@@ -811,16 +811,16 @@ def test_a_storage_must_be_an_instance():
     "make",
     [save_only_these_names, save_any_names_but_these, save_anything_except_these_names],
 )
-def test_names_are_texts(make: Any):
-    """A list of names is told to be unpacked, anything else to be a text."""
-    why = "Each name, or glob of names, is an argument of its own and a text."
+def test_names_are_strings(make: Any):
+    """A list of names is told to be unpacked, anything else to be a string."""
+    why = "Each name, or glob of names, is a string and an argument of its own."
     where = f"{make.__name__}(*globs)"
 
     assert message_of(PolicyError, make, ["a", "b"]) == (
         f"{where}: got ['a', 'b'], of type list. {why} Unpack the collection: `*names`."
     )
     assert message_of(PolicyError, make, "a", 1) == (
-        f'{where}: got 1, of type int. {why} Pass texts, as in `"attn", "mlp_*"`.'
+        f'{where}: got 1, of type int. {why} Pass strings, as in `"attn", "mlp_*"`.'
     )
 
 
@@ -851,7 +851,7 @@ def test_lists_of_names_are_lists():
         f"{where}: got 'a', of type str. {why} Pass `['a']`."
     )
     assert message_of(PolicyError, both, names_which_can_be_saved=None) == (
-        f"{where}: got None, of type NoneType. {why} Pass a list of texts."
+        f"{where}: got None, of type NoneType. {why} Pass a list of strings."
     )
     assert message_of(PolicyError, both, names_which_can_be_offloaded=[1]).startswith(
         f"{BOTH}(names_which_can_be_offloaded=...): got 1, of type int."
@@ -907,7 +907,7 @@ BY_OP_HINT = (
 def test_unknown_operator_names_are_refused(name: str):
     """A name without a glob must be one that torch knows."""
     assert message_of(PolicyError, by_op, name) == (
-        f"by_op(*targets): got {name!r}. torch knows no operator or function named so. "
+        f"by_op(*targets): got {name!r}. torch has no operator or function of that name. "
         f"{BY_OP_HINT}"
     )
 

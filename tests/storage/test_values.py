@@ -132,7 +132,7 @@ TYPE_ERRORS: dict[str, tuple[str, str]] = {
         "Offload(path=...)",
         "a folder as a text, as in `str(path)`, or None",
     ),
-    "Shard(mesh, 3)": ("Shard(pattern=...)", 'a text such as "batch (tp seq) d"'),
+    "Shard(mesh, 3)": ("Shard(pattern=...)", 'a string such as "batch (tp seq) d"'),
     "Cast('float16')": ("Cast(dtype=...)", "a dtype of torch"),
     "Quantize('8')": ("Quantize(bits=...)", "8, 4 or 2"),
     "Quantize(8, 2.0)": ("Quantize(group_size=...)", "an int of at least 1"),
@@ -156,7 +156,7 @@ def test_wrong_types_are_refused(code: str):
 
     message = str(caught.value)
     assert message.startswith(f"{where}: got ")
-    assert f". {LONG}converted in silence. Pass {wanted}." in message
+    assert f". {LONG}converted silently. Pass {wanted}." in message
 
 
 VALUE_ERRORS: dict[str, str] = {
@@ -176,10 +176,10 @@ VALUE_ERRORS: dict[str, str] = {
     'cannot read it: Indexing expression contains duplicate dimension "tp". Write the axes '
     'as in "batch (tp seq) d".',
     "Shard(mesh, 'b (a tp c)')": "Shard(pattern=...): got 'b (a tp c)'. \"tp\" stands "
-    "between other names, whose lengths nothing tells. Write it first or last in its axis, "
+    "between other names, and nothing tells their lengths. Write it first or last in its axis, "
     'as in "batch (tp seq) d".',
     "Shard(nameless, 'batch seq')": "Shard(pattern=...): got 'batch seq'. The mesh's "
-    "dimension has no name, so that no axis can be meant. Make the mesh with "
+    "dimension has no name, so no axis can be it. Make the mesh with "
     "`mesh_dim_names=...`, or pass None.",
     "Shard(grid)": "Shard(mesh=...): got mesh. It has 2 dimensions, and a value is cut "
     'along one. Pick the dimension by its name, as in `mesh["tp"]`.',
@@ -198,10 +198,10 @@ VALUE_ERRORS: dict[str, str] = {
     "`key=remat.random.key(seed)`, or `stochastic=False`.",
     "Quantize(8, key=key)": "Quantize(key=...): got tensor([0, 0]). Without "
     "`stochastic=True` the key would have no effect. Pass `stochastic=True`, or no key.",
-    "Sparse(1)": "Sparse(min_saving=...): got 1. It is the part of the bytes that is "
-    "saved, and none saves all. Pass a number from 0 to below 1, as in 0.25.",
-    "Sparse(True)": "Sparse(min_saving=...): got True. It is the part of the bytes that "
-    "is saved, and none saves all. Pass a number from 0 to below 1, as in 0.25.",
+    "Sparse(1)": "Sparse(min_saving=...): got 1. It is the fraction of the bytes that "
+    "is spared, and none spares all. Pass a number from 0 to below 1, as in 0.25.",
+    "Sparse(True)": "Sparse(min_saving=...): got True. It is the fraction of the bytes that "
+    "is spared, and none spares all. Pass a number from 0 to below 1, as in 0.25.",
 }
 
 

@@ -277,8 +277,8 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
         explain(
             where=f"checkpoint(context_fn={context_fn!r})",
             what=f"makes the contexts {first!r} and {second!r}.",
-            why="The backward runs a program and not the function, so that there is no "
-            "second run for a context to be around.",
+            why="The backward runs a program and not the function, so there is no "
+            "second run for a context to enclose.",
             do="Enter the first context around the call; to choose what is saved, use "
             "create_selective_checkpoint_contexts or a policy of remat.",
         )
@@ -304,7 +304,7 @@ def _hooks_are_respected() -> NotImplementedError:
             what="asks for saved values to be kept from surrounding saved-tensor hooks.",
             why="A region saves its values as every function of autograd does, and torch "
             "hands them to the hooks.",
-            do="Leave the option out, or make the call outside of the hooks.",
+            do="Leave the option out, or make the call outside the hooks.",
         )
     )
 
@@ -313,9 +313,9 @@ def _warn_of_debug() -> None:
     warn(
         where="checkpoint(debug=True)",
         what="has no effect.",
-        why="A recomputation is the program that the forward was traced to, and cannot "
-        "go another way; errors of the trace name operator and line in any case.",
-        do="Leave it out; to look for a kernel that is not deterministic, use "
+        why="A recomputation is part of the program that was traced, and cannot go "
+        "another way; the errors of a trace name the operator and the line anyway.",
+        do="Leave it out; to look for a nondeterministic kernel, use "
         "remat(verify=True).",
     )
 

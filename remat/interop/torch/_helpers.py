@@ -72,9 +72,9 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
     if enabled:
         _has_no_effect(
             "set_checkpoint_debug_enabled(True)",
-            "A recomputation is the program that the forward was traced to, and cannot go "
+            "A recomputation is part of the program that was traced, and cannot go "
             "another way.",
-            "Leave it out; to look for a kernel that is not deterministic, use "
+            "Leave it out; to look for a nondeterministic kernel, use "
             "remat(verify=True).",
         )
     yield
