@@ -62,7 +62,7 @@ def awaited(storeds: Sequence[Stored]) -> Awaited | None:
     if not joints:
         return None
     if not _compat.in_backward():
-        # Left by a backward that ended in an error outside of all regions.
+        # Left by a backward that ended in an error outside all regions.
         drop()
     num_ahead = min(joint.num_ahead for joint in joints)
     return Awaited(tuple(map(weakref.ref, storeds)), num_ahead)

@@ -219,7 +219,7 @@ class Region(Generic[_P, _R]):
     def found_for(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call, and what it captures, which is no part of an outer trace."""
+        """The trace of a call, and what it captures, which is not a part of an outer trace."""
         # The tensors may be stand-ins, which no outer trace is to take for captured ones.
         with set_aside():
             signature = sign(self._fun, args, kwargs, self.settings.statics)
@@ -432,7 +432,7 @@ def is_of_module(fun: object) -> bool:
 def _as_leaf(tensor: Tensor) -> Tensor:
     if not _compat.is_fake(tensor):
         return tensor.detach().requires_grad_()
-    # A stand-in was made outside of the transforms and the trace around this call.
+    # A stand-in was made outside the transforms and the trace around this call.
     with _compat.isolated():
         return tensor.detach().requires_grad_()
 
@@ -533,7 +533,7 @@ def remat(
         `.cache_info` and `.cache_clear`; an nn.Module where `fun` is one.
 
     Raises:
-        PolicyError: `policy` is none, or cannot be used with this engine.
+        PolicyError: `policy` is not a policy, or cannot be used with this engine.
         TypeError: `fun` is a class, makes generators or coroutines, or cannot be called; an
             option is unknown.
         ValueError: an option has a value that it cannot have.

@@ -108,7 +108,7 @@ def second_derivative(call: Call) -> SecondDerivativeError:
             what="is differentiated in reverse mode.",
             why="The region was called under first_order(), which keeps nothing that a "
             "second derivative reads.",
-            do="Call it outside of first_order(), or use forward mode over the gradient.",
+            do="Call it outside first_order(), or use forward mode over the gradient.",
         )
     )
 

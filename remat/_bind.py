@@ -115,7 +115,7 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
                     what="cannot be differentiated there.",
                     why="remat has rules for grad, vjp, jvp and vmap, and for what is made "
                     "of them.",
-                    do="Apply the transform inside of the region.",
+                    do="Apply the transform inside the region.",
                 )
             )
 
@@ -293,7 +293,7 @@ def _run_under_vmap(
     physical, dims = _compat.unwrap_batched(tensors, level)
     randomness = interpreter.randomness()
     if randomness == "error" and region.states:
-        # Nothing is drawn, only drawn again: what was drawn outside of this level.
+        # Nothing is drawn, only drawn again: what was drawn outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws(roots) > 0
     with _compat.lowered_vmap(interpreter):
@@ -324,7 +324,7 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 @final
 class _Ticket:
-    """Carries a call into an `autograd.Function`, and out of it what is no output."""
+    """Carries a call into an `autograd.Function`, and out of it what is not an output."""
 
     __slots__ = ("call", "interpreter", "leading", "operands", "results")
 

@@ -132,7 +132,7 @@ def lowered_vmap(interpreter: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def leave_functorch() -> contextlib.AbstractContextManager[Any]:
-    """Runs the body outside of every torch.func transform."""
+    """Runs the body outside every torch.func transform."""
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
@@ -728,7 +728,7 @@ def traceable(func: Any) -> Any:
     """The function itself, or what does the same where torch would read numbers.
 
     `F.one_hot` checks its classes by value unless it sees a tensor to be a fake one, which
-    it does not through the wrapper of a level of torch.func inside of the trace (forward
+    it does not through the wrapper of a level of torch.func inside the trace (forward
     mode over reverse mode). Obsolete when it sees through that.
     """
     return _one_hot if func is _ONE_HOT else func
@@ -880,7 +880,7 @@ class OpenSizes:
 
     @contextlib.contextmanager
     def like_numbers(self) -> Generator[None]:
-        """Inside, these symbols are numbers to code outside of torch and this package.
+        """Inside, these symbols are numbers to code outside torch and this package.
 
         `isinstance(size, int)` is true, and `size > 4` is True or False. A text of a size is
         that of the number, which is then fixed: a symbol's own text would be a silently wrong
@@ -960,7 +960,7 @@ def _text(symbol: Any) -> str:
     if _is_users(symbol):
         asks = caller(1)
         if asks is not None and asks.f_globals.get("__name__") == "json.encoder":
-            # `default=str` would make "4" of what is no number of Python's to it.
+            # `default=str` would make "4" of what is not a number of Python's to it.
             raise TypeError("json writes a size as an object of another class")
         return repr(number(symbol))
     return _OWN[type(symbol), "__repr__"](symbol)
@@ -1069,7 +1069,7 @@ def call_on_fakes(
 
 @contextlib.contextmanager
 def isolated() -> Generator[None]:
-    """Runs the body outside of every transform and every mode of the caller."""
+    """Runs the body outside every transform and every mode of the caller."""
     with (
         leave_functorch(),
         _disable_current_modes(),
@@ -1857,7 +1857,7 @@ def key_of(storage: torch.UntypedStorage) -> int:
 def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
     """Lifts the arguments of users' `autograd.Function`s on this thread.
 
-    `Function.apply` is no torch function, so that a mode does not see it. Obsolete when it
+    `Function.apply` is not a torch function, so that a mode does not see it. Obsolete when it
     becomes one.
     """
     thread = threading.get_ident()
@@ -2057,7 +2057,7 @@ def _specialize_floats(context: Any) -> None:
 def number(symbol: Any) -> Any:
     """What a symbol of torch.compile stands for, which is then guarded.
 
-    What is none comes back. Obsolete, like the next, when graphs may hold for all sizes.
+    What is not one comes back. Obsolete, like the next, when graphs may hold for all sizes.
     """
     for symbolic, plain in _SYMBOLS:
         if isinstance(symbol, symbolic):
@@ -2108,7 +2108,7 @@ _LEVELS = {
 def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
     """A graph of Dynamo's as it would be, had Dynamo met it among the active transforms.
 
-    torch.func's transforms inside of it have the numbers of the place where it was met.
+    torch.func's transforms inside it have the numbers of the place where it was met.
     Obsolete when Dynamo's graphs count levels from where they run.
     """
     places = {
@@ -2145,7 +2145,7 @@ def traced_as(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Has Dynamo trace another function in place of one that users call.
 
-    Where the other ends the graph, and outside of one, the function itself runs, unseen.
+    Where the other ends the graph, and outside one, the function itself runs, unseen.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

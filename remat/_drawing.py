@@ -5,7 +5,7 @@ back, draws again, and puts back what it found. A compiler orders steps by what 
 of each other, which these do not. So in a graph that it gets, each is one operator: a draw
 that hands out the state too from which it started, and a draw from a state that it reads.
 The first kind reads the state of the one before, so that draws keep their order: the
-numbers are those that PyTorch draws outside of a graph, whatever the compiler.
+numbers are those that PyTorch draws outside a graph, whatever the compiler.
 
 `torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation; they
 cannot be met by it in a graph that is still to be differentiated.

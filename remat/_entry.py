@@ -447,7 +447,7 @@ class _FirstCall:
         return traced, reads, template
 
     def entry(self, found: _Search) -> Entry:
-        """The entry of what was found, if it is no mistake of the function's."""
+        """The entry of what was found, if it is not a mistake of the function's."""
         signature, joint = self.signature, found.joints[0]
         captured = _metas(found.captured)
         operands = (*signature.metas, *captured)

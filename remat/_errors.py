@@ -16,7 +16,7 @@ class TraceError(RematError, RuntimeError):
 
 
 class CapturedTensorError(RematError, RuntimeError):
-    """A function reaches a tensor by a way that cannot be followed at the next call."""
+    """A function reaches a tensor in a way that cannot be followed at the next call."""
 
 
 class ImplicitRandomnessError(RematError, RuntimeError):

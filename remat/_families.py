@@ -92,7 +92,7 @@ def _warn_of_dimension(dimension: str, where: str) -> None:
         what=f"is traced for each size of {dimension}, in spite of "
         "dynamic_shapes=True.",
         why="The function, or an operator in it, needs that size as a number: a loop "
-        "over range(size), int(size), or a text like f'{size}'.",
+        "over range(size), int(size), or a string like f'{size}'.",
         do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )
 

@@ -156,7 +156,7 @@ def is_open(meta: TensorMeta) -> bool:
 
 
 def named(key: Any) -> Hashable:
-    """A key in which symbols, which cannot be hashed, are their texts."""
+    """A key in which symbols, which cannot be hashed, are their strings."""
     if isinstance(key, torch.SymInt):
         return ("size", str(key))
     if isinstance(key, TensorMeta):

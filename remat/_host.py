@@ -61,6 +61,6 @@ def told(where: str) -> Generator[None]:
         what="Python's `random`, or numpy's, was drawn from while it was traced.",
         why="A trace runs Python once: if the function drew a number, it is a "
         "constant of the trace, the same in each later call.",
-        do="Draw from a key, draw outside of the region and pass the number as a tensor, "
+        do="Draw from a key, draw outside the region and pass the number as a tensor, "
         'or use engine="rerun".',
     )

@@ -55,7 +55,7 @@ class _Kind:
     )
 
 
-# By a text, which Dynamo guards by its value: equal layers share a graph.
+# By a string, which Dynamo guards by its value: equal layers share a graph.
 _kinds: dict[str, _Kind] = {}
 # Why the kinds that always stay apart do.
 _apart: dict[str, str] = {}
@@ -66,7 +66,7 @@ _apart_here: weakref.WeakKeyDictionary[object, dict[str, str]] = (
 
 
 class _NotRecordable(RematError):
-    """A region that cannot be part of a graph, though it runs outside of one."""
+    """A region that cannot be part of a graph, though it runs outside one."""
 
 
 def register(key: str, where: str, around: _Around, why_apart: str) -> None:

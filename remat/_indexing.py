@@ -1,6 +1,6 @@
 """`x[i]` where `i` is a number in a tensor: a look-up by value, and not by a Python number.
 
-Outside of a trace torch reads the number and takes a view, inside `vmap` it looks the
+Outside a trace torch reads the number and takes a view, inside `vmap` it looks the
 number up, as a gather. A trace has no numbers to read, and does as `vmap` does. The result
 is then no view: who changes it in place would change nothing else, and is refused.
 """
@@ -28,7 +28,7 @@ class LookUps:
         self._made: list[tuple[Tensor, int, str]] = []
 
     def call(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What `x[i]` or `x[i] = y` answers; NotImplemented for what is no look-up."""
+        """What `x[i]` or `x[i] = y` answers; NotImplemented for what is not a look-up."""
         if func is Tensor.__getitem__ and _is_look_up(args[1]):
             found = _item(args[0], _parts(args[1]))
             self._made.append((found, found._version, user_line()))  # noqa: SLF001  # public in all but name

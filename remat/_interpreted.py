@@ -28,7 +28,7 @@ _OVERLOADS: dict[Any, Any] = {
 }
 
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
-# lie outside of a tensor nor matrices that may be singular are among what these read.
+# lie outside a tensor nor matrices that may be singular are among what these read.
 _MORE = (
     "mm addmm bmm baddbmm matmul linear convolution convolution_backward "
     "native_layer_norm native_layer_norm_backward "

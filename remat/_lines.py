@@ -32,7 +32,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def user_line() -> str:
-    """The innermost "file.py:line" outside of torch and of this package."""
+    """The innermost "file.py:line" outside torch and of this package."""
     if _of_step.get():
         return _of_step.get()
     frame, _ = _user_frame()
@@ -121,7 +121,7 @@ def untraceable(error: Exception) -> TraceError:
 
 
 def checkpointed_by_torch(error: Exception) -> TraceError | None:
-    """What is raised where torch's own checkpoint failed inside of a trace; else None."""
+    """What is raised where torch's own checkpoint failed inside a trace; else None."""
     if not any(name == _TORCHS_CHECKPOINT for name, _ in _frames(error)):
         return None
     return TraceError(
@@ -153,7 +153,7 @@ def higher_order(error: Exception) -> TraceError:
 
 
 def line_of(error: Exception) -> str:
-    """The innermost "file.py:line" outside of torch and of this package that raised.
+    """The innermost "file.py:line" outside torch and of this package that raised.
 
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """

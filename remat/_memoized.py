@@ -16,7 +16,7 @@ from torch import Tensor
 
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
-_DEPTH = 4  # of containers inside of a cache, a heuristic
+_DEPTH = 4  # of containers inside a cache, a heuristic
 
 
 def keeper_of(tensor: Tensor) -> Any:
@@ -33,7 +33,7 @@ def remedy(keeper: Any) -> str:
     """What to do about it."""
     name = keeper.__name__
     return (
-        f"Call `{name}.__wrapped__` inside of the function, which makes the tensor anew, or "
+        f"Call `{name}.__wrapped__` inside the function, which makes the tensor anew, or "
         f"call `{name}` outside and pass what it returns."
     )
 

@@ -50,7 +50,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def marking() -> Generator[None]:
-    """Inside, names are marked outside of traces too, for whoever records operators."""
+    """Inside, names are marked outside traces too, for whoever records operators."""
     before, _thread.marks = _thread.marks, True
     try:
         yield

@@ -129,7 +129,7 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
     """Refuses options that `remat` does not have, and says what others' are here.
 
     Args:
-        unknown: the names that were given, and are none.
+        unknown: the names that were given, and are not options.
         known: the names that there are.
 
     Raises:
@@ -155,7 +155,7 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
 
 
 def require_function(fun: Any) -> None:
-    """Refuses what is no function, or does its work after the call of it has ended.
+    """Refuses what is not a function, or does its work after the call of it has ended.
 
     Raises:
         TypeError: it is such a thing.

@@ -55,7 +55,7 @@ class Analysis:
         numbers: the class of each value.
         members: for each class the first forward value in it.
         roots: for each value the one whose storage it shares.
-        forward: the forward values that are no inputs, in order.
+        forward: the forward values that are not inputs, in order.
     """
 
     joint: Joint
@@ -289,7 +289,7 @@ def cut(
 ) -> Cut:
     """Walks back from the wanted gradients and stops at `members` (law 2).
 
-    Generator states are no choice: what is not recorded cannot be drawn again. They are
+    Generator states are not a choice: what is not recorded cannot be drawn again. They are
     operands of the backward, like the inputs.
     """
     joint = analysis.joint
@@ -516,7 +516,7 @@ def unique_outputs(
             continue
         bases = [each for each, spread in unique if spread == placement]
         path = view_path(graph, bases, ref)
-        # A DTensor is no view: it is one of the others, or its own.
+        # A DTensor is not a view: it is one of the others, or its own.
         if path is None or (placement is not None and path[1] is not None):
             path = ref, None
         base, steps = path

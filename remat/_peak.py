@@ -2,7 +2,7 @@
 
 Both programs are walked step by step as they will run: each makes its storages and frees
 at last use what nothing reads any more. Counted is what operators make; arguments are the
-caller's, and what lives only inside of one kernel is not seen.
+caller's, and what lives only inside one kernel is not seen.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Plan:
         )
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """What other budgets come to, from the least to all that no remat saves.
+        """What other budgets come to, from the least to all that is saved without remat.
 
         Laws: costs fall, and bytes grow, from point to point.
         """
@@ -247,7 +247,7 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no plan, or of another version of this format.
+            ValueError: the text is not a plan, or has another version of this format.
         """
         read: Any = json.loads(text)
         found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
@@ -334,8 +334,8 @@ def plan(
     Raises:
         BudgetError: more bytes are held whatever is saved, or nothing fits what is free;
             the message names the smallest budget that can be met.
-        PolicyError: `budget` is no size and no budget; or `costs="measured"` and the
-            arguments have no numbers.
+        PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
+            arguments have no data.
         ValueError: `solver` or `costs` has a value that it cannot have.
 
     Example:

@@ -38,7 +38,8 @@ from remat.policies._budget import Memory
 from remat.storage import AbstractStorage, Keep
 
 _RESERVE = Fraction(1, 10)
-_STAGES = 16  # parts of what no remat saves, in which "auto" looks for what fits
+# Parts of what is saved without remat, among which "auto" looks for what fits.
+_STAGES = 16
 
 Solver = Callable[[Problem, int, str], Solution]
 

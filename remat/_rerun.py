@@ -187,7 +187,7 @@ _IN_A_GRAPH = (
 
 
 class _Substituted(TorchFunctionMode):
-    """Puts operands in the place of captured tensors, and sees generators pass by."""
+    """Puts operands in place of captured tensors, and sees generators pass by."""
 
     def __init__(
         self,
@@ -419,7 +419,7 @@ class Rerun(WithoutProgram):
                     for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
                 ]
                 with self.state.around(), torch.enable_grad():
-                    # None, which `Flat` allows, is no output: `_zeros_for_none`, `_Result`.
+                    # None, which `Flat` allows, is not an output: `_zeros_for_none`, `_Result`.
                     outputs = [each for each in self.run(leaves) if each is not None]
             bits = resting(outputs, leaves, self.state.engine)
             guard_against_others(leaves)
@@ -499,7 +499,7 @@ def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
 
 
 def _accumulating(function: Flat, pull: Pull, engine: _sharded.Engine) -> Flat:
-    """(operands, ..., cotangents) -> the gradients, by a backward inside of autograd's own.
+    """(operands, ..., cotangents) -> the gradients, by a backward inside autograd's own.
 
     It leaves the gradients of gathered parameters where the engine's hooks find them.
     """

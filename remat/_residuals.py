@@ -122,7 +122,7 @@ def _residual(
 def made_values(
     analysis: Analysis, saved: Sequence[int], reason: str
 ) -> list[Residual]:
-    """Values that plain autograd holds, outside of any policy."""
+    """Values that plain autograd holds, outside any policy."""
     graph = analysis.joint.graph
     names = {number: ", ".join(view.names) for number, view in analysis.views.items()}
     return [

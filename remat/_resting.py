@@ -32,7 +32,7 @@ def resting(
     The last leaf stands for the parameters that an engine has gathered.
 
     Raises:
-        CapturedTensorError: some output rests on a tensor that is no leaf of the run.
+        CapturedTensorError: some output rests on a tensor that is not a leaf of the run.
     """
     found: dict[int, int] = {}
     known = set(map(id, leaves))

@@ -75,7 +75,7 @@ class Running:
         )
 
     def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs such a call as it is: it is no part of the function's graph."""
+        """Runs such a call as it is: it is not a part of the function's graph."""
         with _compat.isolated():
             out = func(*args, **kwargs)
         # Held, so that no other tensor can have the id of one of them.

@@ -61,7 +61,7 @@ class Engine:
         return cls(idle) if idle else None
 
     def add(self, variable: Tensor) -> None:
-        """Lets the run that is under way rest on a tensor that is no operand."""
+        """Lets the run that is under way rest on a tensor that is not an operand."""
         self._gathered[id(variable)] = variable
 
     def stands_for(self, variable: Tensor) -> bool:
@@ -154,7 +154,7 @@ def _in_part(module: nn.Module) -> TraceError:
             where=f"a {type(module).__name__}",
             what="is called inside a region, and others of its group are not.",
             why="fully_shard gathers and reduces a group of modules together.",
-            do="Put the region around all of them, or regions inside of each. "
+            do="Put the region around all of them, or regions inside each. "
             "reset_iter_state() of the root brings the modules back to where they were.",
         )
     )

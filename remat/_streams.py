@@ -2,7 +2,7 @@
 
 Code inside `tracker.fork(name)` draws from the state of that name: the tracker puts it
 into the default generator, and takes it out again afterwards. A trace cannot see the swap,
-which is no operator. It is told from the generator instead: while a function is traced,
+which is not an operator. It is told from the generator instead: while a function is traced,
 each state of each registered tracker is a stand-in with a seed that occurs nowhere else, so
 that the seed in the generator says at each draw whose numbers it takes. The seed changes
 with each draw: a state that was left behind is told from the one at which its stream has

@@ -1,6 +1,6 @@
 """Pure function and metadata -> joint graph of its forward and its backward.
 
-The function runs once, on fake tensors, outside of every transform and mode of the caller
+The function runs once, on fake tensors, outside every transform and mode of the caller
 (`make_fx` under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd
 does), so that users' `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph
 what they mean outside. Fakes have the exact strides of inputs and cotangents: kernels
@@ -252,7 +252,7 @@ class _Run:
         with UserCalls(running), _compat.lifted_function_apply(lift):
             results = request.function(operands)
         running.look_ups.require_unchanged()
-        # Outside of the mode, which would take the lift's own work for the user's.
+        # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
         _require_known(returned)
         self.num_returned = len(returned)
@@ -341,7 +341,7 @@ def _home(operands: Sequence[TensorMeta]) -> torch.device:
 def _backward_numerics(
     numerics: Numerics | None,
 ) -> contextlib.AbstractContextManager[None]:
-    # Users call .backward() outside of autocast, as torch recommends.
+    # Users call .backward() outside autocast, as torch recommends.
     if numerics is None:
         forward = Numerics.current()
         return forward._replace(autocast=()).applied()
@@ -408,7 +408,7 @@ _FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportU
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and _compat.is_lift(node):
-            # torch.from_numpy and its like are no torch functions: no mode sees them.
+            # torch.from_numpy and its like are not torch functions: no mode sees them.
             raise from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)

@@ -135,7 +135,7 @@ def number_of(value: object) -> int | None:
 
 @contextlib.contextmanager
 def plainly() -> Generator[None]:
-    """Runs the body outside of transforms, traces and modes: it handles states."""
+    """Runs the body outside transforms, traces and modes: it handles states."""
     with _compat.isolated(), _compat.without_torch_function():
         yield
 

@@ -141,7 +141,7 @@ def test_a_second_derivative_raises(unit: Any, second: Any) -> None:
         pytest.raises(
             SecondDerivativeError,
             match=r"the gradient of a region with the operands .*: is differentiated in "
-            r"reverse mode\. The region was called under first_order\(\).*Call it outside of first_order\(\)",
+            r"reverse mode\. The region was called under first_order\(\).*Call it outside first_order\(\)",
         ) as raised,
     ):
         second(unit, x)

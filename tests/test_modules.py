@@ -175,8 +175,8 @@ def test_a_script_module_is_refused(where, engine):
 
     with pytest.raises(
         TraceError,
-        match=r"matches `1`, a RecursiveScriptModule. TorchScript's .*gradients.* Use what "
-        r"it was before torch.jit.script",
+        match=r"matches `1`, a RecursiveScriptModule. TorchScript's .*gradients.* Use the "
+        r"module from before torch.jit.script",
     ):
         modules.apply(model, where, engine=engine)
 

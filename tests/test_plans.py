@@ -291,7 +291,7 @@ def test_a_budget_is_a_policy() -> None:
 
 @pytest.mark.parametrize("budget", [100, "1 KiB", 0.3])
 def test_sizes(budget: Any) -> None:
-    """Bytes, a text, and a part of what no remat saves."""
+    """Bytes, a string, and a fraction of what is saved without remat."""
     args = mlp_args()
     whole = sum(
         each.size_bytes

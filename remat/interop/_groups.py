@@ -32,7 +32,7 @@ def shard_over(
 
     Raises:
         RuntimeError: there are no process groups.
-        TypeError: the group is none, or one to which this rank does not belong.
+        TypeError: it is not a group, or one to which this rank does not belong.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

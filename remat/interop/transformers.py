@@ -47,7 +47,7 @@ def enable(
 
     As `model.gradient_checkpointing_enable()` does it, with regions of this package in the
     place of torch's checkpoint; what that takes out of a layer (a key/value cache) is taken
-    out here too. What hooks inside of the layers collect (`output_router_logits`) is
+    out here too. What hooks inside the layers collect (`output_router_logits`) is
     returned by the regions, with its gradient. `Trainer` needs nothing: if `gradient_checkpointing` is set in its
     arguments, regions stay, and are what it uses. Equal layers share one trace.
 
@@ -63,7 +63,7 @@ def enable(
         The model.
 
     Raises:
-        TypeError: it is no model of transformers, or an option is none.
+        TypeError: it is not a model of transformers, or `remat` has no such option.
         ValueError: it does not support checkpointing.
 
     Example:
@@ -99,7 +99,7 @@ def disable(model: _M) -> _M:
         The model, whose layers do not recompute.
 
     Raises:
-        TypeError: it is no model of transformers.
+        TypeError: it is not a model of transformers.
 
     Example:
         >>> from transformers import BertConfig, BertModel

@@ -57,7 +57,7 @@ def chain(
         A function of a pytree; `.stages(x)` describes its stages to a schedule.
 
     Raises:
-        ScheduleError: there is no function, or `schedule` is none.
+        ScheduleError: there is no function, or `schedule` is not a schedule.
 
     Example:
         >>> import torch

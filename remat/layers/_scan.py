@@ -94,9 +94,9 @@ def scan(
         The last carry, and the `y` of all steps stacked along a new dimension 0.
 
     Raises:
-        CarryError: the carry changes, `f` returns no pair, a leaf is no tensor, or the
+        CarryError: the carry changes, `f` returns no pair, a leaf is not a tensor, or the
             lengths do not agree.
-        ScheduleError: `schedule` is none.
+        ScheduleError: `schedule` is not a schedule.
 
     Example:
         >>> import torch
@@ -189,7 +189,7 @@ class _Scan(NamedTuple):
         """The call with the number that did not fit in the dtype that it takes on.
 
         Raises:
-            CarryError: what changed its dtype was no number, or one takes on no other.
+            CarryError: what changed its dtype was not a number, or one takes on no other.
         """
         place, carry, numbers = error.place, [*self.carry], {**self.numbers}
         number, dtype = numbers.pop(place, None), carry[place].dtype
@@ -294,7 +294,7 @@ def _stacked(items: list[Any]) -> Any:
     """What an iterator gave, as `scan` takes it; nothing for none.
 
     Raises:
-        CarryError: a leaf is no tensor or number, or two slices are not alike.
+        CarryError: a leaf is not a tensor or number, or two slices are not alike.
     """
     if not items:
         return None

@@ -43,7 +43,7 @@ class Tree:
         """The tensors of another pytree, numbers as tensors, in the order of this one.
 
         Raises:
-            CarryError: a leaf of it is no tensor, number or None.
+            CarryError: a leaf of it is not a tensor, number or None.
             ValueError: it has another structure.
         """
         leaves = _compat.leaves_up_to(tree, self.spec)
@@ -60,7 +60,7 @@ def as_tensors(tree: Any, where: str) -> Any:
     """A pytree whose Python numbers have become tensors.
 
     Raises:
-        CarryError: a leaf is no tensor, number or None.
+        CarryError: a leaf is not a tensor, number or None.
     """
     leaves, spec = _compat.flatten(tree)
     return _compat.unflatten([as_tensor(leaf, where) for leaf in leaves], spec)
@@ -70,7 +70,7 @@ def as_tensor(leaf: Any, where: str) -> Tensor | None:
     """A leaf, of a number a tensor.
 
     Raises:
-        CarryError: it is no tensor, number or None.
+        CarryError: it is not a tensor, number or None.
     """
     if leaf is None or isinstance(leaf, Tensor):
         return leaf

@@ -2,7 +2,7 @@
 
 Dynamo cannot follow a schedule, whose actions are worked out as it runs, nor make a region
 under a policy that it meets only now. A graph ends in front of such a stack, and of one
-that is called wrongly: outside of a graph it runs, or raises what is wrong.
+that is called wrongly: outside a graph it runs, or raises what is wrong.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _WITH_OPTIONS = {
     what: explain(
         where=f"remat.{what}",
         what="has a policy or a schedule, and is called under torch.compile.",
-        why="What it keeps is worked out from what it traces, which is no part of a "
+        why="What it keeps is worked out from what it traces, which is not a part of a "
         "graph.",
         do="Leave both out; or decorate the steps with remat(policy=...) and call them "
         "in a loop; or compile without fullgraph=True: the stack then runs between two "

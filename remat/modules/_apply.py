@@ -1,4 +1,4 @@
-"""Puts a region in the place of a module's `forward`, and takes it out again.
+"""Puts a region in place of a module's `forward`, and takes it out again.
 
 The region stands in the *instance*, as the attribute `forward`. The class stays, and with
 it `isinstance`, `type(module)`, parameter names, `state_dict`, and what other tools put on
@@ -48,9 +48,9 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         The model.
 
     Raises:
-        TypeError: `where`, or an option, is none.
+        TypeError: `where` is not one of these, or `remat` has no such option.
         ValueError: an option has a value that it cannot have.
-        PolicyError: `policy` is none.
+        PolicyError: `policy` is not a policy.
         TraceError: a match is a ScriptModule. No module is changed.
 
     Warns:

@@ -109,7 +109,7 @@ def plan(
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
         budget: bytes for one call of the model, as an int or as in `"512MiB"`; a float in
-            (0, 1] is a part of what the blocks hold without remat.
+            (0, 1] is a fraction of what the blocks hold without remat.
         where: the blocks, as `apply` takes them; they must not nest. None means the
             children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
 
@@ -118,7 +118,7 @@ def plan(
 
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach them
-            exactly once each, or `budget` is no size.
+            exactly once each, or `budget` is not a size.
         BudgetError: the blocks hold more whatever they save.
 
     Example:
@@ -169,7 +169,7 @@ _ANY = 2**62
 
 def _split(blocks: Sequence[_Block], size: int | float) -> ModulePlan:
     """Gives each block its share."""
-    # Not 1.0: a draw's recorded state may be more than all that no remat saves.
+    # Not 1.0: a draw's recorded state may be more than all that is saved without remat.
     whole = [block.plan(_ANY) for block in blocks]
     kinds = list(dict.fromkeys(each.fingerprint for each in whole))
     members = [

@@ -20,7 +20,7 @@ def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
     """The modules that `where` means, each once, by its first name, in the model's order.
 
     Raises:
-        TypeError: `where` is none of what it can be.
+        TypeError: `where` is not one of the forms that it can have.
     """
     matches = _matcher(where)
     found: dict[int, tuple[str, nn.Module]] = {}

@@ -112,7 +112,7 @@ def _require_function(candidate: object, where: str) -> None:
 
 
 def _diagnose(candidate: object) -> tuple[str, str]:
-    """Returns why this is no function of a value, and what to do; or two blanks."""
+    """Returns why this is not a function of a value, and what to do; or two blanks."""
     name = _show(candidate)
     match candidate:
         case str():

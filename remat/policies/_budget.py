@@ -26,7 +26,7 @@ Memory = Callable[["torch.device"], int]
 """From a device to the bytes that are free there."""
 
 Size = int | float | str | Memory
-"""Bytes, a part of what no remat saves, a text with a unit, "auto", or a `Memory`."""
+"""Bytes, a fraction of what is saved without remat, a string, "auto", or a `Memory`."""
 
 
 @final
@@ -35,7 +35,8 @@ class Budget(WholeProgram):
     """What `budget` makes.
 
     Attributes:
-        size: bytes; a float is a part of what no remat saves; "auto"; or a `Memory`.
+        size: bytes; a float, a fraction of what is saved without remat; "auto"; or a
+            `Memory`.
         allow: what may be saved, and how; None for anything, as it is.
         is_part: whether the size is a part: all, 1.0, equals one byte, 1, in Python.
     """
@@ -93,9 +94,9 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
     Laws: the bytes held never exceed the budget; a larger budget never costs more.
 
     Args:
-        size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a part of what
-            no remat saves; "auto" for what the device, or the process, has free, with a
-            tenth in reserve; or a function from the device to its free bytes, which
+        size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a fraction of
+            what is saved without remat; "auto" for what the device, or the process, has
+            free, with a tenth in reserve; or a function from the device to its free bytes, which
             "auto" then goes by. Each is meant for one call of the region.
         allow: what may be saved, and how: a policy, or a function of a value that may
             also return a storage, or a tuple of storages to choose from. None means
@@ -105,8 +106,8 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
         The policy. It combines with no other one: `allow` says what it may save.
 
     Raises:
-        PolicyError: `size` is no size, or `allow` no policy.
-        ValueError: `size` is negative, a float outside of (0, 1], or cannot be read.
+        PolicyError: `size` is not a size, or `allow` not a policy.
+        ValueError: `size` is negative, a float outside (0, 1], or cannot be read.
         BudgetError: at the first call, if more bytes are held whatever is saved.
 
     Example:

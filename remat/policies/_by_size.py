@@ -48,7 +48,7 @@ def by_size(
         The policy.
 
     Raises:
-        PolicyError: a bound is neither an int, nor a text, nor None.
+        PolicyError: a bound is neither an int, nor a string, nor None.
         ValueError: no bound is given, a bound is negative or cannot be read, or no
             size lies between them.
 

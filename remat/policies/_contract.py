@@ -100,7 +100,7 @@ class Save:
         storage: how the value waits; the default keeps it as it is.
 
     Raises:
-        PolicyError: `storage` is no storage value.
+        PolicyError: `storage` is not a storage value.
 
     Example:
         >>> from remat import policies
@@ -187,7 +187,7 @@ class AbstractPolicy(abc.ABC):
             The policy with that storage.
 
         Raises:
-            PolicyError: `storage` is no storage value.
+            PolicyError: `storage` is not a storage value.
 
         Example:
             >>> from remat import policies, storage
@@ -209,11 +209,11 @@ class AbstractPolicy(abc.ABC):
         return Complement(self)
 
     def __ror__(self, other: object) -> NoReturn:
-        """Refuses a left operand that is no policy of this package."""
+        """Refuses a left operand that is not a policy of this package."""
         raise _not_combinable(other, "|")
 
     def __rand__(self, other: object) -> NoReturn:
-        """Refuses a left operand that is no policy of this package."""
+        """Refuses a left operand that is not a policy of this package."""
         raise _not_combinable(other, "&")
 
     def __bool__(self) -> NoReturn:
@@ -261,7 +261,7 @@ class Union(AbstractPolicy):
         right: the policy that is asked about what `left` recomputes.
 
     Raises:
-        PolicyError: an operand is no `AbstractPolicy`.
+        PolicyError: an operand is not an `AbstractPolicy`.
     """
 
     left: AbstractPolicy
@@ -300,7 +300,7 @@ class Intersection(AbstractPolicy):
         right: the policy that must save the value too.
 
     Raises:
-        PolicyError: an operand is no `AbstractPolicy`.
+        PolicyError: an operand is not an `AbstractPolicy`.
     """
 
     left: AbstractPolicy
@@ -338,7 +338,7 @@ class Complement(AbstractPolicy):
         policy: the policy to turn around.
 
     Raises:
-        PolicyError: the operand is no `AbstractPolicy`.
+        PolicyError: the operand is not an `AbstractPolicy`.
     """
 
     policy: AbstractPolicy
@@ -375,7 +375,7 @@ class Stored(AbstractPolicy):
         storage: how the saved values wait.
 
     Raises:
-        PolicyError: the operand is no `AbstractPolicy`, or `storage` no storage value.
+        PolicyError: the operand is not an `AbstractPolicy`, or `storage` not a storage value.
     """
 
     policy: AbstractPolicy
@@ -475,7 +475,7 @@ def _meaningless(policy: object, value: Value, answer: object) -> PolicyError:
 
 
 def _diagnose(answer: object) -> tuple[str, str, str]:
-    """Returns what was answered, why that is no decision, and what to return instead."""
+    """Returns what was answered, why that is not a decision, and what to return instead."""
     match answer:
         case None:
             return (

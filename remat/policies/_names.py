@@ -78,7 +78,7 @@ def save_only_these_names(*globs: str) -> AbstractPolicy:
         The policy.
 
     Raises:
-        PolicyError: a glob is no text.
+        PolicyError: a glob is not a string.
 
     Example:
         >>> from remat import policies
@@ -101,7 +101,7 @@ def save_any_names_but_these(*globs: str) -> AbstractPolicy:
         The policy.
 
     Raises:
-        PolicyError: a glob is no text.
+        PolicyError: a glob is not a string.
 
     Example:
         >>> from remat import policies
@@ -126,7 +126,7 @@ def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
         The policy.
 
     Raises:
-        PolicyError: a glob is no text.
+        PolicyError: a glob is not a string.
 
     Example:
         >>> from remat import policies
@@ -150,7 +150,7 @@ def has_name(value: Value, globs: tuple[str, ...]) -> bool:
 
 
 def require_globs(globs: tuple[object, ...], where: str) -> None:
-    """Raises PolicyError unless each of the globs is a text."""
+    """Raises PolicyError unless each of the globs is a string."""
     for glob in globs:
         if isinstance(glob, str):
             continue

@@ -108,7 +108,7 @@ def save_and_offload_only_these_names(
         The policy.
 
     Raises:
-        PolicyError: names are a single text, or are not texts.
+        PolicyError: names are a single string, or are not strings.
         ValueError: a glob is in both lists, or a memory is not known.
 
     Example:

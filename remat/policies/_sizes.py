@@ -26,7 +26,7 @@ def parse_size(size: object, where: str) -> int:
     """Returns a size in bytes.
 
     Args:
-        size: a number of bytes, or a text such as `"512KiB"` or `"1.5 MiB"`; the units
+        size: a number of bytes, or a string such as `"512KiB"` or `"1.5 MiB"`; the units
             are B, KiB, MiB, GiB and TiB, powers of 1024.
         where: the argument that the size was given for, for the message.
 
@@ -34,8 +34,8 @@ def parse_size(size: object, where: str) -> int:
         The bytes, rounded down.
 
     Raises:
-        PolicyError: the size is neither an int nor a text.
-        ValueError: the size is negative, or the text is not a number and a unit.
+        PolicyError: the size is neither an int nor a string.
+        ValueError: the size is negative, or the string is not a number and a unit.
 
     Example:
         >>> parse_size("1.5 KiB", where="by_size(min_bytes=...)")
@@ -84,7 +84,7 @@ def _not_a_size(size: object, where: str) -> PolicyError:
         explain(
             where=where,
             what=f"got {size!r}, of type {type(size).__name__}.",
-            why="A size is an int in bytes, or a text with a unit.",
+            why="A size is an int in bytes, or a string with a unit.",
             do='Pass, for example, 524288 or "512KiB".',
         )
     )

@@ -40,7 +40,7 @@ def truncated_normal(
         A tensor of that shape and dtype, on the device of the key, within the bounds.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` none of these.
+        TypeError: `key` is not a key, or `dtype` not one of these.
 
     Example:
         >>> from remat import random
@@ -89,7 +89,7 @@ def gumbel(
         A tensor of that shape and dtype, on the device of the key; every number is finite.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` none of these.
+        TypeError: `key` is not a key, or `dtype` not one of these.
 
     Example:
         >>> from remat import random
@@ -128,7 +128,7 @@ def categorical(
         Indices, int64 of that shape.
 
     Raises:
-        TypeError: `key` is no key.
+        TypeError: `key` is not a key.
         ValueError: `shape` does not end so.
 
     Example:
@@ -180,7 +180,7 @@ def permutation(
         A tensor like `x`, or int64 of that shape, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key.
+        TypeError: `key` is not a key.
 
     Example:
         >>> from remat import random

@@ -41,7 +41,7 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int32) ->
         A tensor of that shape and dtype, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` no integer dtype.
+        TypeError: `key` is not a key, or `dtype` not an integer dtype.
 
     Example:
         >>> from remat import random
@@ -83,7 +83,7 @@ def uniform(
         A tensor of that shape and dtype, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` none of these.
+        TypeError: `key` is not a key, or `dtype` not one of these.
 
     Example:
         >>> from remat import random
@@ -127,7 +127,7 @@ def normal(
         A tensor of that shape and dtype, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` none of these.
+        TypeError: `key` is not a key, or `dtype` not one of these.
 
     Example:
         >>> from remat import random
@@ -161,7 +161,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         A bool tensor of that shape, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key.
+        TypeError: `key` is not a key.
 
     Example:
         >>> from remat import random
@@ -203,7 +203,7 @@ def randint(
         A tensor of that shape and dtype, on the device of the key.
 
     Raises:
-        TypeError: `key` is no key, or `dtype` no integer dtype.
+        TypeError: `key` is not a key, or `dtype` not an integer dtype.
         ValueError: the range is empty, not within the dtype, or so wide that the bias in
             32 bits would show.
 

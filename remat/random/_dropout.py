@@ -26,7 +26,7 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
         A tensor like `x`.
 
     Raises:
-        TypeError: `key` is no key, or `x` not floating.
+        TypeError: `key` is not a key, or `x` not floating.
         ValueError: `rate` is out of range.
 
     Example:

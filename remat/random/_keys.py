@@ -27,7 +27,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         position in it, here 0.
 
     Raises:
-        TypeError: the seed is no integer.
+        TypeError: the seed is not an integer.
         ValueError: it is out of range.
 
     Example:
@@ -66,7 +66,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         The keys, uint64 of shape (num, 2): they unpack, and `torch.func.vmap` maps them.
 
     Raises:
-        TypeError: `key` is no key.
+        TypeError: `key` is not a key.
         ValueError: `num` is less than 1.
 
     Example:
@@ -102,7 +102,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         A key, uint64 of shape (2,).
 
     Raises:
-        TypeError: `key` is no key, or `data` no integer.
+        TypeError: `key` is not a key, or `data` not an integer.
         ValueError: `data` is out of range or has dimensions.
 
     Example:

@@ -124,7 +124,7 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
         else:
             raise _refused(
                 word,
-                "is no argument.",
+                "is not an argument.",
                 "Write x=8,256:bfloat16 for a tensor, heads==4 for a value.",
             )
         *path, last = name.split(".")
@@ -149,7 +149,7 @@ def _literal(text: str, word: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise _refused(
-            word, f"`{text}` is no Python literal.", "Quote text: name=='gelu'."
+            word, f"`{text}` is not a Python literal.", "Quote strings: name=='gelu'."
         ) from error
 
 
@@ -159,7 +159,7 @@ def _tensor(
     sizes = [int(size) for size in found[2].split(",") if size]
     dtype: Any = getattr(torch, found[3] or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise _refused(word, f"`{found[3]}` is no dtype.", "Write bfloat16, say.")
+        raise _refused(word, f"`{found[3]}` is not a dtype.", "Write bfloat16, say.")
     if device == "meta":
         return torch.empty(sizes, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:

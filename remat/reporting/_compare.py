@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PEER = "torch_remat"
-_BUDGETS = (0.25, 0.5, 0.75)  # of what no remat saves: points between the policies
+# Of what is saved without remat: points between the policies.
+_BUDGETS = (0.25, 0.5, 0.75)
 
 
 @final
@@ -41,7 +42,7 @@ class Row:
         name: the policy as code, "no remat", or the peer.
         held_bytes: what lives between forward and backward, arguments apart.
         peak_bytes: the most that lives at one time in one step.
-        recompute_flops: FLOPs of the step beyond those of no remat.
+        recompute_flops: FLOPs of the step beyond those without remat.
         step_s: median time of one step, in seconds; None on the meta device.
         is_peer: whether another library runs it.
     """
@@ -61,7 +62,7 @@ class Comparison:
 
     Attributes:
         function: the name of what ran.
-        rows: the ways to run it, no remat first.
+        rows: the ways to run it, "no remat" first.
         without: peers that are not compared, and why.
     """
 
@@ -139,7 +140,7 @@ def compare(
         peers: by name, what takes the function and gives it as another library runs it.
 
     Returns:
-        One row a way, which prints as a table; no remat comes first.
+        One row for each way; they print as a table, "no remat" first.
 
     Raises:
         RematError: `f` returns nothing that requires grad.

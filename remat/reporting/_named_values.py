@@ -33,8 +33,8 @@ class NamedValue:
     Attributes:
         name: what `checkpoint_name` called it.
         occurrence: how many values of this name came before it in the forward.
-        region: the region whose value it is; "" outside of regions.
-        call: which call of it, from 0; None outside of regions.
+        region: the region whose value it is; "" outside regions.
+        call: which call of it, from 0; None outside regions.
         source: the user's "file.py:line" that made it.
         forward: a copy of what the forward computed.
         recomputed: a copy of what the backward computed in its place; None where it did
@@ -168,7 +168,7 @@ def named_values(
     aliases of the arguments; nothing of the caller's is changed. Each value is copied.
 
     Args:
-        f: a function with or without regions. Names outside of regions are listed too,
+        f: a function with or without regions. Names outside regions are listed too,
             with nothing recomputed.
         *args: its arguments.
         **kwargs: likewise.

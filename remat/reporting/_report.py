@@ -25,7 +25,7 @@ class Report(Facts):
     """Where the bytes and the seconds of one step go; made by `report`.
 
     Bytes are of storages that operators of the step made, each counted once. Arguments,
-    parameters among them, were there before and count apart. Seconds are those inside of
+    parameters among them, were there before and count apart. Seconds are those inside
     operators, so that neither Python nor the watching counts; on the meta device, where
     nothing is computed, they are None. FLOPs are those of torch's formulas for matmuls,
     convolutions and attention.

@@ -120,7 +120,7 @@ class Step:
 
     @property
     def data(self) -> tuple[Tensor, ...]:
-        """The batch: what needs no gradient and is no key, else the last argument."""
+        """The batch: what needs no gradient and is not a key, else the last argument."""
         found = [
             each
             for each in self.arguments

@@ -61,12 +61,12 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
         lines[value.source] = lines.get(value.source, 0) + value.size_bytes
     source = max(lines, key=lambda line: lines[line])
     size = show_size(outside_bytes)
-    text = f"{size} that no region makes are held outside of any region"
+    text = f"{size} that no region makes are held outside any region"
     text += (
         f", most of it ({show_size(lines[source])}) made at {source}: put the function "
         "around that line in @remat."
         if source
-        else ", by a backward inside of the function: put what it differentiates in @remat."
+        else ", by a backward inside the function: put what it differentiates in @remat."
     )
     return Suggestion("wrap", outside[0].op, source, -outside_bytes, 0.0, text)
 

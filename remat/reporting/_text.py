@@ -79,7 +79,7 @@ def heading(facts: Facts) -> Iterator[str]:
     yield f"{facts.function} on {facts.device}: one forward and its backward"
     yield ""
     yield f"held    {show_size(facts.held_bytes)} wait for the backward" + (
-        f"; {show_size(facts.outside_bytes)} of them outside of any region"
+        f"; {show_size(facts.outside_bytes)} of them outside any region"
         if facts.outside_bytes
         else ""
     )

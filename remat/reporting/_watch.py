@@ -59,7 +59,7 @@ class Allocation:
         source: the user's line in the forward, "" in the backward.
         names: what `checkpoint_name` called it.
         phase: "forward" or "backward".
-        run: the program that made it; None outside of regions.
+        run: the program that made it; None outside regions.
         node: the number of the autograd node whose backward made it.
     """
 
@@ -103,7 +103,7 @@ class Event:
 class StepWatcher(Watcher):
     """Writes down what happens while it is active.
 
-    Counted is what operators on real and meta tensors make; not seen are buffers inside of
+    Counted is what operators on real and meta tensors make; not seen are buffers inside
     one kernel, and what the allocator adds to round a size up. A storage counts once.
 
     Where torch's own operator runs for the first time in the process, it runs twice, if

@@ -56,13 +56,13 @@ class Budget(AbstractSchedule):
     it is used does.
 
     Args:
-        size: an int in bytes, a text like `"512MiB"`, or a float in (0, 1], a fraction of
+        size: an int in bytes, a string like `"512MiB"`, or a float in (0, 1], a fraction of
             what is held without recomputation: all records, and all states but the first.
 
     Raises:
         ScheduleError: a float is not in (0, 1].
-        ValueError: the size is negative, or a text that cannot be read.
-        PolicyError: the size is no number and no text.
+        ValueError: the size is negative, or a string that cannot be read.
+        PolicyError: the size is neither a number nor a string.
         BudgetError: at planning: no schedule fits; it names the smallest size that does.
 
     Example:
@@ -92,7 +92,7 @@ class Budget(AbstractSchedule):
                     where=f"Budget({self.size!r})",
                     what="the fraction is not in (0, 1].",
                     why="It is a fraction of what is held without recomputation.",
-                    do="Pass a fraction, an int in bytes, or a text like '512MiB'.",
+                    do="Pass a fraction, an int in bytes, or a string like '512MiB'.",
                 )
             )
         parse_size(self.size, f"Budget({self.size!r})")

@@ -47,10 +47,10 @@ class AbstractSchedule(abc.ABC):
 
 
 def require_schedule(schedule: object, where: str) -> None:
-    """Refuses what is no schedule.
+    """Refuses what is not a schedule.
 
     Raises:
-        ScheduleError: if it is none.
+        ScheduleError: it is not a schedule.
     """
     if schedule is None or isinstance(schedule, AbstractSchedule):
         return

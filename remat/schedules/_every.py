@@ -37,7 +37,7 @@ class Every(AbstractSchedule):
         k: stages in a segment, at least 1; the last segment may be shorter.
 
     Raises:
-        ScheduleError: `k` is no positive int.
+        ScheduleError: `k` is not a positive int.
 
     Example:
         >>> from remat import schedules

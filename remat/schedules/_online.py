@@ -47,7 +47,7 @@ class Online(AbstractSchedule):
         snapshots: states that may be kept at one time, at least 1, the first one counted.
 
     Raises:
-        ScheduleError: `snapshots` is no positive int.
+        ScheduleError: `snapshots` is not a positive int.
 
     Example:
         >>> from remat import schedules

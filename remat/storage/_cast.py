@@ -24,7 +24,7 @@ class Cast(AbstractStorage):
         dtype: the floating dtype in which the value waits.
 
     Raises:
-        TypeError: `dtype` is no `torch.dtype`.
+        TypeError: `dtype` is not a `torch.dtype`.
         ValueError: `dtype` is not a floating one.
 
     Example:

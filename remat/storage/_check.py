@@ -6,7 +6,7 @@ from remat._errors import explain
 def require_type(
     argument: str, answer: object, expected: type | tuple[type, ...], *, wanted: str
 ) -> None:
-    """Raises TypeError unless `answer` is of the expected type; a bool is no int.
+    """Raises TypeError unless `answer` is of the expected type; a bool is not an int.
 
     Args:
         argument: where the value was given, as in `Quantize(bits=...)`.

@@ -76,7 +76,7 @@ class AbstractStorage(abc.ABC):
             The chain of both; the backward undoes it from its end.
 
         Raises:
-            TypeError: `other` is no storage value.
+            TypeError: `other` is not a storage value.
 
         Example:
             >>> from remat import storage
@@ -97,7 +97,7 @@ class Chain(AbstractStorage):
         links: the storages in the order in which a value passes them.
 
     Raises:
-        TypeError: a link is no storage value.
+        TypeError: a link is not a storage value.
 
     Example:
         >>> from remat import storage

@@ -119,14 +119,14 @@ class Offload(AbstractStorage):
             "Offload(path=...)",
             self.path,
             (str, type(None)),
-            wanted="a folder as a text, as in `str(path)`, or None",
+            wanted="a folder as a string, as in `str(path)`, or None",
         )
 
 
 def _check_device(device: object) -> None:
     argument = "Offload(device=...)"
     require_type(
-        argument, device, str, wanted="a device as a text, as in `str(device)`"
+        argument, device, str, wanted="a device as a string, as in `str(device)`"
     )
     try:
         torch.device(str(device))

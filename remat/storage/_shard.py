@@ -62,7 +62,7 @@ class Shard(AbstractStorage):
             returns one, may be a part of one, and is compared in every call.
 
     Raises:
-        TypeError: `mesh` is no device mesh, or `pattern` no text.
+        TypeError: `mesh` is not a device mesh, or `pattern` not a string.
         ValueError: the mesh has more dimensions than one, the pattern does not name its
             dimension, or `replicated` is another word; when a value is stored: it has
             another number of dimensions than the pattern, or this rank is not one of
@@ -210,7 +210,7 @@ def _groups(pattern: str) -> list[Any]:
     """The axes of a pattern, each as the names that it is made of.
 
     Raises:
-        ValueError: it is no pattern of einops.
+        ValueError: it is not a pattern of einops.
     """
     try:
         return list(parsing.ParsedExpression(pattern).composition)

@@ -34,7 +34,7 @@ class Sparse(AbstractStorage):
             so, from 0 to below 1; a value that saves less is kept as it is.
 
     Raises:
-        TypeError: `min_saving` is no number.
+        TypeError: `min_saving` is not a number.
         ValueError: `min_saving` is not in [0, 1).
 
     Example:

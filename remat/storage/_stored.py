@@ -28,7 +28,7 @@ class Place:
         call: how many times values of the function were stored before, at any signature.
         order: the dimensions of the user's value, in the order in which `store` sees them,
             None for one that vmap added; None if that is their own order.
-        mapped: the dimensions that vmap added to the value, as it is outside of `store`.
+        mapped: the dimensions that vmap added to the value, as it is outside `store`.
         spread: of a DTensor, of which `store` sees this rank's part, how it is spread over
             the ranks (its spec); None for any other tensor.
         may_differ: whether it was made among DTensors, so that it may be this rank's part

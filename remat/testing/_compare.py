@@ -108,7 +108,7 @@ def require_same(
     if one is None and other is None:
         return
     if (one is None or other is None) and not exact and _is_zero(one, other):
-        # Whether autograd knows that a gradient is zero is no matter of rounding.
+        # Whether autograd knows that a gradient is zero is not a matter of rounding.
         return
     mismatch = mismatched(one, other)
     if mismatch or one is None or other is None:

@@ -119,7 +119,7 @@ def first_difference(
     Both run once, forward and `.backward()` with fixed cotangents, on copies of the
     arguments and from one state of the generators and captured tensors, which is restored.
 
-    It sees operators below autograd that run on real tensors, not inside of one. To look
+    It sees operators below autograd that run on real tensors, not inside one. To look
     under a transform, give it both functions transformed:
     `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. An operator that only one of the two
     runs is passed over: where they part in one, the first operator downstream that both

@@ -100,7 +100,7 @@ def assert_equivalent(
             transform, the output or argument, the first element that differs, both
             values, and the largest difference; also if only `g` raises, or if `f`
             supports none of the transforms.
-        ValueError: if a name is no transform.
+        ValueError: if a name is not a transform.
 
     Example:
         >>> import torch
@@ -160,7 +160,7 @@ class _Result:
         values: what it gave.
         labels: what to call them.
         exact: for each, whether bits are compared.
-        rest: the structure of the output and its leaves that are no tensors.
+        rest: the structure of the output and its leaves that are not tensors.
         after: what became of arguments and captured state.
     """
 

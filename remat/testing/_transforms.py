@@ -30,7 +30,7 @@ def is_differentiable(leaf: object) -> bool:
 def scattered_like(tensor: Tensor, seed: int) -> Tensor:
     """Contiguous numbers from -1 to 1 without a pattern, the same at every call.
 
-    They come from no generator: inside of vmap torch would refuse one.
+    They come from no generator: inside vmap torch would refuse one.
     """
     places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     angles = ((places + 1) * 12.9898 + seed * 78.233).reshape(tensor.shape)
@@ -236,7 +236,7 @@ def parse(name: str) -> tuple[str, ...]:
     """The transforms in a name, the outermost first.
 
     Raises:
-        ValueError: if a part of the name is no transform, or not in this place.
+        ValueError: if a part of the name is not a transform, or not in this place.
     """
     parts = tuple(name.replace(" ", "").rstrip(")").split("("))
     known = (*TRANSFORMS, "functional_call")
@@ -251,7 +251,7 @@ def parse(name: str) -> tuple[str, ...]:
             )
         if part == "backward" and any(outer != part for outer in parts[:place]):
             raise ValueError(
-                f"the transform {name!r}: plain autograd does not run inside of "
+                f"the transform {name!r}: plain autograd does not run inside "
                 "torch.func. Write 'backward' outermost: 'backward(vmap)'."
             )
         if part == "functional_call" and place != len(parts) - 1:

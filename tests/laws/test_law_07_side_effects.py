@@ -359,5 +359,5 @@ def test_a_tensor_returned_where_pytree_does_not_look(
     pack: Callable[[Tensor], Any],
 ) -> None:
     """The error names the class, and says how it is registered."""
-    with pytest.raises(SideEffectError, match=r"inside of a \w+\..*Register it"):
+    with pytest.raises(SideEffectError, match=r"inside a \w+\..*Register it"):
         remat(lambda x: pack(x.sin()))(seeded(3).requires_grad_())

@@ -1011,7 +1011,7 @@ def test_senseless_sizes_are_refused():
     for size, kind in ((True, "bool"), (1.5, "float")):
         assert message_of(PolicyError, by_size, size) == (
             f"by_size(min_bytes=...): got {size}, of type {kind}. A size is an int in "
-            'bytes, or a text with a unit. Pass, for example, 524288 or "512KiB".'
+            'bytes, or a string with a unit. Pass, for example, 524288 or "512KiB".'
         )
 
 

@@ -122,7 +122,7 @@ def test_keys_compare_by_identity():
 
 LONG = "A storage value is compared, hashed and printed, so its arguments are not "
 TYPE_ERRORS: dict[str, tuple[str, str]] = {
-    "Offload(3)": ("Offload(device=...)", "a device as a text, as in `str(device)`"),
+    "Offload(3)": ("Offload(device=...)", "a device as a string, as in `str(device)`"),
     "Offload(pin=1)": ("Offload(pin=...)", "True or False"),
     "Offload(min_bytes=1.5)": ("Offload(min_bytes=...)", "an int of at least 0"),
     "Offload(min_bytes=True)": ("Offload(min_bytes=...)", "an int of at least 0"),
@@ -130,7 +130,7 @@ TYPE_ERRORS: dict[str, tuple[str, str]] = {
     "Offload(prefetch=None)": ("Offload(prefetch=...)", "an int of at least 0"),
     "Offload(path=1)": (
         "Offload(path=...)",
-        "a folder as a text, as in `str(path)`, or None",
+        "a folder as a string, as in `str(path)`, or None",
     ),
     "Shard(mesh, 3)": ("Shard(pattern=...)", 'a string such as "batch (tp seq) d"'),
     "Cast('float16')": ("Cast(dtype=...)", "a dtype of torch"),

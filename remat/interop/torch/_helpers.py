@@ -166,7 +166,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         For each tensor one that shares its memory; all else as it is.
 
     Raises:
-        TypeError: `inputs` is no tuple.
+        TypeError: `inputs` is not a tuple.
 
     Example:
         >>> import torch

@@ -240,7 +240,7 @@ def create_selective_checkpoint_contexts(
         Two contexts, for `checkpoint(..., context_fn=...)`.
 
     Raises:
-        ValueError: the list holds what is no overload.
+        ValueError: the list holds what is not an overload.
         TypeError: it is neither a list nor a function.
 
     Example:

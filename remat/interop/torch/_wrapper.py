@@ -96,7 +96,7 @@ def apply_activation_checkpointing(
     Args:
         model: the model.
         checkpoint_wrapper_fn: what is done to each: `checkpoint_wrapper`, a partial of it
-            with options, or a function of yours. A module that it returns in the place of
+            with options, or a function of yours. A module that it returns in place of
             another one is put there.
         check_fn: which submodules are meant; the default takes all, nested ones too.
         auto_wrap_policy: None; policies of FSDP are not known here.

@@ -22,7 +22,7 @@ from remat.testing.strategies._tensors import TensorSpec, normal
 _FILE = "program.py"
 
 # What a function may reach beyond its arguments: the name, and the code that makes it for
-# rows of a given width. Modules begin with numbers that are no draws.
+# rows of a given width. Modules begin with numbers that are not draws.
 GLOBALS: dict[str, str] = {
     "SCALE": "normal(1, {width}, seed=101).requires_grad_()",
     "TABLE": '{{"w": normal({width}, seed=102).requires_grad_()}}',
