@@ -68,7 +68,7 @@ def call_in_graph(
 
 
 class Region(Generic[_P, _R]):
-    """A function decorated with `remat`; see there."""
+    """A function decorated with `remat`."""
 
     def __init__(
         self, fun: Callable[_P, _R], settings: Settings, where: str = ""
@@ -236,7 +236,7 @@ class Region(Generic[_P, _R]):
             return entry, roots, captured
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
-        """What a call holds between its forward and its backward; see there."""
+        """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
         return residuals_of_region(*self.entry_of(args, kwargs))
 
     def cache_info(self) -> CacheInfo:
@@ -506,12 +506,13 @@ def remat(
     torch.func transform, nested in any order, and inside each other.
 
     Args:
-        fun: pytree in, pytree out; tensors, by any way that the function reaches them, are
-            dynamic, and every other leaf is static. An nn.Module or a method will do.
+        fun: a function, a method or an nn.Module; pytree in, pytree out. Tensors are
+            dynamic, however the function reaches them; every other leaf is static.
         policy: which values may be saved; None means `policies.nothing_saveable`.
-        saved_inputs: how inputs wait: a storage for all of them, parameters of modules
-            aside, or a mapping from argument paths ("x", "batch.tokens", "params.*") to
-            storages. Under a torch.func transform they wait as they are.
+        saved_inputs: how inputs wait for the backward: a storage for all of them except
+            parameters of modules, or a mapping from argument paths ("x",
+            "batch.tokens", "params.*") to storages. None, and any torch.func
+            transform, keeps them as they are.
         rng: "keys" refuses operators that draw from a `torch.Generator`; "preserve" draws
             the same numbers again and leaves generators as without remat. None means
             "keys" for functions, "preserve" for modules and their methods.
@@ -522,11 +523,12 @@ def remat(
         dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,
             0 and 1 aside. It takes about ten times as long as a trace of one size; programs
             are as fast, because each size still gets its own.
-        static_argnums: positions of arguments that are compared as a whole.
+        static_argnums: positions of arguments that are not looked into, but compared as
+            a whole, by `==` and hash.
         static_argnames: names of such arguments, however they are passed.
         verify: whether the backward compares each saved value with its recomputation.
-        **unknown: none; for options of jax.checkpoint and torch's checkpoint the error says
-            what to write here.
+        **unknown: refused; for an option of jax.checkpoint or torch's checkpoint the
+            error says what to write instead.
 
     Returns:
         A callable that looks like `fun`, with `.saved_residuals`, `.programs`,
@@ -537,6 +539,8 @@ def remat(
         TypeError: `fun` is a class, makes generators or coroutines, or cannot be called; an
             option is unknown.
         ValueError: an option has a value that it cannot have.
+        RematError: by a call, where the function cannot be recomputed; each kind has a
+            class, such as `TraceError`.
 
     Example:
         >>> import torch

@@ -44,7 +44,7 @@ class SavedTensorModifiedError(RematError, RuntimeError):
 
 
 class SecondDerivativeError(RematError, RuntimeError):
-    """A gradient that was taken under `first_order()` is differentiated once more."""
+    """A gradient that was taken under `first_order()` is differentiated again."""
 
 
 class RecomputationError(RematError, RuntimeError):
@@ -60,7 +60,7 @@ class ScheduleError(RematError, ValueError):
 
 
 class CarryError(RematError, TypeError):
-    """The carry of a scan, or what it scans over, is not what a scan can go on with."""
+    """The carry of a scan, or what it scans over, has a wrong structure, shape or dtype."""
 
 
 class NotReplicatedError(RematError, RuntimeError):
@@ -72,7 +72,7 @@ class KeyReuseError(RematError, ValueError):
 
 
 class RematWarning(UserWarning):
-    """Something asked for has no effect, or not the wanted one."""
+    """Something that was asked for has no effect, or not the intended one."""
 
 
 def explain(*, where: str, what: str, why: str, do: str) -> str:

@@ -23,14 +23,14 @@ _switch = _Switch()
 
 @contextlib.contextmanager
 def first_order() -> Generator[None]:
-    """Regions that are called inside, on this thread, have first derivatives only.
+    """Gives regions called inside, on this thread, first derivatives only.
 
     Under `torch.func.grad`, `vjp` and `jacrev`, and under `backward(create_graph=True)`, a
     region's backward then holds no cotangent after its use: the peak is lower by one
     set of cotangents a region. Elsewhere nothing changes.
 
     Laws: gradients are the same to the bit. Reverse mode over the gradient of such a
-    region raises, it is never zero; forward mode over it goes on to work.
+    region raises, and is never silently zero; forward mode over it still works.
 
     Raises:
         SecondDerivativeError: when the gradient of a region that was called inside is

@@ -1,7 +1,7 @@
 """The most bytes that live at one time in a forward and its backward, by replay.
 
 Both programs are walked step by step as they will run: each makes its storages and frees
-at last use what nothing reads any more. Counted is what operators make; arguments are the
+at last use what nothing reads any more. What operators make counts; arguments are the
 caller's, and what lives only inside one kernel is not seen.
 """
 

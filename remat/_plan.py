@@ -87,7 +87,7 @@ class FrontierPoint:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """Where two plans for one program part.
+    """Where two plans for one program differ.
 
     Attributes:
         changes: the rows of both plans for each value that they treat differently.
@@ -128,7 +128,7 @@ class Plan:
         predicted_peak_bytes: the most that forward and backward have made and not yet
             freed at one time, gradients and outputs included, arguments not.
         recompute_flops: FLOPs of the operators that the backward runs again, by torch's
-            formulas; operators without one count none.
+            formulas; operators without one count as 0.
         recompute_cost: what these operators cost, and storing what is saved: FLOPs plus
             bytes moved, or nanoseconds for `costs="measured"`.
         lower_bound: no choice within the budget has a lower `recompute_cost`.
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The part of `recompute_cost` by which the best plan can be cheaper."""
+        """The fraction of `recompute_cost` by which the best plan could be cheaper."""
         cost = self.recompute_cost
         return (cost - self.lower_bound) / cost if cost else 0.0
 
@@ -268,7 +268,7 @@ class Plan:
         return cls(**fields)
 
     def __str__(self) -> str:
-        """A table: like values in one line, and the totals."""
+        """A table: one line for all values that are alike, and the totals."""
         rows = [("count", "value", "bytes", "held", "decision", "source")]
         groups = Counter(
             (_what(row), row.size_bytes, row.held_bytes, row.decision, row.source)
@@ -312,15 +312,15 @@ def plan(
 ) -> Callable[_P, Plan]:
     """Decides what a call of a function saves within a budget; nothing runs but a trace.
 
-    For each value the choice is to save it or to recompute it with what it is made of, so
-    that the bytes held stay within the budget and as little as possible is recomputed.
-    Fake tensors and tensors on the meta device will do as arguments: no weights need to be
-    there. What is differentiated is what `saved_residuals` says.
+    Each value is either saved or recomputed, together with what it is made of, so that
+    the bytes held stay within the budget and as little as possible is recomputed. Fake
+    tensors and tensors on the meta device will do as arguments: no weights need to be
+    there. What is differentiated is as in `saved_residuals`.
 
     Laws: as those of `Plan`; a larger budget never costs more.
 
     Args:
-        fun: the function, or a region, whose options but the policy count.
+        fun: the function, or a region, whose options other than the policy are kept.
         budget: as `policies.budget` takes it, or such a policy, with its `allow`.
         solver: "cut", which sweeps minimum cuts over the price of a byte and takes about
             a second for a thousand values; or "milp", an integer program, which is exact
@@ -329,11 +329,12 @@ def plan(
             that each takes on tensors of these sizes here, in nanoseconds.
 
     Returns:
-        What takes the call's arguments and gives its plan.
+        A callable that takes the call's arguments and returns the plan.
 
     Raises:
-        BudgetError: more bytes are held whatever is saved, or nothing fits what is free;
-            the message names the smallest budget that can be met.
+        BudgetError: by the callable, where more bytes are held whatever is saved, or
+            nothing fits what is free; the message names the smallest budget that can be
+            met.
         PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
             arguments have no data.
         ValueError: `solver` or `costs` has a value that it cannot have.

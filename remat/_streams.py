@@ -251,7 +251,7 @@ def is_state(tensor: Tensor) -> bool:
 
 
 def implicit(where: str) -> ImplicitRandomnessError:
-    """What is raised where a function that must draw by keys draws from a generator."""
+    """What is raised where a function that must draw from keys draws from a generator."""
     return ImplicitRandomnessError(
         explain(
             where=where,

@@ -42,15 +42,15 @@ def chain(
 ) -> Chain:
     """Functions that run one after the other, and recompute in the backward.
 
-    `chain([f, g, h])(x)` is `h(g(f(x)))`. Laws: the numbers and gradients are those of
-    that, under every transform, those of captured tensors and module parameters too.
+    `chain([f, g, h])(x)` is `h(g(f(x)))`. Laws: numbers and gradients are those of
+    that call under every transform, captured tensors and module parameters included.
     Without a schedule each function is a region, and the state between two is held; with
     one, states and what backwards read are held as it says. A function that is a region
     already stays the region that it is: its policy says what a record of it keeps.
 
     Args:
         fs: functions or modules, each from a pytree to a pytree. Under a schedule they
-            draw by keys alone, and a buffer is changed by one of them.
+            draw from keys alone, and no two of them change one buffer.
         schedule: what is kept, and what is computed again; None means every state.
 
     Returns:
@@ -78,7 +78,7 @@ def chain(
 @final
 @dataclass(frozen=True)
 class Chain:
-    """What `chain` returns; see there.
+    """What `chain` returns.
 
     Attributes:
         fs: the functions.

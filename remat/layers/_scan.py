@@ -77,7 +77,7 @@ def scan(
     Args:
         f: (carry, x) -> (carry, y), each a pytree of tensors; None is an empty one, and
             Python numbers become tensors. A module will do. Under a schedule it may change
-            no buffers, and draw by keys alone.
+            no buffers, and draws from keys alone.
         init: the first carry. Structure, shapes and dtypes stay from step to step; but a
             Python number takes on the dtype that the first step gives it, as in JAX.
         xs: a pytree of tensors of shape (length, ...), sliced along dimension 0; keys of

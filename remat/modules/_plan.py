@@ -114,7 +114,8 @@ def plan(
             children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
 
     Returns:
-        What takes the arguments of a call of the model, and returns what was chosen.
+        A callable that takes the arguments of a call of the model, and returns what was
+        chosen.
 
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach them

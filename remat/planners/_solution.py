@@ -32,5 +32,5 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The part of the cost by which the best choice can be cheaper."""
+        """The fraction of the cost by which the best choice could be cheaper."""
         return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0

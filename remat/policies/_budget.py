@@ -38,7 +38,7 @@ class Budget(WholeProgram):
         size: bytes; a float, a fraction of what is saved without remat; "auto"; or a
             `Memory`.
         allow: what may be saved, and how; None for anything, as it is.
-        is_part: whether the size is a part: all, 1.0, equals one byte, 1, in Python.
+        is_part: whether the size is a fraction: in Python all, 1.0, equals one byte, 1.
     """
 
     size: int | float | str | Memory
@@ -79,25 +79,25 @@ class Budget(WholeProgram):
 
 
 def budget(size: Size, allow: object = None) -> AbstractPolicy:
-    """Saves what fits so many bytes, and of that what spares most recomputation.
+    """Saves, within so many bytes, the values that spare the most recomputation.
 
     What counts is what a call of the region holds from its forward to its backward
     because of the policy: the values that it saves, as `saved_residuals` lists them, in
-    the form in which they wait. Added are states of generators and copies of changed
-    buffers, where the function has some; they are held whatever is saved. Arguments do
-    not count: they are the caller's, and wait under every policy.
+    the form in which they wait. States of generators and copies of changed buffers count
+    too, where the function has some; they are held whatever is saved. Arguments do not
+    count: they are the caller's, and wait under every policy.
 
-    The choice is made once for each trace, over the whole program, with what `plan` calls
-    the core solver and FLOPs; `plan` shows it, and offers others. For a part of the bytes
-    the choice is within a certified gap of the best, not always the best.
+    The choice is made once for each trace, over the whole program, by the solver and the
+    costs that are the defaults of `plan`, which shows the choice, and offers others. It is
+    within a certified gap of the best choice, not always the best.
 
     Laws: the bytes held never exceed the budget; a larger budget never costs more.
 
     Args:
         size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a fraction of
             what is saved without remat; "auto" for what the device, or the process, has
-            free, with a tenth in reserve; or a function from the device to its free bytes, which
-            "auto" then goes by. Each is meant for one call of the region.
+            free, with a tenth in reserve; or a function from the device to its free
+            bytes, for "auto" to go by. Each is meant for one call of the region.
         allow: what may be saved, and how: a policy, or a function of a value that may
             also return a storage, or a tuple of storages to choose from. None means
             anything, as it is.

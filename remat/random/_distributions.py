@@ -129,7 +129,7 @@ def categorical(
 
     Raises:
         TypeError: `key` is not a key.
-        ValueError: `shape` does not end so.
+        ValueError: `shape` does not end with that shape.
 
     Example:
         >>> import torch

@@ -44,7 +44,7 @@ class Check:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checklist:
-    """All rows.
+    """What `checklist` found, one row for each question.
 
     Attributes:
         function: the name of what ran.

@@ -18,10 +18,10 @@ from remat.policies._sizes import show_size
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
     """What a call holds between its forward and its backward.
 
-    Nothing runs but a trace. Differentiated is what requires grad, captured tensors
-    included, or, where nothing does, every floating tensor argument. Views of an argument
-    are that argument, and arguments that only a second derivative needs say so in
-    `reason`.
+    Nothing runs but a trace. Tensors that require grad, captured ones included, are
+    differentiated, or, where none does, every floating tensor argument. Views of an
+    argument are that argument, and arguments that only a second derivative needs say so
+    in `reason`.
 
     Args:
         f: a region, or any function, with regions inside or without.
@@ -94,8 +94,8 @@ _HEADINGS = (
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Prints `saved_residuals` as a table with a total.
 
-    The bytes are those of the values themselves. Where some wait otherwise than as they
-    are, a column says how.
+    The bytes are those of the values themselves. Where some wait in another form, a
+    column says how.
 
     Args:
         f: as in `saved_residuals`.

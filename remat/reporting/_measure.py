@@ -43,11 +43,12 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Measures one step of a function: the forward, and the backward of its outputs' sum.
 
     The step runs once, under a watcher. What kernels do at their first call in the process
-    does not count, and traces take no part in the times. Differentiated is what requires
-    grad, captured tensors included, or, where nothing does, every floating tensor argument. Nothing of the caller's is changed: no
-    `.grad` is written, and buffers, generators and arguments are put back. To see what is
-    held, the step unpacks what saved-tensor hooks of other libraries packed. On CUDA the
-    allocator's peak statistics start anew.
+    does not count, and traces take no part in the times. Tensors that require grad,
+    captured ones included, are differentiated, or, where none does, every floating tensor
+    argument. Nothing of the caller's is changed: no `.grad` is written, and buffers,
+    generators and arguments are put back. To see what is held, the step unpacks what
+    saved-tensor hooks of other libraries packed. On CUDA the allocator's peak statistics
+    start anew.
 
     Args:
         f: a loss, a module, a region, or any function that calls regions or none; on

@@ -103,7 +103,7 @@ class Event:
 class StepWatcher(Watcher):
     """Writes down what happens while it is active.
 
-    Counted is what operators on real and meta tensors make; not seen are buffers inside
+    What operators on real and meta tensors make counts; not seen are buffers inside
     one kernel, and what the allocator adds to round a size up. A storage counts once.
 
     Where torch's own operator runs for the first time in the process, it runs twice, if

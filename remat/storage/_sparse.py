@@ -30,8 +30,8 @@ class Sparse(AbstractStorage):
     as they are.
 
     Args:
-        min_saving: the part of the value's bytes that must be saved for it to be stored
-            so, from 0 to below 1; a value that saves less is kept as it is.
+        min_saving: the fraction of the value's bytes that must be spared for it to be
+            stored so, from 0 to below 1; a value that would spare less is kept as it is.
 
     Raises:
         TypeError: `min_saving` is not a number.

@@ -81,7 +81,8 @@ class Stored:
         parts: what the value was taken apart into, in the order that `decode` wants; a
             part may itself be stored.
         decode: from the parts to the value.
-        joint: what is done to the only part first, together with those of other values.
+        joint: work on the only part that comes before `decode`, and is done together with
+            that on the parts of other values.
         settle: what makes the parts readable, where they are still being written.
 
     Example:

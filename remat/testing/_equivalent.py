@@ -70,14 +70,14 @@ def assert_equivalent(
 
     Both are called with copies of the arguments (strides and shared memory kept), from one
     state of the generators and of the captured tensors, which is restored after each run.
-    Compared are outputs; gradients of every floating tensor argument, or of those that
+    It compares outputs; gradients of every floating tensor argument, or of those that
     require grad if any does, and of captured tensors that require grad; what became of
     the arguments, of captured tensors such as buffers, and of the default generator.
 
     Laws: where the second function is a region, its outputs and its gradients under
     "backward" and "grad" are compared with those of the first under `.backward()` to the
     last bit, unless memory shared among arguments and outputs makes autograd sum outside
-    of it (law 1); everything else by the defaults of `torch.testing.assert_close`.
+    it (law 1); everything else by the defaults of `torch.testing.assert_close`.
 
     Args:
         f: the function to agree with; pytrees in, pytrees out.

@@ -35,7 +35,7 @@ def noop_context_fn() -> tuple[
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `checkpoint`, with torch's names; see there.
+    """The options of `checkpoint`, with torch's names.
 
     Raises:
         ValueError: one has a value that it cannot have, or two contradict each other.

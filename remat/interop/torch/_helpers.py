@@ -120,7 +120,7 @@ class GraphExecGroup:
 
 @final
 class CheckpointFunction:
-    """The function of autograd behind torch's reentrant variant, as far as it is called.
+    """The `autograd.Function` of torch's reentrant variant, for those who call `apply`.
 
     Example:
         >>> import torch
@@ -157,7 +157,7 @@ class CheckpointFunction:
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values, the tensors cut from their graphs, as leaves that want what they did.
+    """The same values, each tensor detached to a leaf that keeps its `requires_grad`.
 
     Args:
         inputs: tensors of any shapes, and other values.

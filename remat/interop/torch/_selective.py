@@ -226,8 +226,8 @@ def create_selective_checkpoint_contexts(
 
     The policy is asked once a value, while the function is traced, and in the order of the
     function. It sees ATen operators without in-place variants (`mul` for `mul_`), and
-    tensors without data for what they take and make. Saved are those of its choice that a
-    backward step reads, where torch saves all of them.
+    tensors without data for what they take and make. Those of its choice that a backward
+    step reads are saved; torch saves all of them.
 
     Args:
         policy_fn_or_list: a list of overloads, `torch.ops.aten.mm.default`, whose outputs are
