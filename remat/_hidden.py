@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from remat import _captures, _compat
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
+from remat._memoized import remedy
 from remat._resting import is_held, nodes_behind
 
 
@@ -83,7 +84,6 @@ def _unseen(tensor: Tensor) -> CapturedTensorError:
             what="is reached in a way that cannot be followed at the next call.",
             why="Nothing else that the region sees wants a gradient: it would run as it is, "
             "and hold all that its backward needs.",
-            do="Pass it as an argument, or keep it in a closure, a global, a list, "
-            "a dict or an attribute that the function names.",
+            do=remedy(),
         )
     )

@@ -52,7 +52,7 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
     # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
     found.put_back(traced.stand_ins, traced.captured)
     traced.stand_ins.clear()
-    changed = found.changes(reads=reads)
+    changed = found.changes(reads)
     if changed is None:
         return
     raise SideEffectError(

@@ -101,9 +101,7 @@ class Lookup:
             if found is not None:
                 cache.hits += 1
                 return found
-            _compat.load_tracer()
-            names = labels(self.fun, args, kwargs)
-            missed = _Missed(signature, roots, numerics, names)
+            missed = self._missed(signature, roots, numerics, args, kwargs)
             entries = cache.entries.setdefault(key, [])
             if self.settings.dynamic_shapes:
                 entry = self._of_family(missed)
@@ -126,10 +124,21 @@ class Lookup:
         if found is not None:
             return found
         with _compat.one_trace_at_a_time():
-            _compat.load_tracer()
-            names = labels(self.fun, args, kwargs)
-            missed = _Missed(signature, roots, numerics, names)
+            missed = self._missed(signature, roots, numerics, args, kwargs)
             return self._keep(entries, self._make(make_entry, missed), missed)
+
+    def _missed(
+        self,
+        signature: Signature,
+        roots: Roots,
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> _Missed:
+        """A call that has to be traced."""
+        _compat.load_tracer()
+        names = labels(self.fun, args, kwargs)
+        return _Missed(signature, roots, numerics, names)
 
     def reaches_gradient(
         self, signature: Signature, roots: Roots, numerics: Numerics

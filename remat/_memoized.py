@@ -29,8 +29,17 @@ def keeper_of(tensor: Tensor) -> Any:
     return None
 
 
-def remedy(keeper: Any) -> str:
-    """What to do about it."""
+def remedy(keeper: Any = None) -> str:
+    """What to do about a tensor that cannot be found again.
+
+    Args:
+        keeper: the function in whose cache it is, if it is in one.
+    """
+    if keeper is None:
+        return (
+            "Pass it as an argument, or keep it in a closure, a global, a list, a dict "
+            "or an attribute that the function names."
+        )
     name = keeper.__name__
     return (
         f"Call `{name}.__wrapped__` inside the function, which makes the tensor anew, or "

@@ -17,6 +17,7 @@ from torch import Tensor
 from remat import _sharded
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
+from remat._memoized import remedy
 
 #: The bits of all outputs.
 ALL = -1
@@ -160,7 +161,6 @@ def _other(variable: Tensor) -> CapturedTensorError:
             where=f"a tensor {TensorMeta.of(variable)} that requires grad",
             what="is reached in a way that cannot be followed at the next run.",
             why="Its gradient would be lost.",
-            do="Pass it as an argument, or keep it in a closure, a global, a list, "
-            "a dict or an attribute that the function names.",
+            do=remedy(),
         )
     )

@@ -208,17 +208,13 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
 def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
     keeper = keeper_of(tensor)
     whose = "" if keeper is None else f" from the cache of `{keeper.__name__}`"
-    do = (
-        "Pass it as an argument, or keep it in a closure, a global, a list, a dict or an "
-        "attribute that the function names."
-    )
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
             what="is reached in a way that cannot be followed at the next call.",
             why="It would be frozen into the trace: its gradient would be lost, and a later "
             "value of it never seen.",
-            do=do if keeper is None else remedy(keeper),
+            do=remedy(keeper),
         )
     )
 

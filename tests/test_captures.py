@@ -436,7 +436,7 @@ region = make(cache, inner)
             fun(X)
         covered = cover(seen, reads, [*seen.tensors])
 
-        assert seen.changes((fun,), reads) is None
+        assert seen.changes(reads) is None
         assert covered.check((fun,)), covered.explain((fun,))
         assert covered.labels == ("closure variable `w`",)
         region.__wrapped__ = uses_global
@@ -1043,12 +1043,12 @@ class TestRecording:
             seen = survey((block,))
             with recording(seen) as reads:
                 block(X)
-            assert seen.changes((block,), reads) is None
+            assert seen.changes(reads) is None
             covered = cover(seen, reads, [*seen.tensors])
             assert covered.check((block,)), covered.explain((block,))
 
         assert covered.check((block,)), covered.explain((block,))
-        assert seen.changes((block,), reads) is None
+        assert seen.changes(reads) is None
 
     def test_subclass_of_a_watched_class(self):
         """A class and its base may both be watched."""
@@ -1197,13 +1197,13 @@ class TestChanges:
         block = Block()
         before = dict(vars(block))
         seen = survey((block,))
-        assert seen.changes((block,)) is None
+        assert seen.changes() is None
 
         act(block)
 
-        assert seen.changes((block,)) == words
+        assert seen.changes() == words
         seen.restore()
-        assert seen.changes((block,)) is None
+        assert seen.changes() is None
         assert vars(block) == before
         assert block.sizes == [1, 2]
 
@@ -1242,7 +1242,7 @@ class TestChanges:
             seen = survey((module,))
             with recording(seen) as reads:
                 module(X)
-            told.append(seen.changes((module,), reads))
+            told.append(seen.changes(reads))
 
         assert told == [
             None,
@@ -1260,7 +1260,7 @@ class TestChanges:
         with recording(seen) as reads:
             fun(X)
 
-        assert seen.changes((fun,), reads) == "global `HOLDER.gain` was 1 and became 2"
+        assert seen.changes(reads) == "global `HOLDER.gain` was 1 and became 2"
 
     def test_leaked_value_type(self):
         """A Tensor put where another stood is a change."""
@@ -1270,6 +1270,6 @@ class TestChanges:
         block.mean = torch.ones(2)
 
         assert isinstance(original, Tensor)
-        assert "self.mean" in str(seen.changes((block,), {}))
+        assert "self.mean" in str(seen.changes({}))
         seen.restore()
         assert block.mean is original

@@ -390,7 +390,7 @@ def test_json() -> None:
         assert again.frontier() == found.frontier()
         assert str(again) == str(found)
     for text in ("[]", "{}", json.dumps({"version": 0}), json.dumps({"version": 1})):
-        with pytest.raises(ValueError, match="no plan of version 1"):
+        with pytest.raises(ValueError, match="not a plan of version 1"):
             Plan.from_json(text)
 
 
@@ -399,7 +399,7 @@ def test_an_unknown_option_names_the_function(option: str) -> None:
     """It is `plan` that was called."""
     options: Any = {option: "best"}
 
-    with pytest.raises(ValueError, match=rf"^plan\({option}='best'\): is no value"):
+    with pytest.raises(ValueError, match=rf"^plan\({option}='best'\): is not a value"):
         plan(mlp, budget=0.5, **options)
 
 

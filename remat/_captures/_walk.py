@@ -237,11 +237,7 @@ class Survey:
 
     # --- what a trace changed -------------------------------------------------------
 
-    def changes(
-        self,
-        roots: tuple[object, ...] | None = None,
-        reads: Mapping[int, Iterable[str]] | None = None,
-    ) -> str | None:
+    def changes(self, reads: Mapping[int, Iterable[str]] | None = None) -> str | None:
         """The first reached state that differs from what it was, in words.
 
         With `reads` (of `recording`), an attribute that was only written, never read
@@ -249,10 +245,8 @@ class Survey:
         it. What a `functools.cached_property` has kept may be simple: `cover` goes by it.
 
         Args:
-            roots: unused; the objects that were surveyed are looked at.
             reads: the attributes that the trace read, by the id of their owner.
         """
-        del roots
         for node, step, before, after in self._differences():
             if reads is None or step[0] not in {"var", "attr"}:
                 return _changed(node, step, before, after)

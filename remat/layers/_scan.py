@@ -351,7 +351,7 @@ def _next_carry(old: Any, new: Any) -> Any:
     try:
         found = tree.tensors_of(new, "the carry that f returned")
     except ValueError as error:
-        raise _changed(f"has another structure ({error})") from error
+        raise _changed(f"has a different structure ({error})") from error
     names = [".".join(path) or "carry" for path, _ in _compat.leaves_with_path(old)]
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
     for place, (one, other) in enumerate(zip(tensors, found, strict=True)):
