@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     numerics: Numerics
 
     def without_gradients(self) -> Asked:
-        """The same for cotangents that no gradient is wanted of."""
+        """The same for cotangents that are not to be differentiated."""
         return self._replace(
             layouts=tuple(
                 [each and (*each[:4], False, *each[5:]) for each in self.layouts]
@@ -127,7 +127,7 @@ class Call(NamedTuple):
         numerics: the switches in force on this thread.
         labels: what messages call the operands.
         is_last: whether its own reverse derivative is refused, and nothing waits for it.
-        is_first_order: whether that of its gradient is.
+        is_first_order: whether the reverse derivative of its gradient is refused.
         straight: what runs, where one program is all that the call comes to.
     """
 
@@ -146,7 +146,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutProgram:
-    """What regions have in common that run Python, and not a program."""
+    """What regions that run Python, and not a program, have in common."""
 
     @property
     def states(self) -> tuple[int, ...]:

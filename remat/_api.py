@@ -80,7 +80,7 @@ class Region(Generic[_P, _R]):
         self.__wrapped__ = fun
         self._where = where or _where(fun)
         self.kind = self._registered()
-        # What `_cache` is from the first call that is looked up: found without a look.
+        # `_cache`, from the first call that is looked up on: read without a computation.
         self._known = _NOTHING_KNOWN
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -403,7 +403,7 @@ _ANSWERS = (
 
 
 def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
-    """A region to look at a plain function with; it is never run, and warns of nothing."""
+    """A region with which to look at a plain function; it never runs, and warns of nothing."""
     settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
     return Region(fun, settings)
 

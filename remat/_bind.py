@@ -270,7 +270,7 @@ def _primal_then_tangents(
     moving: tuple[tuple[bool, ...], Sequence[Tensor]],
     save: bool,
 ) -> tuple[Results, dict[int, Tensor]]:
-    """The same for a region whose tangents are no part of its own run."""
+    """The same for a region whose own run does not make its tangents."""
     has_tangent, given = moving
     results = _run(call, primals, save)
     derived, _ = call.region.jvp(call.roots, has_tangent, 0)

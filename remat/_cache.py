@@ -1,4 +1,4 @@
-"""The traces of one code with one set of options, and which calls they are known to serve."""
+"""The traces of one code with one set of options, and the calls that they are known for."""
 
 from __future__ import annotations
 

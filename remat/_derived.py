@@ -189,8 +189,8 @@ def _pushed(
 def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
     """The function as it runs where these operands require grad.
 
-    The wrappers of forward mode and of vmap hide that they do, and by it attention
-    chooses its kernel, and torch whether to take an operator apart.
+    The wrappers of forward mode and of vmap hide that they do. Attention chooses its
+    kernel by it, and torch decides by it whether to decompose an operator.
     """
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -210,7 +210,7 @@ def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
 def _outputs_of_vjp(
     function: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """What a function returns under reverse mode, which refuses whole numbers."""
+    """What a function returns under reverse mode, which refuses integer outputs."""
     kinds: list[bool] = []
 
     def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -243,9 +243,8 @@ def mapped(
         outputs: which of its results to hand out, None for all.
         batch: how to map.
         skip: how many leading tensors of `batch` are not among the operands.
-        are_apart: whether each result has memory of its own, as those of a program that is
-            there already: torch maps some operators by others, of which a result may be
-            an operand.
+        are_apart: whether each result gets memory of its own, as the outputs of a program
+            have: torch maps some operators by others, whose result may be an operand.
     """
 
     def of(*operands: Tensor) -> tuple[Tensor, ...]:

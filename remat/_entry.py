@@ -93,8 +93,8 @@ class Options:
         verify: whether saved values are compared with recomputed ones.
         backend: what compiles the programs, if anything.
         inputs: how an input waits, by its path.
-        calls: numbers the calls that store something. All traces of the function share it:
-            what ranks do by it, they do together, although one traces and another not.
+        calls: numbers the calls that store something. All traces of the function share it,
+            so that ranks count alike, although one traces and another does not.
     """
 
     policy: AbstractPolicy
@@ -180,14 +180,14 @@ class Entry:
         return any(meta.requires_grad for meta in self.region.operands)
 
     def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
-        """What runs, if one program is all that a call comes to that wants a gradient.
+        """What runs for a call that wants a gradient, if that is one program and no more.
 
         It is the same at every call: a trace holds for one set of switches.
         """
         found = self._straight
         if found is ...:
             is_more = self.written or self.hooked or not self.wants_gradient
-            # Of what no guard accepts, something may be wrapped.
+            # Without a guard some captured tensor may be wrapped.
             is_guarded = self.guard is not None or not self.captured
             is_straight = is_guarded and not is_more
             found = self.region.straight(roots, numerics) if is_straight else None

@@ -76,10 +76,9 @@ class Results(NamedTuple):
 
 @final
 class Count:
-    """Numbers calls in a row; one in which ranks turn out to differ is not counted.
+    """Numbers calls in a row, without those in which ranks turn out to differ.
 
-    All ranks raise then, so that they count alike, and compare as often as if it had not
-    been.
+    In such a call all ranks raise, so that they go on counting alike.
     """
 
     __slots__ = ("_numbers",)

@@ -26,8 +26,8 @@ class Function:
         restored: a context in which the state that the function reads is what it was.
         numerics: the switches under which the forward runs.
         backend: what compiles its programs, and those of its derivatives.
-        templates: where its traces are kept that hold for other sizes; None if sizes are
-            no part of what varies.
+        templates: where those of its traces are kept that hold for other sizes; None if
+            sizes do not vary.
         key: how it was derived, which tells its templates from those of others.
     """
 

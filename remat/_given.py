@@ -31,8 +31,8 @@ class Given:
     Attributes:
         forward: the program.
         views: how each returned tensor is made from outputs and operands.
-        origins: a program that makes the tensors that the forward reads before the operands
-            of those that it reads after them; None if that is not known.
+        origins: a program that makes the tensors that the forward reads before its operands
+            from these operands; None if that is not known.
     """
 
     forward: Forward

@@ -364,7 +364,7 @@ class Numbering:
         self.numbers.append(self._known.setdefault(key, len(self._known)))
 
     def knows(self, value: Value) -> bool:
-        """Whether one before, were this the next value, would be equal to it."""
+        """Whether this value, were it the next, would equal an earlier one."""
         return _key(len(self.numbers), value, self.numbers) in self._known
 
 

@@ -28,7 +28,7 @@ def states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
-    """Draws start from these states inside, and go on from their own behind; None: neither."""
+    """Inside, draws start from these states, then go on from their own; None does nothing."""
     if found is None:
         yield
         return

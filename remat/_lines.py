@@ -42,7 +42,7 @@ def user_line() -> str:
 
 
 def with_lines(module: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph of Dynamo's, and knows the user's lines, of which no frame is left."""
+    """A runner of a graph of Dynamo's that knows the user's lines, whose frames are gone."""
     return _WithLines(module).run
 
 

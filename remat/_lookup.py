@@ -117,7 +117,7 @@ class Lookup:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Found:
-        """The same in a trace with open sizes: what is traced holds as long as that runs."""
+        """The same in a trace with open sizes; what is found is kept until that trace ends."""
         key = (id(self.cache), named((signature.key, numerics)))
         entries: list[Entry] = known_inside().setdefault(key, [])
         found = holding(entries, roots)
@@ -145,7 +145,7 @@ class Lookup:
     ) -> bool:
         """Whether a captured tensor is to be differentiated.
 
-        One in a set may be: what the trace reads of it, it refuses.
+        Those in sets count: the trace refuses one that it reads.
         """
         found = self.cache.find((signature.key, numerics), roots)
         if found is not None:

@@ -1,7 +1,7 @@
 """Two programs over the same inputs -> one that computes once what both compute.
 
-What the first hands out comes to the last bit as it did. Where the second computes what the
-first computes too (one value number, see `_graph.value_numbers`), both read one value.
+The outputs of the first keep their bits. Where the second computes what the first
+computes too (one value number, see `_graph.value_numbers`), both read one value.
 Occurrences are matched one to one, in order: a value that a program computes twice, as an
 outer region's backward does for a region inside, is computed twice in the merged one, so
 that inner regions still bound the peak (law 9).
@@ -193,9 +193,9 @@ def _order(line: _Line, match: _Match) -> list[int]:
     """The second's steps as they stand, and among them what the first alone computes.
 
     Such a step comes just before its first reader. Where only the caller reads it, it comes
-    when the second is through with one of the values that it needs, or when there is the
-    last of them; at the end if it needs none. The outputs of one operator are taken apart
-    where it runs: see `_partition.late`.
+    when the second has read one of the values that it needs for the last time, or when
+    the last of them is made; at the end if it needs none. The outputs of one operator are
+    unpacked where it runs: see `_partition.late`.
     """
     twins, values, end = match.twins, line.values, line.second.stop
     alone = [index for index in line.first if index not in twins]

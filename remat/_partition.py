@@ -316,7 +316,7 @@ def cut(
             pending.extend(analysis.uses[index])
             after = joint.graph.values[index].after
             if after is not None and after.index not in steps:
-                # Where it ends is asked for, which what it has drawn does not tell.
+                # The state at which that draw ends is asked for; its saved value does not tell.
                 ending.add(after.index)
                 seen.discard(after.index)
                 stand_ins.pop(after.index, None)
@@ -463,8 +463,8 @@ def backward_graph(
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
     """The steps, those of the forward moved to before the first that reads them.
 
-    The outputs of one operator are taken apart where it runs: what holds them together
-    would hold each until the last of them is read.
+    The outputs of one operator are unpacked where it runs: their tuple would keep each
+    alive until the last of them is read.
     """
     order: list[int] = []
     waiting = {index for index in steps if not values[index].is_backward}
@@ -483,7 +483,7 @@ def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
             needed |= uses
             pending += uses
         order += [*sorted(needed), step]
-    # What is handed out as it was recomputed, no step reads.
+    # No step reads what is only handed out.
     return order + sorted(waiting)
 
 

@@ -38,7 +38,7 @@ from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
 from remat._holding import held_back
 
-# What the call of the interpreter costs, about this many operators save: a heuristic.
+# About this many operators save what a call of the interpreter costs: a heuristic.
 _FOR_INTERPRETER = 32
 
 _SIMPLE = (bool, int, str, type(None))
@@ -181,7 +181,7 @@ class Program:
 
 
 class _Writer:
-    """Writes the function and collects the objects that its text speaks of.
+    """Writes the function and collects the objects that its text names.
 
     Attributes:
         text: the function, as it is printed.

@@ -115,7 +115,7 @@ class _Writing:
         return dataclasses.replace(self._state(value), op=op, args=args)
 
     def _state(self, value: Value) -> Value:
-        """A step that hands out a state, but for what it does."""
+        """A step that hands out a state, without its operator and arguments."""
         assert value.state is not None, "a draw that ends without having started"
         meta = self._old.values[value.state.index].meta
         assert isinstance(meta, TensorMeta)

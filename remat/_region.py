@@ -99,7 +99,7 @@ class Region:
             joints: its joint graphs, where they are known already.
             given: its forward, where an outer region's program made it.
             states: which operands are generator states for its draws, in order.
-            links: where the draws go on of which no state waits, if that is settled.
+            links: for each draw the one from whose end it goes on, if that is settled.
             verify: whether the backward compares saved values with recomputed ones.
             inputs: the operands that wait otherwise than as they are, and how.
             calls: numbers the calls of the function; those of its derivatives too.
@@ -185,7 +185,7 @@ class Region:
         return dataclasses.replace(found, joint=joint)
 
     def _unlinked(self, roots: Roots) -> Analysis:
-        """The same, but each draw starts from its own state."""
+        """The joint graph with its classes, in which each draw starts from its own state."""
         return self._once("unlinked", lambda: analyze(self.joint(roots)))
 
     def _linked(self, roots: Roots, joint: Joint) -> Joint:
@@ -194,7 +194,7 @@ class Region:
         return linked(joint, joint.states, self.links(roots))
 
     def links(self, roots: Roots) -> Links:
-        """From whose ends the draws go on of which no state waits."""
+        """For each draw the one from whose end it goes on; None where its state waits."""
         if self._settled_links is not None:
             return self._settled_links
         return self._once("links", lambda: self._links(roots))
@@ -347,8 +347,8 @@ class Region:
     def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region of the gradients of what is wanted.
 
-        It is differentiable by the cotangents that require grad: there are operators
-        whose backward is not differentiable by its own, and seldom has to be.
+        It is differentiable with respect to the cotangents that require grad alone: some
+        operators' backwards are not differentiable there, and seldom have to be.
 
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
@@ -534,9 +534,9 @@ class Region:
         )
 
     def mapped_whole(self, batch: Batch) -> Region:
-        """The region of the mapped function, all that it returns mapped first.
+        """The region of the mapped function, each result mapped over its first dimension.
 
-        Unlike `batched` it returns views too: for one who calls it on physical tensors.
+        Unlike that of `batched`, it returns views too, and is called on physical tensors.
         """
         return self._once(("whole", batch), lambda: self._mapped_whole(batch))
 

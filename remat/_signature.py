@@ -196,7 +196,7 @@ def _unstrided_among(
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor has sizes and strides; the older kind of nested one only says so."""
+    """Whether a tensor has sizes and strides; an older nested one only claims so."""
     return tensor.layout is _STRIDED and not tensor.is_nested
 
 
@@ -257,7 +257,7 @@ class _Leaves:
         self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
-        """What is equal for two pytrees that differ in nothing but tensors' numbers.
+        """A key that is equal for two pytrees that differ in nothing but tensors' numbers.
 
         The containers that calls are mostly made of are walked here, in a third of the
         time that torch's pytree takes; it walks the others.

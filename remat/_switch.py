@@ -54,7 +54,7 @@ def is_disabled() -> bool:
 
 
 def is_inert() -> bool:
-    """Whether regions run as the plain function on this thread, whatever it takes."""
+    """Whether regions run as the plain function on this thread, whatever the arguments."""
     return is_disabled() or not _gradients_are_on()
 
 

@@ -571,9 +571,9 @@ def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
 
 
 def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
-    """The graph of a function without a backward: a program, mapped.
+    """The graph of a function without a backward, such as a mapped program.
 
-    What a backward program repeats of the forward is known there still.
+    Of a backward program, the steps that repeat the forward are still known as such.
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))

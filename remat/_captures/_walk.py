@@ -261,7 +261,7 @@ class Survey:
         return None
 
     def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Where a stand-in was put in the place of its own tensor, puts the tensor back."""
+        """Where a stand-in was put in place of its own tensor, puts the tensor back."""
         own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
         for node, step, before, after in list(self._differences()):
             if own.get(id(after)) is before is not None:
