@@ -134,7 +134,7 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
             if not isinstance(below, dict):
                 raise _refused(
                     word,
-                    f"`{part}` is a value already, no dict.",
+                    f"`{part}` is already a value, not a dict.",
                     "Give it one name or the other.",
                 )
             owner = cast("dict[str, Any]", below)
@@ -159,7 +159,9 @@ def _tensor(
     sizes = [int(size) for size in found[2].split(",") if size]
     dtype: Any = getattr(torch, found[3] or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise _refused(word, f"`{found[3]}` is not a dtype.", "Write bfloat16, say.")
+        raise _refused(
+            word, f"`{found[3]}` is not a dtype.", "Write bfloat16, for example."
+        )
     if device == "meta":
         return torch.empty(sizes, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:

@@ -58,7 +58,11 @@ class NamedValue:
 
     def __str__(self) -> str:
         """One line: name, occurrence, where, and whether the two agree."""
-        found = {None: "not recomputed", True: "the same again", False: "DIFFERS again"}
+        found = {
+            None: "not recomputed",
+            True: "recomputed alike",
+            False: "recomputed DIFFERENTLY",
+        }
         where = f" in {self.region}, call {self.call}" if self.region else ""
         line = f" at {self.source}" if self.source else ""
         meta = TensorMeta.of(self.forward)

@@ -205,7 +205,7 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["{}:loss", "x=1,2,"], "x=1,2,: is not an argument."),
         (["{}:loss", "x=2:float33"], "`float33` is not a dtype."),
         (["{}:loss", "n==oops"], "`oops` is not a Python literal."),
-        (["{}:loss", "x=2", "x.y=3"], "`x` is a value already, no dict."),
+        (["{}:loss", "x=2", "x.y=3"], "`x` is already a value, not a dict."),
         (["{}:loss", "x=2", "x=3"], "`x` is given twice."),
         (["{}:loss", "x.y=2", "x=3"], "`x` is given twice."),
         (["{}:los"], "has no `los`."),
