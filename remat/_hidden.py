@@ -3,7 +3,7 @@
 Where nothing that a region sees is to be differentiated, its function runs as it is. If its
 outputs then ask for a gradient nevertheless, autograd's graph says whose: that of a leaf which
 the function made itself, and which nobody can ask for, or that of a tensor which it reached
-by a way that cannot be followed, such as an iterator. The region would hold everything for
+in a way that cannot be followed, such as an iterator. The region would hold everything for
 the second one, without a word.
 """
 

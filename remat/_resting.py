@@ -1,7 +1,7 @@
 """What the outputs of a run rest on, by the graph that autograd recorded of it.
 
 A run is given stand-ins, the leaves. An output that rests on any other tensor would lose a
-gradient, and so would a backward that came to the leaves by another way than an output.
+gradient, and so would a backward that came to the leaves other than through an output.
 """
 
 from __future__ import annotations

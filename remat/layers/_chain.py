@@ -20,10 +20,10 @@ from remat.layers._common import (
     Captured,
     link_of,
     metas_of,
-    records,
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
+    wants_gradient,
 )
 from remat.layers._describe import stage_of
 from remat.layers._links import Link, laid_densely, stand_ins
@@ -105,7 +105,7 @@ class Chain:
     def __call__(self, x: Any) -> Any:
         """Runs the functions in order."""
         leaves = _compat.tensor_leaves(x)
-        if not records(self.fs, leaves):
+        if not wants_gradient(self.fs, leaves):
             return run_as_it_is(
                 lambda: functools.reduce(lambda state, f: f(state), self.fs, x), self.fs
             )

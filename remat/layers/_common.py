@@ -33,7 +33,7 @@ from remat.schedules import AbstractSchedule, Action, Stage
 _T = TypeVar("_T")
 
 
-def records(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     """Whether some reverse mode wants a gradient of a tensor or of what is captured."""
     if is_inert():
         return False

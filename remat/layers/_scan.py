@@ -28,10 +28,10 @@ from remat.layers._common import (
     Captured,
     link_of,
     metas_of,
-    records,
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
+    wants_gradient,
 )
 from remat.layers._describe import stage_of
 from remat.layers._links import laid_densely, relaid, settled, stand_ins
@@ -174,7 +174,7 @@ class _Scan(NamedTuple):
         """All steps."""
         if self.length == 0:
             return self.without_steps()
-        if not records((f,), [*self.carry, *self.scanned]):
+        if not wants_gradient((f,), [*self.carry, *self.scanned]):
             return run_as_it_is(lambda: self.loop(self.step), (f,))
         chosen = policy
         if policy is None and schedule is not None:

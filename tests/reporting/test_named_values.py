@@ -103,7 +103,7 @@ def test_a_recomputation_that_differs_is_seen() -> None:
     assert {first.is_same, second.is_same} == {False}
     assert first.recomputed is not None
     assert first.recomputed.tolist() in ([3.0, 3.0], [4.0, 4.0])
-    assert "DIFFERS" in str(first)
+    assert "recomputed DIFFERENTLY" in str(first)
     assert (first.call, second.call) == (0, 1)
 
 
