@@ -1327,9 +1327,14 @@ _BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator is other operators, on every device."""
+    """Whether an operator is other operators, on every device.
+
+    TorchScript has overloads of its own, such as `aten.mul.default` of two numbers, which
+    the dispatcher does not know and fails for.
+    """
     composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op.has_kernel_for_dispatch_key(composite)
+    is_known = torch._C._dispatch_has_kernel(op.name())
+    return is_known and op.has_kernel_for_dispatch_key(composite)
 
 
 def proxy_is_active() -> bool:

@@ -138,10 +138,17 @@ def _is_taken_apart(name: str) -> bool:
     match name.split("."):
         case ["aten", packet, *overload]:
             operator = getattr(torch.ops.aten, packet, None)
-            found: Any = getattr(operator, overload[0] if overload else "default", None)
-            return found is not None and _compat.is_composite(found)
+            overloads = overload or _deciding_overloads(operator)
+            found = [getattr(operator, each, None) for each in overloads]
+            return any(_compat.is_composite(each) for each in found if each is not None)
         case _:
             return False
+
+
+def _deciding_overloads(operator: Any) -> list[str]:
+    """The overload that tells of all, or each one where none is so (`aten.softmax`)."""
+    overloads: list[str] = getattr(operator, "overloads", list)()
+    return ["default"] if "default" in overloads else overloads
 
 
 def _is_function(name: str) -> bool:

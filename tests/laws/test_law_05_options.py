@@ -195,6 +195,28 @@ def test_an_operator_that_is_made_of_others_can_be_saved(target: Any) -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("target", [torch.ops.aten.mul, "aten.mul"])
+def test_an_operator_that_torchscript_has_too_can_be_saved(target: Any) -> None:
+    """`aten.mul.default` multiplies two numbers, and the dispatcher has none."""
+    region = remat(lambda x: (x * x).sin().cos(), policy=policies.by_op(target))
+
+    saved = [each.op for each in region.saved_residuals(leaf(2, 4)) if not each.path]
+    assert saved == ["aten.mul"]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("target", [torch.ops.aten.softmax, "aten.softmax"])
+def test_an_operator_without_a_default_overload_can_be_saved(target: Any) -> None:
+    """Its overloads, of which a trace shows none, say that it is made of others."""
+    region = remat(
+        lambda x: x.sin().softmax(-1).sin().cos(), policy=policies.by_op(target)
+    )
+
+    saved = [each.op for each in region.saved_residuals(leaf(2, 4)) if not each.path]
+    assert saved == ["aten._softmax"]
+
+
+@pytest.mark.contract
 def test_a_path_that_no_input_has_warns_once_for_equal_layers() -> None:
     """Also where the first layer, whose input wants no gradient, has a trace of its own."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in "abc"))
