@@ -95,7 +95,8 @@ def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
     # What only a cycle holds was not left anywhere, nor was what only torch's own graph
     # holds: operators that save their output do (torch 2.15).
     gc.collect()
-    alive = [found for fake in fakes if (found := fake()) is not None]
+    # No `:=` here: before Python 3.12 it would be a cell, which holds the last of them.
+    alive = [each for each in [fake() for fake in fakes] if each is not None]
     holders = [each for each in _referrers(alive) if each is not alive]
     held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
     return next((each for each in alive if id(each) in held), None)

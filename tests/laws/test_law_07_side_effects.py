@@ -361,3 +361,19 @@ def test_a_tensor_returned_where_pytree_does_not_look(
     """The error names the class, and says how it is registered."""
     with pytest.raises(SideEffectError, match=r"inside a \w+\..*Register it"):
         remat(lambda x: pack(x.sin()))(seeded(3).requires_grad_())
+
+
+@pytest.mark.contract
+def test_what_only_a_graph_of_torch_holds_was_not_left() -> None:
+    """A write that no output rests on, into what made it: autograd's graph is a cycle."""
+
+    def fun(x: Tensor) -> Tensor:
+        out = torch.sin(x * x)
+        fresh = x.clone()
+        index = torch.zeros_like(fresh[:1], dtype=torch.long)
+        fresh.scatter_(0, index, fresh[:1] * x.sum())
+        return out
+
+    inputs = [seeded(3, 3, 2).requires_grad_()]
+
+    assert_bitwise(grads(remat(fun), inputs), grads(fun, inputs))
