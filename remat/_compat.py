@@ -685,6 +685,11 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.view(tensor.shape)
 
 
+def leaf_of(tensor: Tensor) -> Tensor:
+    """`detached(tensor)`, or a copy where autograd records nothing of its memory."""
+    return tensor.clone() if tensor.is_inference() else detached(tensor)
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """What runs in front of a module's forward. Obsolete when torch has a public name."""
     hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -1072,6 +1077,7 @@ def isolated() -> Generator[None]:
     """Runs the body outside every transform and every mode of the caller."""
     with (
         leave_functorch(),
+        without_inference_mode(),
         _disable_current_modes(),
         shared_dual_level(),
         _forward_ad._set_fwd_grad_enabled(True),
@@ -1080,6 +1086,18 @@ def isolated() -> Generator[None]:
         _quiet_fakes(),
         _without_saving_hooks(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def without_inference_mode() -> Generator[None]:
+    """Lets autograd record, whether or not the caller is in inference mode.
+
+    Nothing tells: within a level of torch.func the mode says that it is off, while what it
+    excludes from dispatch still holds outside of the level. Obsolete when torch undoes both.
+    """
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
         yield
 
 

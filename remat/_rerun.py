@@ -413,9 +413,12 @@ class Rerun(WithoutProgram):
         """Runs the function on tensors that no transform has wrapped."""
 
         def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
-            with _compat.torch_function_as(self.state.torch_functions):
+            with (
+                _compat.torch_function_as(self.state.torch_functions),
+                _compat.without_inference_mode(),
+            ):
                 leaves = [
-                    _compat.detached(tensor).requires_grad_(wanted)
+                    _compat.leaf_of(tensor).requires_grad_(wanted)
                     for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
                 ]
                 with self.state.around(), torch.enable_grad():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _sharded
+from remat import _compat, _sharded
 from remat._errors import CapturedTensorError, explain
 from remat._graph import TensorMeta
 from remat._memoized import remedy
@@ -82,7 +82,7 @@ def _references(node: Any) -> int:
 @functools.cache
 def _unheld() -> int:
     """The references to a leaf that only autograd's graph holds."""
-    with torch.enable_grad():
+    with _compat.without_inference_mode(), torch.enable_grad():
         made = torch.ones((), requires_grad=True).exp()
     assert made.grad_fn is not None
     return _references(made.grad_fn.next_functions[0][0])

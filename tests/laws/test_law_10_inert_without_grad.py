@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from remat import TraceError, policies, remat
+from remat import TraceError, policies, remat, scan
 from tests.support import assert_bitwise, assert_close, seeded
 
 # torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
@@ -249,3 +249,56 @@ def test_forward_over_reverse_is_a_region() -> None:
         return torch.func.jvp(gradient, (x,), (t,))
 
     assert_close(second(watched.region), second(watched.fun))
+
+
+def swept(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A scan of two steps."""
+    return lambda x: scan(lambda carry, _: (f(carry), None), x, length=2)[0]
+
+
+#: Reverse mode inside of inference mode, which it switches off for its own level.
+REVERSE: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](x)[0],
+    "vmap_grad": lambda f: torch.func.vmap(torch.func.grad(f)),
+    "grad_grad": lambda f: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: f(x).sum())(x).sum()
+    ),
+    "jvp_grad": lambda f: (
+        lambda x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,))
+    ),
+    "scan": lambda f: torch.func.grad(lambda x: swept(f)(x).sum()),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("transform", REVERSE.values(), ids=REVERSE)
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_transform_inside_of_inference_mode_is_as_outside(
+    engine: str, transform: Callable[[Any], Callable[[Tensor], Any]]
+) -> None:
+    """And what it has traced serves where the mode is off."""
+    watched = Watched(engine=engine)
+    watched.region.cache_clear()
+    x = seeded(3)
+    expected = transform(watched.fun)(x)
+
+    with torch.inference_mode():
+        assert_close(transform(watched.region)(x), expected)
+    assert_close(transform(watched.region)(x), expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["grad", "vmap_grad", "grad_grad", "scan"])
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_transform_takes_what_was_made_in_inference_mode(
+    engine: str, name: str
+) -> None:
+    """Of which torch itself records nothing, unless a transform wraps it."""
+    watched = Watched(engine=engine)
+    expected = REVERSE[name](watched.fun)(seeded(3))
+
+    with torch.inference_mode():
+        x = seeded(3)
+        assert x.is_inference()
+        assert_close(REVERSE[name](watched.region)(x), expected)
