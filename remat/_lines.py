@@ -138,6 +138,20 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
     )
 
 
+def freed(error: Exception) -> TraceError:
+    """What is raised where a backward of the user's frees a graph that its forward made."""
+    return TraceError(
+        explain(
+            where=line_of(error) or "the function",
+            what="an autograd.Function differentiates a graph that its forward has kept.",
+            why="A trace runs the backward for several layouts of cotangents, and the first "
+            "run frees that graph.",
+            do='Pass retain_graph=True there, or use engine="rerun", which runs the '
+            "function again in the backward.",
+        )
+    )
+
+
 def higher_order(error: Exception) -> TraceError:
     """What is raised where an operator of torch's takes functions of the user's."""
     return TraceError(

@@ -23,9 +23,11 @@ from torch import Tensor, fx
 from remat import _collectives, _compat, _import_fx, _in_place, _streams, _wrapped
 from remat._errors import RematError, TraceError, explain
 from remat._graph import Graph, Ref, TensorMeta, Value, check
+from remat._handed_out import choose, with_own_memory
 from remat._import_fx import Note
 from remat._lines import (
     checkpointed_by_torch,
+    freed,
     higher_order,
     line_of,
     mutates,
@@ -256,22 +258,22 @@ class _Run:
         returned = [out if out is None else lift(out) for out in results]
         _require_known(returned)
         self.num_returned = len(returned)
-        self.chosen, self.same = _choose([*operands, *running.leaves], returned)
+        given = [*operands, *running.leaves]
+        returned = with_own_memory(given, returned)
+        self.chosen, self.same = choose(given, returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
         self.placements = list(map(_compat.placement, outputs))
         self.differentiable = [out.requires_grad for out in outputs]
         self.detached = [out is not None and not out.requires_grad for out in returned]
         _note_forward(_compat.active_graph())
-        given = request.cotangents
-        self.layouts = _usual_layouts(outputs) if given is None else [given]
+        layout = request.cotangents
+        self.layouts = _usual_layouts(outputs) if layout is None else [layout]
         if not request.gradients:
             self.layouts = []
         gradients: list[Tensor | None] = []
         with _backward_numerics(request.backward_numerics):
             for layout in self.layouts:
-                gradients += self._gradients(
-                    [*operands, *running.leaves], outputs, layout
-                )
+                gradients += self._gradients(given, outputs, layout)
         self.spread = [
             None if each is None else _compat.placement(each) for each in gradients
         ]
@@ -348,59 +350,6 @@ def _backward_numerics(
     return numerics.applied()
 
 
-def _choose(
-    operands: list[Tensor], returned: list[Tensor | None]
-) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
-    """Which returned tensors the region hands out; the others are views of these.
-
-    A tensor that shares its storage with an operand, or with a returned tensor that owns
-    it, is made again from that one, so that the caller's in-place changes stay visible. A
-    DTensor is a wrapper, and has no storage: it is an operand or another returned one, or
-    is handed out.
-
-    Returns:
-        The places of what is handed out, and for each place of a DTensor what is there: an
-        "operand", or an "output" by its place.
-    """
-    places = {id(each): ("operand", k) for k, each in enumerate(operands)}
-    same: dict[int, tuple[str, int]] = {}
-    for index, each in enumerate(returned):
-        if each is not None and _compat.placement(each) is not None:
-            same[index] = places.setdefault(id(each), ("output", index))
-    plain = [each if index not in same else None for index, each in enumerate(returned)]
-    spread = {place for kind, place in same.values() if kind == "output"}
-    return tuple(sorted({*_choose_plain(operands, plain), *spread})), same
-
-
-def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
-    owned = {
-        _compat.storage_key(operand)
-        for operand in operands
-        if _compat.placement(operand) is None
-    }
-    tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
-    # Owners first, and where one is another's detached alias, the one with a gradient.
-    tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
-    chosen: list[int] = []
-    taken: set[int] = set()
-    for index, tensor in tensors:
-        key = _compat.storage_key(tensor)
-        if key in owned or id(tensor) in taken:
-            continue
-        taken.add(id(tensor))
-        chosen.append(index)
-        if not _is_part(tensor):
-            owned.add(key)
-    return chosen
-
-
-def _is_part(tensor: Tensor) -> bool:
-    # A region inside hands out the parts of a split as tensors of their own, from which
-    # the other parts cannot be made.
-    size = tensor.numel() * tensor.element_size()
-    return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())
-
-
 # Public, but torch has not annotated it.
 _FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
@@ -430,6 +379,8 @@ def _record(run: _Run) -> fx.GraphModule:
             raise running.refused from error
         if "Variable that requires grad is being used in an in-place" in str(error):
             raise mutates(line_of(error)) from error
+        if run.layouts and "through the graph a second time" in str(error):
+            raise freed(error) from error
         refused = checkpointed_by_torch(error)
         if refused is not None:
             raise refused from error

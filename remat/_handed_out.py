@@ -1,0 +1,117 @@
+"""Which of the tensors that a function returned its region hands out.
+
+A region gives each storage once: what shares its memory with an operand, or with another
+returned tensor, is a view of that one, which the caller makes anew. Its derivative is then a
+view's. A user's `autograd.Function` may say otherwise of what it returns, its own argument
+even (to reverse a gradient, or to add an auxiliary loss's), and so may a hook: that is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from remat import _compat
+
+
+def with_own_memory(
+    operands: Sequence[Tensor], returned: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Copies what shares the memory of an operand or an output, but has not its derivative.
+
+    A tensor is left alone where a chain of view operators alone leads to the owner of its
+    memory, and where it is the owner, or nobody is.
+    """
+    plain = [each for each in operands if _is_plain(each)]
+    nodes = {_compat.storage_key(each): each.grad_fn for each in plain}
+    hooked = {_compat.storage_key(each) for each in plain if _is_hooked(each)}
+    found = list(returned)
+    for index, tensor in _owners_first(returned):
+        if not _is_plain(tensor):
+            continue
+        key = _compat.storage_key(tensor)
+        if key not in nodes:
+            if not _is_part(tensor):
+                nodes[key] = tensor.grad_fn
+        elif (
+            key in hooked
+            or _is_hooked(tensor)
+            or _comes_of_users(tensor.grad_fn, nodes[key])
+        ):
+            found[index] = tensor.clone()
+    return found
+
+
+def _is_hooked(tensor: Tensor) -> bool:
+    """Whether `register_hook` was called on it: a trace's tensors are new, and have none."""
+    return bool(getattr(tensor, "_backward_hooks", None))
+
+
+def _comes_of_users(node: Any, base: Any) -> bool:
+    """Whether a user's `autograd.Function` stands between a view's node and its base's."""
+    while node is not None and node is not base:
+        if isinstance(node, BackwardCFunction):
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
+def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+    """Owners of their memory first, and of an owner and its detached alias the owner."""
+    tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
+    tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
+    return tensors
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has a storage: a DTensor is a wrapper."""
+    return _compat.placement(tensor) is None
+
+
+def choose(
+    operands: list[Tensor], returned: list[Tensor | None]
+) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
+    """Which returned tensors the region hands out; the others are views of these.
+
+    A tensor that shares its storage with an operand, or with a returned tensor that owns
+    it, is made again from that one, so that the caller's in-place changes stay visible. A
+    DTensor is a wrapper, and has no storage: it is an operand or another returned one, or
+    is handed out.
+
+    Returns:
+        The places of what is handed out, and for each place of a DTensor what is there: an
+        "operand", or an "output" by its place.
+    """
+    places = {id(each): ("operand", k) for k, each in enumerate(operands)}
+    same: dict[int, tuple[str, int]] = {}
+    for index, each in enumerate(returned):
+        if each is not None and _compat.placement(each) is not None:
+            same[index] = places.setdefault(id(each), ("output", index))
+    plain = [each if index not in same else None for index, each in enumerate(returned)]
+    spread = {place for kind, place in same.values() if kind == "output"}
+    return tuple(sorted({*_choose_plain(operands, plain), *spread})), same
+
+
+def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
+    owned = {_compat.storage_key(operand) for operand in operands if _is_plain(operand)}
+    chosen: list[int] = []
+    taken: set[int] = set()
+    for index, tensor in _owners_first(returned):
+        key = _compat.storage_key(tensor)
+        if key in owned or id(tensor) in taken:
+            continue
+        taken.add(id(tensor))
+        chosen.append(index)
+        if not _is_part(tensor):
+            owned.add(key)
+    return chosen
+
+
+def _is_part(tensor: Tensor) -> bool:
+    # A region inside hands out the parts of a split as tensors of their own, from which
+    # the other parts cannot be made.
+    size = tensor.numel() * tensor.element_size()
+    return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())
