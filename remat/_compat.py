@@ -1470,6 +1470,21 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_functionalized(op: Any) -> bool:
+    """Whether torch knows how to replace an in-place operator. Obsolete as `functionalized`."""
+    return _torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Functionalize")
+
+
+def put_for(tensor: Tensor, new: Tensor) -> None:
+    """Writes `new` to a tensor inside of `functionalized`. Obsolete as that is.
+
+    `copy_` would do the same by a copy of its own.
+    """
+    _torch._functionalize_replace(tensor, _from_functional(new))
+    _torch._functionalize_commit_update(tensor)
+    _torch._sync(tensor)
+
+
 def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
     # AOTAutograd switches this key off around all that it calls.
     excluded: Any = _torch._C._dispatch_tls_local_exclude_set()

@@ -116,8 +116,17 @@ class _Annotated(fx.Interpreter):
         if note is not None:
             if operators.is_mutable(n.target):
                 note = dataclasses.replace(note, in_place=True)
+            if _in_place.runs_on_copies(n.target):
+                note = dataclasses.replace(
+                    note, function=operators.short_name(n.target)
+                )
             annotate(graph, before, note)
         return out
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if _in_place.runs_on_copies(target):
+            return _in_place.run_on_copies(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:

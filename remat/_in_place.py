@@ -2,13 +2,17 @@
 
 Most write to a tensor that nothing else has seen yet: dropout's mask, an activation's fresh
 input. There it is a change of names. What is left (writes to operands, through views, under
-an alias) goes through torch's functionalization, which is a second trace.
+an alias) goes through torch's functionalization, which is a second trace. That knows torch's
+own operators; one of a library's (`torch.library.custom_op`, `mutates_args=...`) is there
+called on copies, by an operator that returns these.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +60,7 @@ def _pure_variant(op: Any) -> Any | None:
     if not operators.is_mutable(op):
         return None
     schema = _compat.schema_of(op)
-    writes = [
-        each.alias_info is not None and each.alias_info.is_write
-        for each in schema.arguments
-    ]
+    writes = [_writes(each) for each in schema.arguments]
     name = op.overloadpacket.__name__
     writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
@@ -121,3 +122,74 @@ def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
         found = pure(*args, **kwargs)
     is_alike = TensorMeta.of(found) == TensorMeta.of(written, requires_grad=False)
     return found if is_alike else None
+
+
+def runs_on_copies(op: Any) -> bool:
+    """Whether an operator writes to single tensors, and torch has no pure form of it."""
+    if not operators.is_mutable(op) or _compat.is_functionalized(op):
+        return False
+    written = filter(_writes, _compat.schema_of(op).arguments)
+    return all("List" not in str(each.type) for each in written)
+
+
+def run_on_copies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls such an operator on copies of what it writes to, and then writes these back."""
+    given = _by_name(op, args, kwargs)
+    written = tuple(
+        each.name
+        for each in _compat.schema_of(op).arguments
+        if _writes(each) and given.get(each.name) is not None
+    )
+    made = _on_copies(op, written)(**given)
+    returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
+    for name in reversed(written):
+        _compat.put_for(given[name], returned.pop())
+    results = [
+        returned.pop(0) if each.alias_info is None else given[_aliased(op, each)]
+        for each in _compat.schema_of(op).returns
+    ]
+    return results[0] if len(results) == 1 else (tuple(results) or None)
+
+
+@functools.cache
+def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
+    """The operator that copies, writes to the copies, and returns them; defined when met."""
+    schema = _compat.schema_of(op)
+    own = [k for k, each in enumerate(schema.returns) if each.alias_info is None]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = _by_name(op, args, kwargs)
+        given |= {name: given[name].clone() for name in written}
+        made = op(**given)
+        made = made if len(schema.returns) > 1 else (made,)
+        found = [*(made[k] for k in own), *(given[name] for name in written)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    given = re.sub(r"Tensor\(\w+!?\)", "Tensor", str(schema).partition("(")[2])
+    returns = [str(schema.returns[k].type) for k in own] + ["Tensor"] * len(written)
+    return _compat.define(
+        "_".join(("copied", *re.findall(r"\w+", operators.full_name(op)), *written)),
+        f"({given.rpartition(') -> ')[0]}) -> ({', '.join(returns)})",
+        run,
+        run,
+        (),
+    )
+
+
+def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [each.name for each in _compat.schema_of(op).arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _aliased(op: Any, returned: Any) -> str:
+    """The argument that an operator returns."""
+    names = returned.alias_info.before_set
+    return next(
+        each.name
+        for each in _compat.schema_of(op).arguments
+        if each.alias_info is not None and each.alias_info.before_set & names
+    )

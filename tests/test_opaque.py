@@ -134,6 +134,67 @@ def test_a_kernel_under_torch_func(binding):
     assert_close([found], torch.autograd.grad(binding(q, ARGS[1]).sum(), q))
 
 
+@torch.library.custom_op("remat_opaque::write", mutates_args=("out", "total"))
+def write(x: Tensor, out: Tensor, total: Tensor | None = None) -> Tensor:
+    """What most kernels of libraries do: their results go to tensors that they are given."""
+    CALLS["forward"] += 1
+    out.copy_(x.sin())
+    if total is not None:
+        total += x.sum()
+    return x.cos()
+
+
+@write.register_fake
+def _(x, out, total=None):
+    return torch.empty_like(x)
+
+
+class Writing(torch.autograd.Function):
+    """Such a kernel in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x, total):
+        sine = torch.empty_like(x)
+        ctx.save_for_backward(write(x, sine, total))
+        return checkpoint_name(sine, "sine")
+
+    @staticmethod
+    def backward(ctx: Any, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = torch.empty(2, *gradient.shape, dtype=gradient.dtype)
+        write(gradient, found[0])
+        return found[0] * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("keeps_total", [False, True], ids=["", "buffer"])
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [
+        (None, 3),
+        (policies.save_only_these_names("sine"), 2),
+        (policies.by_op(torch.ops.remat_opaque.write), 2),
+    ],
+    ids=["nothing", "name", "operator"],
+)
+def test_a_kernel_that_writes_to_its_arguments(policy, calls, keeps_total):
+    """It writes to copies in a region, and a buffer changes once."""
+    totals = (
+        [torch.zeros((), dtype=torch.float64) for _ in range(2)]
+        if keeps_total
+        else [None, None]
+    )
+
+    def using(total):
+        return lambda x: Writing.apply(x.exp(), total).sin()
+
+    region = remat(using(totals[0]), policy=policy)
+
+    assert_bitwise(run(region, [seeded(3)]), run(using(totals[1]), [seeded(3)]))
+    assert_bitwise(*totals)
+    CALLS.clear()
+    run(region, [seeded(3)])
+    assert CALLS["forward"] == calls
+
+
 class OnNumpy(torch.autograd.Function):
     """A kernel that leaves torch."""
 
@@ -146,6 +207,38 @@ class OnNumpy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient * ctx.saved_tensors[0].cos()
+
+
+class Unrolled(torch.autograd.Function):
+    """Differentiates, in its backward, a graph that its forward made."""
+
+    @staticmethod
+    def forward(ctx: Any, x, keeps):
+        with torch.enable_grad():
+            ctx.inner = x.detach().requires_grad_()
+            ctx.outer, ctx.keeps = ctx.inner.exp().sin(), keeps
+        return ctx.outer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = torch.autograd.grad(
+            ctx.outer, ctx.inner, gradient, retain_graph=ctx.keeps
+        )
+        return *found, None
+
+
+def test_a_graph_that_is_kept_between_forward_and_backward():
+    """A trace differentiates it more than once, and says so where it is freed."""
+
+    def using(keeps):
+        return lambda x: Unrolled.apply(x.sin(), keeps).cos()
+
+    x = [seeded(3)]
+    with pytest.raises(TraceError, match=r"graph that its forward has kept.*retain"):
+        run(remat(using(keeps=False)), x)
+
+    for region in (remat(using(keeps=True)), remat(using(keeps=False), engine="rerun")):
+        assert_bitwise(run(region, x), run(using(keeps=False), x))
 
 
 def test_a_kernel_without_an_operator():
