@@ -17,6 +17,7 @@ from remat import _compat
 from remat._errors import MutationError, RematWarning, TraceError, explain
 
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
+_TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
 _LIBRARIES = (
     torch.__path__[0],
@@ -108,13 +109,15 @@ def mutates(line: str) -> MutationError:
 
 def untraceable(error: Exception) -> TraceError:
     """What is raised where a trace would have needed the values of a tensor."""
+    checks = any(name.startswith(_TORCHS_DISTRIBUTIONS) for name, _ in _frames(error))
+    instead = "validate_args=False for the distribution" if checks else "torch.where"
     return TraceError(
         explain(
             where=line_of(error) or "the function",
             what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
             why="A trace sees shapes and types, not values: it cannot branch on a "
             "tensor's values, call .item(), or run a kernel that hides its work.",
-            do='Use torch.where, or engine="rerun", which runs the function again in '
+            do=f'Use {instead}, or engine="rerun", which runs the function again in '
             "the backward.",
         )
     )

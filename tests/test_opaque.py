@@ -255,6 +255,20 @@ def test_a_kernel_without_an_operator():
     assert_bitwise(found, run(function, x))
 
 
+def test_a_distribution_that_checks_its_arguments():
+    """The error names the switch that torch has for it, and with that it is traced."""
+
+    def using(**options):
+        normal = torch.distributions.Normal
+        return lambda x: normal(x, x.exp(), **options).log_prob(x.sin())
+
+    with pytest.raises(TraceError, match="Use validate_args=False for the"):
+        run(remat(using()), [seeded(3)])
+
+    found = run(remat(using(validate_args=False)), [seeded(3)])
+    assert_bitwise(found, run(using(), [seeded(3)]))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_torchs_own_checkpoint_inside_says_what_to_do(use_reentrant: bool) -> None:
     """It would run again on real parameters, which no trace can take."""
