@@ -2359,3 +2359,14 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     """
     is_of_torch = type(context).__module__ == "torch.utils.checkpoint"
     return getattr(context, "policy_fn", None) if is_of_torch else None
+
+
+def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | None:
+    """The modules, and options for each, that a policy of FSDP's picks out of a model.
+
+    None for a policy that is asked about one module after the other. Obsolete when torch
+    has a public way to ask `torch.distributed.fsdp.wrap.CustomPolicy`.
+    """
+    if callable(policy) or not hasattr(policy, "_run_policy"):
+        return None
+    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})

@@ -22,6 +22,7 @@ from remat import (
     _host,
     _operators as operators,
     _streams,
+    _wrapped,
 )
 from remat._any_region import Call
 from remat._bind import apply_straight, bind_all
@@ -400,6 +401,7 @@ class _FirstCall:
         """Traces the function, with open sizes unless `fixed` is None."""
         started = time.perf_counter()
         signature, roots = self.signature, self.roots
+        _wrapped.require_no_engine(roots[0])
         survey = _captures.survey(roots)
         flattened = _Flattened(signature.layout, len(signature.tensors))
         with undone_on_error(survey), _host.told(self.where):

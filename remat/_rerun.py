@@ -46,6 +46,7 @@ def call(
     Raises:
         ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
     """
+    _wrapped.require_no_engine(fun)
     survey = _captures.survey((fun, args, dict(kwargs)))
     arguments = _Arguments(args, kwargs)
     given = arguments.tensors

@@ -7,6 +7,9 @@ gradients the engine never sees. So a gradient would be left out of the sum over
 without a word: such a call raises. A region *inside* such a module is fine: the hooks then
 run around it.
 
+Two of them do that work in their own `forward`, and not in hooks, so that a region in its
+place is no region inside: it raises too.
+
 `engine="rerun"` takes modules of `fully_shard`: see `_sharded`.
 """
 
@@ -28,10 +31,11 @@ from remat._errors import TraceError, explain
 
 # Each module of torch's that has such classes, and their names. What has not been imported
 # has no instances.
-_CLASSES = {
+_BY_FORWARD = {
     "torch.nn.parallel": "DistributedDataParallel",
-    "torch.distributed.fsdp": "FSDPModule FullyShardedDataParallel",
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
 }
+_BY_HOOKS = {"torch.distributed.fsdp": "FSDPModule"}
 
 
 @contextlib.contextmanager
@@ -52,6 +56,17 @@ def refused() -> Generator[None]:
         yield
 
 
+def require_no_engine(function: Callable[..., Any]) -> None:
+    """Raises where a function is the `forward` of a module that drives others by it.
+
+    Raises:
+        TraceError: before it has run.
+    """
+    module: Any = getattr(function, "__self__", None)
+    if is_distributed() and isinstance(module, _kinds(_BY_FORWARD)):
+        raise refusal(module)
+
+
 def is_distributed() -> bool:
     """Whether this process is in a world of `torch.distributed`."""
     distributed: Any = sys.modules.get("torch.distributed")
@@ -70,7 +85,7 @@ def around_driven(
     `enter` goes before the engine's own hooks, and `leave` before those that let go of the
     gathered parameters.
     """
-    kinds = _kinds()
+    kinds = _kinds(_BY_FORWARD) + _kinds(_BY_HOOKS)
     thread = threading.get_ident()
 
     def is_meant(module: nn.Module) -> bool:
@@ -94,24 +109,22 @@ def around_driven(
             handle.remove()
 
 
-def _kinds() -> tuple[type, ...]:
+def _kinds(classes: dict[str, str]) -> tuple[type, ...]:
     return tuple(
         getattr(sys.modules[module], name)
-        for module, names in _CLASSES.items()
-        if module in sys.modules
-        for name in names.split()
-        if hasattr(sys.modules[module], name)
+        for module, name in classes.items()
+        if module in sys.modules and hasattr(sys.modules[module], name)
     )
 
 
 def refusal(module: nn.Module) -> TraceError:
-    """What a call of this module raises."""
+    """What a call of this module raises, and a region in the place of its forward."""
     return TraceError(
         explain(
             where=f"a {type(module).__name__}",
             what="is called inside a region.",
-            why="Hooks around its forward gather parameters or reduce gradients. In a "
-            "region they would not see the gradients, which would be lost.",
+            why="Around its forward, parameters are gathered or gradients reduced. In a "
+            "region these would not be seen, and gradients would be lost.",
             do="Put the regions inside: remat.modules.apply to it, or to its blocks. "
             'Around a module of fully_shard engine="rerun" works, under no transform.',
         )

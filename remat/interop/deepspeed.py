@@ -23,7 +23,13 @@ from remat.interop._calls import call_as_region, preserve_that_of
 from remat.interop._groups import shard_over
 from remat.storage import AbstractStorage, Keep, Offload, release_host_memory
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+__all__ = [
+    "checkpoint",
+    "configure",
+    "is_configured",
+    "non_reentrant_checkpoint",
+    "reset",
+]
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
@@ -127,6 +133,27 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return found
     outputs = tuple(found)
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """The same as `checkpoint`, which does what both of DeepSpeed's variants do.
+
+    Args:
+        function: see there.
+        *args: its arguments.
+
+    Returns:
+        What `checkpoint` returns.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop import deepspeed
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = deepspeed.non_reentrant_checkpoint(lambda x: x.sin().sin(), x)
+        >>> torch.autograd.grad(y.sum(), x)[0].shape
+        torch.Size([3])
+    """
+    return checkpoint(function, *args)
 
 
 def configure(  # noqa: PLR0917  DeepSpeed's own order

@@ -67,15 +67,11 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         1
         >>> _ = modules.remove(model)
     """
-    if every < 1:
-        raise ValueError(
-            f"modules.apply(every={every!r}): `every` must be an int of at least 1; 2 "
-            "takes every second match."
-        )
+    _require_count(every)
     options: dict[str, Any] = {"rng": "preserve", **remat_options}
     decorate = remat(**options)
     for module in _with_a_forward(matching(model, where), where)[::every]:
-        region = _region_of(module)
+        region = region_of(module)
         own = module.forward if region is None else _wrapped_by(region, module)
         object.__setattr__(module, "forward", decorate(own))
     return model
@@ -98,7 +94,7 @@ def remove(model: _M) -> _M:
         False
     """
     for module in model.modules():
-        region = _region_of(module)
+        region = region_of(module)
         if region is None:
             continue
         own = _wrapped_by(region, module)
@@ -109,7 +105,17 @@ def remove(model: _M) -> _M:
     return model
 
 
-def _region_of(module: nn.Module) -> Region[..., Any] | None:
+def _require_count(every: Any) -> None:
+    is_count = isinstance(every, int) and not isinstance(every, bool)
+    if not is_count or every < 1:
+        raise (ValueError if is_count else TypeError)(
+            f"modules.apply(every={every!r}): takes each `every`-th match, a whole number "
+            "from 1 on."
+        )
+
+
+def region_of(module: nn.Module) -> Region[..., Any] | None:
+    """The region that `apply` put into a module, None where there is none."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, Region) else None  # pyright: ignore[reportUnknownVariableType]
 

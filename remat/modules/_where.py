@@ -20,8 +20,14 @@ def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
     """The modules that `where` means, each once, by its first name, in the model's order.
 
     Raises:
-        TypeError: `where` is not one of the forms that it can have.
+        TypeError: `model` is not a module, or `where` is not one of the forms that it can
+            have.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"modules.apply looks for modules in an nn.Module, not in {model!r}, of type "
+            f"{type(model).__name__}. A function becomes a region by remat(function)."
+        )
     matches = _matcher(where)
     found: dict[int, tuple[str, nn.Module]] = {}
     # torch has not annotated what it yields.

@@ -1,6 +1,7 @@
 """DistributedDataParallel and `fully_shard` over models with regions."""
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -228,6 +230,57 @@ def check_a_region_around_what_an_engine_drives(mesh: Any) -> None:
         refuses(remat(wrapped, engine=engine), x, "DistributedDataParallel")
         wrapped(x).square().sum().backward()
         assert_equal(gradients(model), whole)
+
+
+def check_a_region_in_the_place_of_an_engines_forward(mesh: Any) -> None:
+    """Its second trace was wrong without a word where the graph was said to be static."""
+    (x,) = batches(mesh.get_local_rank())
+    makes: tuple[Callable[[nn.Module], nn.Module], ...] = (
+        lambda model: DistributedDataParallel(model, static_graph=True),
+        fully_sharded_1,
+    )
+    for make in makes:
+        for engine in ("trace", "rerun"):
+            wrapped = make(a_model())
+            wrapped(x).sum().backward()
+            refuses(
+                modules.apply(wrapped, "", engine=engine), x, type(wrapped).__name__
+            )
+            modules.remove(wrapped)(x).sum().backward()
+
+
+def fully_sharded_1(model: nn.Module, *, use_orig_params: bool = True) -> nn.Module:
+    """The older engine, which stands around each block and the model."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+    )
+
+
+def check_fully_sharded_data_parallel(mesh: Any) -> None:
+    """With parameters as the model has them, and as one flat one for each block."""
+    (x,) = batches(mesh.get_local_rank())
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[float] = []
+        for _ in range(3):
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    for use_orig_params in (True, False):
+        shard = functools.partial(fully_sharded_1, use_orig_params=use_orig_params)
+        plain = losses(shard(a_model()))
+        for options in ({}, {"policy": POLICIES[1]}, {"engine": "rerun"}):
+            regions = functools.partial(modules.apply, where=Block, **options)
+            assert losses(shard(regions(a_model()))) == plain
+            assert losses(regions(shard(a_model()))) == plain
 
 
 def check_nothing_stays_of_the_refusal(mesh: Any) -> None:

@@ -453,6 +453,14 @@ def test_contexts_around_the_recomputation_are_refused() -> None:
         TE(torch.sin, torch.ones(3), context_fn=lambda: None)
 
 
+def test_both_of_deepspeeds_variants_are_one() -> None:
+    """The gradient comes by `torch.autograd.grad` with either."""
+    x = torch.randn(3, requires_grad=True)
+    y = deepspeed.non_reentrant_checkpoint(lambda x: [x.sin().exp()], x)
+
+    assert_bitwise(gradients(y, x), gradients(x.sin().exp(), x))
+
+
 def test_deepspeeds_outputs() -> None:
     """One element stands for itself, a list becomes a tuple, as there."""
     x = torch.ones(3, requires_grad=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.utils.checkpoint as peer
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as peer_wrapper
 
 from remat import (
     ImplicitRandomnessError,
@@ -23,15 +22,11 @@ from remat import (
     TraceError,
     _api,
     _lookup,
-    modules,
 )
 from remat.interop.torch import (
-    CheckpointImpl,
     CheckpointPolicy,
-    apply_activation_checkpointing,
     checkpoint,
     checkpoint_sequential,
-    checkpoint_wrapper,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
@@ -537,11 +532,12 @@ def test_nothing_more_than_is_needed_runs_again():
 
 
 def test_early_stop_cannot_be_turned_off():
-    """...except where the function runs again."""
-    with pytest.raises(
-        NotImplementedError, match=r'engine="rerun", which runs the whole'
-    ):
+    """...which is said, except where the function runs again, or torch says nothing."""
+    with pytest.warns(RematWarning, match=r'engine="rerun", which runs the whole'):
         checkpoint(torch.sin, seeded(3).requires_grad_(), early_stop=False)
+    checkpoint(
+        torch.sin, seeded(3).requires_grad_(), early_stop=False, use_reentrant=True
+    )
 
     whole = functools.partial(
         checkpoint, lambda x: x.sin().clone(), engine="rerun", early_stop=False
@@ -928,78 +924,3 @@ def test_surrounding_hooks_see_what_is_saved():
 
     # The two inputs, and the product that the policy saves.
     assert packed == [(8, 8)] * 3
-
-
-# --- wrappers ---------------------------------------------------------------------------
-
-
-def is_linear(module):
-    return isinstance(module, nn.Linear)
-
-
-def test_apply_activation_checkpointing():
-    """In place, with torch's arguments, and without torch's change of names."""
-    plain, model = relus(), relus()
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, preserve_rng_state=False), check_fn=is_linear
-    )  # fmt: skip
-
-    assert [
-        name for name, each in model.named_modules() if "forward" in vars(each)
-    ] == ["0", "2", "4"]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert_bitwise(with_gradients(model, model), with_gradients(plain, plain))
-    assert model[0].forward.settings.rng == "keys"
-
-
-def test_apply_activation_checkpointing_leaves_the_model_out():
-    """All submodules by default, the model itself never."""
-    model = relus()
-    apply_activation_checkpointing(model)
-
-    assert "forward" not in vars(model)
-    assert all("forward" in vars(each) for each in model)
-
-
-def test_apply_activation_checkpointing_with_a_function_of_ones_own():
-    """What it returns is put in the module's place, wherever that is."""
-    model = relus()
-    model.append(model[0])
-    apply_activation_checkpointing(
-        model, lambda module: nn.Sequential(module), is_linear
-    )
-
-    assert type(model[0]) is nn.Sequential
-    assert model[6] is model[0]
-
-
-def test_checkpoint_wrapper():
-    """The module itself comes back; `modules.remove` takes the region out."""
-    module = nn.Linear(2, 2)
-    for impl in (*CheckpointImpl, *peer_wrapper.CheckpointImpl):
-        found = checkpoint_wrapper(module, checkpoint_impl=impl, engine="rerun")
-        assert found is module
-    modules.remove(module)
-    assert "forward" not in vars(module)
-    ours, theirs = CheckpointImpl.__members__, peer_wrapper.CheckpointImpl.__members__
-    assert [*ours] == [*theirs]
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda model: apply_activation_checkpointing(model, peer_wrapper.checkpoint_wrapper), "torch's own wrapper"),
-        (lambda model: apply_activation_checkpointing(model, auto_wrap_policy=is_linear), "Say by check_fn"),
-        (lambda model: checkpoint_wrapper(model, checkpoint_fn=peer.checkpoint), "nothing of this package"),
-    ],
-)  # fmt: skip
-def test_wrappers_that_cannot_be_kept(call, text):
-    """Each raises and says why."""
-    with pytest.raises(NotImplementedError, match=text):
-        call(relus())
-
-
-def test_apply_activation_checkpointing_to_nothing():
-    """A `check_fn` that accepts nothing says so."""
-    with pytest.warns(RematWarning, match="matches no module"):
-        apply_activation_checkpointing(relus(), check_fn=lambda module: False)

@@ -30,6 +30,7 @@ from remat.interop.torch._wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
+    offload_wrapper,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "detach_variable",
     "get_device_states",
     "noop_context_fn",
+    "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

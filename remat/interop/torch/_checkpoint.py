@@ -64,8 +64,8 @@ class Options:
                 "checkpoint(context_fn=..., debug=..., respect_saved_tensors_hooks=...) is "
                 "only supported when use_reentrant=False, as in torch."
             )
-        if not self.early_stop and self.engine == "trace":
-            raise _no_early_stop()
+        if not (self.early_stop or self.use_reentrant or self.engine == "rerun"):
+            _warn_of_early_stop()
         if self.respect_saved_tensors_hooks is False:
             raise _hooks_are_respected()
         if self.debug:
@@ -143,8 +143,9 @@ def checkpoint(
         determinism_check: "default" or "none". A traced function is one program, and cannot
             differ from itself.
         debug: warns: errors always name the operator and the line.
-        early_stop: True; a traced recomputation runs what some gradient needs, and nothing
-            else. False needs `engine="rerun"`, which always runs the whole function.
+        early_stop: False warns: a traced recomputation runs what some gradient needs, and
+            nothing else. `engine="rerun"` always runs the whole function. As in torch, it
+            says nothing with `use_reentrant=True`.
         respect_saved_tensors_hooks: None or True: hooks that surround the call see what is
             saved.
         engine: of `remat`: "trace", or "rerun" for functions that cannot be traced. It has
@@ -285,15 +286,13 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
     )
 
 
-def _no_early_stop() -> NotImplementedError:
-    return NotImplementedError(
-        explain(
-            where="checkpoint(early_stop=False)",
-            what="asks for the whole function to be recomputed.",
-            why="A traced region recomputes what some gradient needs, and has no code for "
-            "the rest.",
-            do='Leave early_stop out, or use engine="rerun", which runs the whole function.',
-        )
+def _warn_of_early_stop() -> None:
+    warn(
+        where="checkpoint(early_stop=False)",
+        what="has no effect.",
+        why="A traced region recomputes what some gradient needs, and has no code for "
+        "the rest.",
+        do='Leave early_stop out, or use engine="rerun", which runs the whole function.',
     )
 
 

@@ -6,16 +6,21 @@ module keeps its place, its class and its names (`remat.modules`).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import nn
 
+from remat import _compat
 from remat._errors import explain
-from remat.interop.torch._checkpoint import Options, policy_of
+from remat.interop.torch._checkpoint import Options, checkpoint, policy_of
 from remat.modules import apply
+from remat.modules._apply import region_of
+from remat.policies import everything_saveable
+from remat.storage import Offload
 
 
 class CheckpointImpl(enum.Enum):
@@ -43,15 +48,16 @@ def checkpoint_wrapper(
     Args:
         module: the module.
         checkpoint_impl: a `CheckpointImpl`, ours or torch's; both of its members are one.
-        checkpoint_fn: None; torch would call another checkpoint function.
+        checkpoint_fn: None, or `checkpoint` of this module; torch would call another one.
         **checkpoint_fn_kwargs: options of `checkpoint`.
 
     Returns:
         The module itself, with a region around its `forward`.
 
     Raises:
-        NotImplementedError: there is a `checkpoint_fn`, or an option asks for what a region
-            cannot do.
+        NotImplementedError: there is another `checkpoint_fn`, or an option asks for what a
+            region cannot do.
+        TypeError: there is no such option.
 
     Example:
         >>> import torch
@@ -64,7 +70,7 @@ def checkpoint_wrapper(
         `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
     """
     del checkpoint_impl
-    if checkpoint_fn is not None:
+    if checkpoint_fn not in (None, checkpoint):
         raise NotImplementedError(
             explain(
                 where=f"checkpoint_wrapper(checkpoint_fn={checkpoint_fn!r})",
@@ -73,6 +79,7 @@ def checkpoint_wrapper(
                 do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
             )
         )
+    _require_options(checkpoint_fn_kwargs)
     options = Options(**checkpoint_fn_kwargs)
     return apply(
         module,
@@ -83,11 +90,60 @@ def checkpoint_wrapper(
     )
 
 
+def _require_options(given: Iterable[str]) -> None:
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                explain(
+                    where=f"checkpoint_wrapper({name}=...)",
+                    what=f"is no option of checkpoint. The options are {', '.join(known)}.",
+                    why="torch would hand it to the module at each call.",
+                    do="Use one of these, or pass it where the module is called.",
+                )
+            )
+
+
+def offload_wrapper(module: nn.Module) -> nn.Module:
+    """Makes what a module keeps for its backward wait in host memory, in place.
+
+    That is what it saves and its inputs; parameters stay where they are, where torch copies
+    them too. A module that `checkpoint_wrapper` made recompute still does, and what it
+    keeps waits in host memory.
+
+    Args:
+        module: the module.
+
+    Returns:
+        The module itself, with a region around its `forward`.
+
+    Raises:
+        PolicyError: the module is one that runs again, which keeps inputs as they are.
+
+    Example:
+        >>> from torch import nn
+        >>> from remat.interop.torch import offload_wrapper
+        >>> offload_wrapper(nn.Linear(2, 2)).forward.settings.policy
+        everything_saveable.stored(Offload(device='cpu', pin=True, min_bytes=0, max_bytes=None, prefetch=1, path=None))
+
+    References:
+        `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
+    """
+    region = region_of(module)
+    if region is None:
+        before: dict[str, Any] = {"policy": everything_saveable}
+    else:
+        its = region.settings
+        before = {"policy": its.policy, "rng": its.rng, "engine": its.engine}
+    policy = before.pop("policy").stored(Offload())
+    return apply(module, "", policy=policy, saved_inputs=Offload(), **before)
+
+
 def apply_activation_checkpointing(
     model: nn.Module,
-    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
-    auto_wrap_policy: Callable[..., Any] | None = None,
+    auto_wrap_policy: Any = None,
 ) -> None:
     """Makes the submodules that `check_fn` accepts recompute, in place.
 
@@ -96,16 +152,19 @@ def apply_activation_checkpointing(
     Args:
         model: the model.
         checkpoint_wrapper_fn: what is done to each: `checkpoint_wrapper`, a partial of it
-            with options, or a function of yours. A module that it returns in place of
-            another one is put there.
+            with options, `offload_wrapper`, or a function of yours. A module that it
+            returns in place of another one is put there.
         check_fn: which submodules are meant; the default takes all, nested ones too.
-        auto_wrap_policy: None; policies of FSDP are not known here.
+        auto_wrap_policy: takes the place of `check_fn`: a policy of FSDP's, such as
+            `ModuleWrapPolicy({Block})`, or a function `(module, recurse, nonwrapped_numel)`
+            as `size_based_auto_wrap_policy` is one. The options that a `CustomPolicy`
+            names go to `checkpoint_wrapper_fn`.
 
     Raises:
-        NotImplementedError: there is an `auto_wrap_policy`, or the wrapper is torch's own.
+        NotImplementedError: the wrapper is torch's own.
 
     Warns:
-        RematWarning: `check_fn` accepts nothing.
+        RematWarning: nothing is meant.
 
     Example:
         >>> from torch import nn
@@ -116,28 +175,57 @@ def apply_activation_checkpointing(
         >>> ["forward" in vars(module) for module in model]
         [True, False, True]
     """
-    if auto_wrap_policy is not None:
-        raise _refused(
-            f"auto_wrap_policy={auto_wrap_policy!r}",
-            "It is asked by a protocol of FSDP's, with numbers of parameters.",
-            "Say by check_fn which modules are meant.",
-        )
     _require_not_of_torch(checkpoint_wrapper_fn)
+    chosen = _chosen(model, check_fn, auto_wrap_policy)
     found = [
         (owner, name, child)
         for owner in model.modules()
         for name, child in _children(owner)
-        if check_fn(child)
+        if child in chosen
     ]
     if not found:
         # Says so, and what to do.
         apply(model, lambda name, module: False)
-    done: dict[int, nn.Module] = {}
+    done: dict[nn.Module, nn.Module] = {}
     for owner, name, child in found:
-        if id(child) not in done:
-            done[id(child)] = checkpoint_wrapper_fn(child)
-        if done[id(child)] is not child:
-            setattr(owner, name, done[id(child)])
+        if child not in done:
+            done[child] = checkpoint_wrapper_fn(child, **chosen[child])
+        if done[child] is not child:
+            setattr(owner, name, done[child])
+
+
+def _chosen(
+    model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that are meant, with the options of each."""
+    if policy is None:
+        below = (each for each in model.modules() if each is not model)
+        return {each: {} for each in below if check_fn(each)}
+    picked = _compat.picked_as_a_whole(policy, model)
+    return _asked_in_turn(model, policy) if picked is None else picked
+
+
+def _asked_in_turn(
+    model: nn.Module, policy: Callable[..., bool]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Those that a policy of FSDP's picks by its protocol, from the innermost outwards."""
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+
+    def visit(module: nn.Module) -> int:
+        """How many elements its parameters have that are in a chosen module."""
+        total = sum(parameter.numel() for parameter in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        inside = sum(map(visit, module.children()))
+        if module is model or not policy(
+            module=module, recurse=False, nonwrapped_numel=total - inside
+        ):
+            return inside
+        chosen[module] = {}
+        return total
+
+    visit(model)
+    return chosen
 
 
 def _children(owner: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -151,19 +239,12 @@ def _require_not_of_torch(wrapper: Callable[..., Any]) -> None:
     while isinstance(inner, functools.partial):
         inner = cast("Callable[..., Any]", inner.func)
     if str(getattr(inner, "__module__", "")).startswith("torch."):
-        raise _refused(
-            f"checkpoint_wrapper_fn={wrapper!r}",
-            "It is torch's own wrapper, which torch's own checkpointing runs.",
-            "Leave it out, or pass interop.torch.checkpoint_wrapper with the options.",
+        raise NotImplementedError(
+            explain(
+                where=f"apply_activation_checkpointing(checkpoint_wrapper_fn={wrapper!r})",
+                what="cannot be kept.",
+                why="It is torch's own wrapper, which torch's own checkpointing runs.",
+                do="Leave it out, or pass interop.torch.checkpoint_wrapper with the "
+                "options, or interop.torch.offload_wrapper.",
+            )
         )
-
-
-def _refused(option: str, why: str, do: str) -> NotImplementedError:
-    return NotImplementedError(
-        explain(
-            where=f"apply_activation_checkpointing({option})",
-            what="cannot be kept.",
-            why=why,
-            do=do,
-        )
-    )
