@@ -184,12 +184,7 @@ class Region(Generic[_P, _R]):
         # A module that is being copied has no parts yet.
         is_module = isinstance(owner, nn.Module) and "_modules" in vars(owner)
         parts = owner.modules() if is_module else ()
-        number = _numbers.setdefault((settings, *map(type, parts)), len(_numbers))
-        key = f"{self._where}, kind {number}"
-        around = functools.partial(_around_graph, settings, self._where)
-        why_apart = why_out_of_graphs(settings, self._where)
-        _in_graph.register(key, self._where, around, why_apart)
-        return key
+        return kind_of(settings, self._where, *map(type, parts))
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
         """The forward program and the backward program of a call; both print.
@@ -297,6 +292,21 @@ class MethodRegion(Region[_P, _R]):
 
 # A number for all regions with the same options around modules of the same classes.
 _numbers: dict[tuple[object, ...], int] = {}
+
+
+def kind_of(settings: Settings, where: str, *classes: type) -> str:
+    """The key of a kind of regions in graphs of torch.compile, which is made known.
+
+    Args:
+        settings: their options, `rng` among them.
+        where: what messages call them.
+        classes: of the modules that they are around, if they are.
+    """
+    number = _numbers.setdefault((settings, *classes), len(_numbers))
+    key = f"{where}, kind {number}"
+    around = functools.partial(_around_graph, settings, where)
+    _in_graph.register(key, where, around, why_out_of_graphs(settings, where))
+    return key
 
 
 def _around_graph(

@@ -17,6 +17,7 @@ wrapped and that requires no gradient; `Stored.restore` once for each backward.
 """
 
 import abc
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -116,7 +117,8 @@ class Chain(AbstractStorage):
         """Stores the value, then each tensor that is left of it."""
         stored = Stored.whole(value)
         for link in self.links:
-            stored = stored.each(functools.partial(stored_in, link, place=place))
+            here = dataclasses.replace(place, joints=tuple(stored.joints))
+            stored = stored.each(functools.partial(stored_in, link, place=here))
         return stored
 
     def __post_init__(self) -> None:

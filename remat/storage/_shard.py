@@ -65,8 +65,8 @@ class Shard(AbstractStorage):
         TypeError: `mesh` is not a device mesh, or `pattern` not a string.
         ValueError: the mesh has more dimensions than one, the pattern does not name its
             dimension, or `replicated` is another word; when a value is stored: it has
-            another number of dimensions than the pattern, or this rank is not one of
-            the mesh's.
+            another number of dimensions than the pattern, this rank is not one of
+            the mesh's, or a `Shard` in front of it in a chain has cut it over the same ranks.
         NotReplicatedError: when a value is stored: it is not the same on all ranks.
 
     Example:
@@ -102,6 +102,11 @@ class Shard(AbstractStorage):
             if place.call == 0:
                 _warn_of_no_effect(self)
             return Stored.whole(value)
+        for joint in place.joints:
+            if isinstance(joint, _Gather) and _meet(
+                joint.mesh.get_group(), self.mesh.get_group()
+            ):
+                raise _cut_before(self)
         is_checked = self.replicated == "check" and place.call < _CHECKED_CALLS
         if is_checked or place.may_differ:
             require_replicated(value, self.mesh.get_group(), place)
@@ -237,6 +242,16 @@ def _not_of_the_mesh(shard: Shard) -> ValueError:
         shard.mesh,
         why="This rank is not among its ranks, and has no part to keep.",
         do="Pass a mesh of which this rank is one, or leave `Shard` out on this rank.",
+    )
+
+
+def _cut_before(shard: Shard) -> ValueError:
+    return refuse(
+        "Shard(mesh=...)",
+        shard.mesh,
+        why="It comes after another `Shard` over the same ranks in a chain: what waits on "
+        "each of them is another part, and no longer the same value.",
+        do="Leave one of the two out; over two dimensions of a mesh, shard over each once.",
     )
 
 

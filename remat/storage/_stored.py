@@ -33,6 +33,8 @@ class Place:
             the ranks (its spec); None for any other tensor.
         may_differ: whether it was made among DTensors, so that it may be this rank's part
             of one, although nothing tells.
+        joints: what the storages in front of this one in a chain leave to be done for many
+            values at once.
     """
 
     index: int = 0
@@ -41,6 +43,7 @@ class Place:
     mapped: tuple[int, ...] = ()
     spread: Any = None
     may_differ: bool = False
+    joints: tuple[Joint, ...] = ()
 
     def of(self, spread: Any) -> Place:
         """The same for this rank's part of a DTensor."""

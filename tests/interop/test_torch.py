@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as peer
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from remat import (
     ImplicitRandomnessError,
@@ -883,6 +885,38 @@ def test_what_cannot_be_traced():
         run(functools.partial(checkpoint, branching, engine="rerun"), x),
         run(branching, x),
     )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("options", "num_mm"),
+    [
+        ({}, 3),
+        ({"use_reentrant": True}, 3),
+        ({"context_fn": functools.partial(create_selective_checkpoint_contexts, [MM])}, 2),
+        ({"context_fn": functools.partial(create_selective_checkpoint_contexts, save_mm)}, 2),
+    ],
+    ids=["plain", "reentrant", "list", "policy"],
+)  # fmt: skip
+def test_a_graph_of_torch_compile_holds_a_call(options, num_mm):
+    """As it holds torch's own; the function is handed over inside of what is compiled."""
+    torch.compiler.reset()
+    graphs: list[Counter[str]] = []
+
+    def count(graph, _):
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def loss(x, y):
+        return checkpoint(lambda x: (x @ y).sin().exp(), x, **options).sum()
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    args = [seeded(4, 4), seeded(4, 4, seed=1)]
+
+    assert_bitwise(run(compiled, args), run(loss, args))
+    # Two of those in the backward are the derivative's own.
+    assert [each["aten.mm.default"] for each in graphs] == [1, num_mm]
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,16 @@ def check_chains(mesh: Any) -> None:
     assert len(log.sizes) == 3
 
 
+def check_a_second_cut_over_the_same_ranks_is_refused(mesh: Any) -> None:
+    """With "trust" its gradients were wrong without a word."""
+    x = torch.randn(8, 8, requires_grad=True)
+    for replicated in ("check", "trust"):
+        once = Shard(mesh, replicated=replicated)
+        region = remat(torch.sin, saved_inputs=once >> Sparse(0) >> once)
+        with pytest.raises(ValueError, match="another `Shard` over the same ranks"):
+            region(x)
+
+
 def check_the_demos_gpt_trains_sharded_quantized_and_in_files(mesh: Any) -> None:
     shape = GPTShape(layers=2, width=32, heads=2, time=16, batch=2)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, final
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from remat import _compat
-from remat._api import Region
+from remat._api import Region, call_in_graph, kind_of
 from remat._errors import ImplicitRandomnessError, explain
 from remat._lines import warn
 from remat._options import Settings, policy_for, require_choice
@@ -89,6 +90,9 @@ class Options:
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a function as a region with these options."""
+        if is_dynamo_compiling():
+            kind = _kind(self.context_fn, self.preserve_rng_state, self.engine)
+            return call_in_graph(kind, function, args, kwargs)
         if self.use_reentrant and kwargs:
             raise ValueError(
                 f"checkpoint(use_reentrant=True) takes no keyword arguments for the "
@@ -108,7 +112,13 @@ def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
     return Settings(policy_for(policy, engine), rng, engine, Statics(), verify=False)
 
 
-_PLAIN = Options()
+def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
+    """What a graph of torch.compile calls the regions with these options."""
+    rng = "preserve" if preserve_rng_state else "keys"
+    return kind_of(_settings(policy_of(context_fn), rng, engine), "checkpoint(...)")
+
+
+_compat.constant_for_dynamo(_kind)
 
 
 def checkpoint(
