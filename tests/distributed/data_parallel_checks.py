@@ -278,7 +278,7 @@ def check_fully_sharded_data_parallel(mesh: Any) -> None:
         shard = functools.partial(fully_sharded_1, use_orig_params=use_orig_params)
         plain = losses(shard(a_model()))
         for options in ({}, {"policy": POLICIES[1]}, {"engine": "rerun"}):
-            regions = functools.partial(modules.apply, where=Block, **options)
+            regions: Any = functools.partial(modules.apply, where=Block, **options)
             assert losses(shard(regions(a_model()))) == plain
             assert losses(regions(shard(a_model()))) == plain
 

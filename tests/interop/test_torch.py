@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as peer
-from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from remat import (
     ImplicitRandomnessError,
