@@ -22,8 +22,8 @@ from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 _aten = torch.ops.aten
 _META = torch.device("meta")
 
-# Operators that take a slice, and where among their arguments its end is.
-_SLICES = {_aten.slice.Tensor: 3, _aten.slice_scatter.default: 4}
+# Operators that take a slice, and where among their arguments its start is.
+_SLICES = {_aten.slice.Tensor: 2, _aten.slice_scatter.default: 3}
 
 # Operators that give their first argument with the second one's elements in a part of it.
 _SCATTERS = frozenset(
@@ -157,6 +157,11 @@ def import_graph(
     return _Importer(module, is_template, is_program).run()
 
 
+def _within(bound: int, size: int) -> int:
+    """Where a slice starts or ends, counted from the front."""
+    return min(bound, size) if bound >= 0 else max(bound + size, 0)
+
+
 class _Importer:
     def __init__(
         self, module: fx.GraphModule, is_template: bool, is_program: bool
@@ -254,16 +259,20 @@ class _Importer:
         self._add(node, target, args, kwargs)
 
     def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # x[1:] ends at the largest integer, which vmap adds to.
+        # x[1:] ends at the largest integer, and x[:-1] before the end. torch's vmap of
+        # slice_scatter counts from start to end as they are (2.13 and 2.15).
         place = _SLICES[target]
-        if len(args) <= place or not isinstance(args[place], (int, torch.SymInt)):
+        if len(args) <= place:
             return args
         sliced: Ref = args[0]
         meta = self.values[sliced.index].meta
         assert isinstance(meta, TensorMeta)
-        dim: int = args[place - 2]
-        end = min(args[place], meta.shape[dim])
-        return (*args[:place], end, *args[place + 1 :])
+        dim: int = args[place - 1]
+        size = meta.shape[dim]
+        start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
+        first = _within(0 if start is None else start, size)
+        last = _within(size if end is None else end, size)
+        return (*args[:place], first, max(first, last), *rest)
 
     def _source(self, written: Ref) -> Ref:
         """What was copied to a view, in place of the copy, where only elements count.

@@ -146,3 +146,22 @@ def test_numbers_that_are_assigned() -> None:
         remat(replaced)(seeded(3).requires_grad_())
     rerun = remat(replaced, engine="rerun")
     assert_bitwise(grads(rerun, [seeded(3)]), grads(replaced, [seeded(3)]))
+
+
+@pytest.mark.parametrize(
+    "part", [slice(-1, None), slice(1, -1), slice(-9, 2), slice(3, 1), slice(0, 9, 2)]
+)
+def test_a_write_to_a_slice_counted_from_the_end_is_mapped(part: slice) -> None:
+    """torch's vmap of `slice_scatter` takes where a slice starts and ends as it is."""
+
+    def fun(x: Tensor) -> Tensor:
+        fresh = x * 2.0
+        fresh[:, part].sin_()
+        return fresh.exp().sum()
+
+    x = seeded(3, 4)
+
+    def second(of: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.func.jacrev(torch.func.grad(of))(x)
+
+    torch.testing.assert_close(second(remat(fun)), second(fun))
