@@ -305,6 +305,22 @@ class TestReach:
         config.gain = 3.0
         assert not covered.check((fun,))
 
+    def test_imports_of_a_neighbor(self, monkeypatch):
+        """A relative one is found by the package of the function that it is written in."""
+        near = types.ModuleType("remat_test_package.near")
+        near.gain = 2.0
+        monkeypatch.setitem(sys.modules, "remat_test_package", types.ModuleType("p"))
+        monkeypatch.setitem(sys.modules, near.__name__, near)
+        lines = ["def fun(x):", "    from .near import gain", "    return x * gain"]
+        space = {"__package__": "remat_test_package"}
+        exec("\n".join(lines), space)
+        fun = space["fun"]
+        covered = bake(fun)
+
+        assert covered.check((fun,))
+        near.gain = 3.0
+        assert not covered.check((fun,))
+
     @pytest.mark.parametrize("kind", ["static", "classy", "computed", "cached"])
     def test_every_kind_of_method(self, kind):
         """Static and class methods, properties and cached functions are followed."""

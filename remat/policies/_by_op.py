@@ -123,7 +123,7 @@ def _is_known(name: str) -> bool:
         return True
     match name.split("."):
         case [bare]:
-            return bare.isidentifier() and _is_function(bare)
+            return _is_function(bare)
         case [namespace, packet]:
             return hasattr(getattr(torch.ops, namespace, None), packet)
         case [namespace, packet, overload]:
@@ -161,7 +161,7 @@ def _is_function(name: str) -> bool:
 
 def _is_of_torch(target: object) -> bool:
     """Whether this is a function of torch; methods of its tensors have no module."""
-    if not callable(target) or isinstance(target, type) or not function_name(target):
+    if isinstance(target, type):
         return False
     owner = getattr(target, "__objclass__", target)
     return str(getattr(owner, "__module__", None)).split(".")[0] == "torch"

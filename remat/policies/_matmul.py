@@ -112,4 +112,4 @@ def _is_matmul(value: Value) -> bool:
 
 def _has_batch(value: Value) -> bool:
     is_batched = bare_name(value.op) in _BATCHED
-    return is_batched and len(value.shape) == 3 and value.shape[0] != 1
+    return is_batched and value.shape[0] != 1

@@ -218,6 +218,34 @@ def partial_method() -> State:
     )
 
 
+class Slotted:
+    """A single slot, which may be a text as well as a tuple."""
+
+    __slots__ = "value"
+
+    def __init__(self) -> None:
+        self.value = 2.0
+
+
+class Values(list[float]):
+    """A list with an attribute."""
+
+    value = 2.0
+
+
+def of_object(held: Any) -> State:
+    return (lambda x: scaled(x, held.value)), lambda: setattr(held, "value", 3.0)
+
+
+def of_function() -> State:
+    def fun(x: Tensor) -> Tensor:
+        return scaled(x, own.value)
+
+    own: Any = fun
+    own.value = 2.0
+    return fun, lambda: setattr(own, "value", 3.0)
+
+
 def dispatched(is_method: bool) -> State:
     @functools.singledispatch
     def given(_: object) -> float:
@@ -331,6 +359,9 @@ CHANGES: dict[str, Callable[[], State]] = {
     ),
     "method_overridden": lambda: overridden(lambda h: h.given(), lambda _: 3.0),
     "class_attribute_overridden": lambda: overridden(lambda h: h.factor, 3.0, as_value=True),
+    "attribute_of_a_function": of_function,
+    "attribute_of_a_list": lambda: of_object(Values()),
+    "single_slot": lambda: of_object(Slotted()),
     "metaclass": of_metaclass,
     "partial_method": partial_method,
     "dispatched": lambda: dispatched(is_method=False),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -82,7 +83,10 @@ def test_without_gradients_it_is_the_loop():
     scan(step, c, xs)
     with torch.no_grad():
         scan(step, c.requires_grad_(), xs, schedule=Sqrt())
-    assert next(calls) == 2 * LENGTH
+        for schedule in (None, Sqrt()):
+            stages = [lambda h: step(h, xs[0])[0]] * LENGTH
+            assert_bitwise(chain(stages, schedule)(c), Chained(stages)(c))
+    assert next(calls) == 6 * LENGTH
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
@@ -331,6 +335,46 @@ def test_generators_are_refused_under_a_schedule():
             chain([stage, torch.sin], Every(1))(x)
 
 
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "in place"])
+def test_without_a_schedule_the_modules_of_a_chain_may_draw(inplace: bool):
+    """As in plain code, and the same numbers; a function that draws wants a key."""
+    x = seeded(3, 4).requires_grad_()
+    layers = [torch.sin, nn.Dropout(0.5, inplace), torch.cos]
+
+    def gradient(run: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.autograd.grad(run(x).sum(), x)[0]
+
+    assert_bitwise(gradient(chain(layers)), gradient(Chained(layers)))
+    with pytest.raises(ImplicitRandomnessError, match="draws from a torch"):
+        chain([torch.sin, lambda h: F.dropout(h, inplace=inplace)])(x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_written", "num_recorded"),
+    [
+        (torch.sin, 1, 0),
+        (lambda x: x.t().sin().t(), 1, 0),
+        (lambda x: x.exp().sin(), 2, 1),
+        (lambda x: x.sin().exp(), 2, 0),
+        (lambda x: x.exp().sin().exp().t(), 3, 1),
+    ],
+    ids=["one", "views", "intermediate", "output", "both"],
+)
+def test_a_stage_is_described_by_what_it_writes_and_records(
+    stage: Any, num_written: int, num_recorded: int
+):
+    """Views write nothing, and of a record the output is the next stage's state."""
+    x = seeded(3, 3).requires_grad_()
+    one = chain([torch.sin]).stages(x)[0]
+
+    (found,) = chain([stage]).stages(x)
+
+    assert found.cost == num_written * one.cost
+    assert found.record_bytes == num_recorded * x.nbytes
+    assert (found.state_bytes, found.output_bytes) == (x.nbytes, x.nbytes)
+
+
 def test_buffers_change_once():
     """In a chain; a buffer that several stages change is refused."""
     torch.manual_seed(0)
@@ -429,6 +473,23 @@ def test_a_later_stage_of_a_chain_may_write_to_its_state(
         torch.func.grad(lambda x: Chained(stages)(own(x)).sum())(x.detach()),
     )
     assert_bitwise(own.weight.detach(), before)
+
+
+@with_and_without
+def test_a_stage_that_writes_runs_in_its_trace_alone(schedule: AbstractSchedule | None):
+    """What it does to its argument is known when the chain is called again."""
+    calls = itertools.count()
+
+    def double(x: Tensor) -> Tensor:
+        next(calls)
+        return x.mul_(2)
+
+    run = chain([torch.sin, double, torch.cos], schedule)
+    run(seeded(3, 3).requires_grad_()).sum().backward()
+    traced = next(calls)
+    run(seeded(3, 3, seed=1).requires_grad_()).sum().backward()
+
+    assert next(calls) == traced + 1
 
 
 class Chained(nn.Module):

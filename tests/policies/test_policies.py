@@ -75,6 +75,7 @@ VALUES = {
     "bmm": value(ATEN.bmm.default, shape=(4, 8, 8), function="matmul"),
     "einsum": value(ATEN.bmm.default, shape=(1, 8, 8), function="einsum"),
     "conv": value(ATEN.convolution.default, shape=(1, 2, 3, 3), function="conv2d"),
+    "conv1d": value(ATEN.convolution.default, shape=(4, 2, 8), function="conv1d"),
     "dot": value(ATEN.dot.default, shape=(), size_bytes=4, function="dot"),
     "scores": value(
         ATEN.bmm.default, shape=(4, 8, 8), function="scaled_dot_product_attention"
@@ -95,7 +96,7 @@ VALUES = {
     "sin": value(ATEN.sin.default, size_bytes=512, function="sin"),
 }
 MATMULS_NO_BATCH = {
-    "mm", "named mm", "linear", "einsum", "conv", "dot", "mha projection",
+    "mm", "named mm", "linear", "einsum", "conv", "conv1d", "dot", "mha projection",
 }  # fmt: skip
 NAMED = {"named input", "named mm", "two names"}
 
@@ -133,6 +134,7 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (by_op(ATEN.bmm), {"bmm", "einsum", "scores", "mha scores"}),
     (by_op("addmm"), {"linear", "mha projection"}),
     (by_op("aten.*mm"), {"mm", "named mm", "linear", "bmm", "einsum", "scores", "mha projection", "mha scores"}),
+    (by_op("*t"), {"dot"}),
     (by_op("aten.mul.*"), {"two names"}),
     (by_op("aten.mul.Scalar"), set()),
     (by_op(torch.sin, functional.gelu), {"sin", "gelu"}),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import (
     _forward,
@@ -431,6 +432,30 @@ def test_a_waiting_value_is_not_to_be_read() -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t + 1, lambda t: t)
     with hooks, pytest.raises(RematError, match="reads a value while it waits"):
         own(W.clone().requires_grad_(), X)
+
+
+def test_a_value_that_its_storage_leaves_alone_is_saved_as_itself() -> None:
+    """Saved-tensor hooks may read it."""
+    here = storage.Offload(device="cpu")
+    own = remat(function, policy=policies.everything_saveable.stored(here))
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        found = torch.autograd.grad(own(w, x).sum(), (w, x))
+
+    assert all(
+        map(torch.equal, found, torch.autograd.grad(function(w, x).sum(), (w, x)))
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_have_no_numbers_to_store(name: str) -> None:
+    """A region runs on them under every storage, as plain code does."""
+    with FakeTensorMode():
+        w, x = torch.ones(4, 4, requires_grad=True), torch.ones(3, 4)
+        (found,) = torch.autograd.grad(region(name)(w, x).sum(), w)
+
+    assert found.shape == w.shape
 
 
 def test_verification_compares_exact_storages_alone() -> None:
