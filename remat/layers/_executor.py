@@ -136,7 +136,6 @@ class Executor:
             )
         for stage in sorted(ledger.recorded):
             self._records[stage] = [held.pop() for _ in range(links[stage].num_saved)]
-        self._state = []
 
     def start_backward(
         self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
