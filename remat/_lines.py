@@ -164,7 +164,8 @@ def higher_order(error: Exception) -> TraceError:
             "cannot be traced.",
             why="A region decides what to save value by value, and does not look into the "
             "functions of an operator.",
-            do="Use torch.where for a branch, or call the operator between two regions.",
+            do="Use torch.where for a branch, call the operator between two regions, or use "
+            'engine="rerun".',
         )
     )
 

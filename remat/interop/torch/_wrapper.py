@@ -19,7 +19,7 @@ from remat._errors import explain
 from remat.interop.torch._checkpoint import Options, checkpoint, policy_of
 from remat.modules import apply
 from remat.modules._apply import region_of
-from remat.policies import everything_saveable
+from remat.policies import everything_saveable, nothing_saveable
 from remat.storage import Offload
 
 
@@ -135,7 +135,9 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
     else:
         its = region.settings
         before = {"policy": its.policy, "rng": its.rng, "engine": its.engine}
-    policy = before.pop("policy").stored(Offload())
+    policy = before.pop("policy")
+    if policy != nothing_saveable:
+        policy = policy.stored(Offload())
     return apply(module, "", policy=policy, saved_inputs=Offload(), **before)
 
 
