@@ -118,7 +118,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         The module itself, with a region around its `forward`.
 
     Raises:
-        PolicyError: the module is one that runs again, which keeps inputs as they are.
+        ValueError: the module is one that runs again, which keeps inputs as they are.
 
     Example:
         >>> from torch import nn
