@@ -56,7 +56,7 @@ def refused() -> Generator[None]:
         yield
 
 
-def require_no_engine(function: Callable[..., Any]) -> None:
+def require_no_engine(function: object) -> None:
     """Raises where a function is the `forward` of a module that drives others by it.
 
     Raises:
