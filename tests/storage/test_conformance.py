@@ -470,7 +470,7 @@ def test_the_other_engine_refuses() -> None:
     """It runs the function again on its own arguments."""
     wrong: Any = {0: storage.Keep()}
     with pytest.raises(
-        TypeError, match=r'names arguments by text, such as "x", not by 0'
+        TypeError, match=r'names arguments by strings, such as "x", not by 0'
     ):
         remat(torch.sin, saved_inputs=wrong)
     with pytest.raises(ValueError, match=r"saved_inputs=\.\.\.\): got Cast"):
