@@ -945,6 +945,31 @@ def test_what_torch_compile_made_runs_in_a_run(fun: Any) -> None:
     torch._dynamo.reset()
 
 
+def test_what_a_compiled_function_reads_and_writes() -> None:
+    """An argument that it changes is changed once; one that changes since raises."""
+
+    def scale(y: Tensor, c: Tensor) -> Tensor:
+        return torch.sin(y * c.add_(1))
+
+    def fun(x: Tensor, c: Tensor) -> Tensor:
+        return _compiled(scale, fullgraph=True)(torch.sin(x), c).sum()
+
+    region = remat(fun, engine="rerun")
+    x, c, plain_c = seeded(4).requires_grad_(), torch.ones(4), torch.ones(4)
+
+    found = torch.autograd.grad(region(x, c), x)
+
+    assert_bitwise(found, torch.autograd.grad(fun(x, plain_c), x))
+    assert_bitwise(c, plain_c)
+    within = _compiled(lambda y: y.sin().exp(), fullgraph=True)
+    x, weight = seeded(4, 4).requires_grad_(), seeded(4, 4)
+    out = remat(_calls_compiled(within), engine="rerun")(x, weight)
+    weight.add_(1)
+    with pytest.raises(SavedTensorModifiedError, match="changed in place since"):
+        out.sum().backward()
+    torch._dynamo.reset()
+
+
 def test_a_graph_is_not_whole_where_captured_tensors_are_replaced() -> None:
     """Of a function that reaches more than its arguments torch runs the parts, or says so."""
     weight = seeded(4, seed=2).requires_grad_()

@@ -107,7 +107,7 @@ def _as_glob(target: object) -> str:
         case str():
             if not _is_known(target):
                 raise _unknown(
-                    target, ("torch has no operator or function of that name.")
+                    target, "torch has no operator or function of that name."
                 )
             return bare_name(target) if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
