@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -382,22 +383,44 @@ def test_a_row_runs_and_checks_its_gradients(name: str):
 
 
 def test_what_is_unsteady_is_measured_again():
-    """Once, three times as long; the second measurement stands, whatever it is."""
-    slow = {"a": [1.0, 1.0, 2.0, 2.0], "b": [1.0] * 4}
-    calm = {"a": [1.1] * 4, "b": [1.0] * 4}
-    runs, turns = [slow, calm, slow, slow], []
-    bound = Bound("a", "time", "b", 1.2)
-    pace = timing.Pace(rounds=7, turns=2, lead=1)
+    """Its two sides alone, three times as long; that verdict stands, whatever it is."""
+    slow, calm = [1.0, 1.0, 2.0, 2.0], [1.1] * 4
+    near, far = Bound("a", "time", "b", 1.2), Bound("c", "time", "b", 1.0)
+    asked: list[tuple[list[str], int]] = []
+    of_a = [slow, calm, slow, slow]
 
-    def measure(longer: int) -> dict[str, list[float]]:
-        turns.append(pace.longer(longer).turns)
-        return runs.pop(0)
+    def measure(names: Collection[str], longer: int) -> dict[str, list[float]]:
+        asked.append((list(names), longer))
+        times = {"a": of_a.pop(0), "b": [1.0] * 4, "c": [0.5] * 4}
+        return {name: times[name] for name in names}
 
-    found = [bounds.steady(measure, [bound], {}) for _ in range(2)]
+    found = [bounds.steady(measure, "abc", [near, far], {}) for _ in range(2)]
 
-    assert turns == [2, 6, 2, 6]
-    assert [times for times, _ in found] == [calm, slow]
-    assert [each.standing for _, (each,) in found] == ["met", "unsteady"]
+    assert asked == [(["a", "b", "c"], 1), (["a", "b"], 3)] * 2
+    assert [times["a"] for times, _ in found] == [slow, slow]
+    standings = [[each.standing for each in verdicts] for _, verdicts in found]
+    assert standings == [["met", "met"], ["unsteady", "met"]]
+
+
+def test_two_sides_run_alone_with_what_their_limit_adds_up():
+    """The limit's parts run where it is one of them, and nothing else does."""
+    ran: list[str] = []
+    runs = {
+        name: lambda name=name: ran.append(name) for name in (PLAIN, "remat", "peer")
+    }
+    repeated = {"nothing": lambda: ran.append("again"), "matmuls": lambda: None}
+    measure = suite._Interleaved(runs, repeated, quick=True)
+    limit = rows.LIMIT.format("nothing")
+
+    with_limit = measure(("remat", limit), 1)
+    seen = set(ran)
+    ran.clear()
+    apart = measure(("remat", "peer"), 1)
+
+    assert seen == {PLAIN, "remat", "again"}
+    assert set(with_limit) == {PLAIN, "remat", limit}
+    assert set(ran) == set(apart) == {"remat", "peer"}
+    assert all(a > b for a, b in zip(with_limit[limit], with_limit[PLAIN], strict=True))
 
 
 def test_another_benchmark_may_fail_the_command(monkeypatch: pytest.MonkeyPatch):
@@ -415,7 +438,9 @@ def test_a_model_of_transformers_is_measured_beside_its_own_checkpointing(
     pytest.importorskip("transformers")
     tiny = models.Size(width=16, layers=2, length=8, vocabulary=40)
     judging = judged(Bound(models.OURS, "time", models.PEER, 1.0), 1.3, 0.01)
-    monkeypatch.setattr(models, "steady", lambda measure, *_: (measure(1), [judging]))
+    monkeypatch.setattr(
+        models, "steady", lambda measure, names, *_: (measure(names, 1), [judging])
+    )
 
     failed = models.main(1, ("BERT",), tiny, least_s=0.0, rounds=2)
 

@@ -19,9 +19,12 @@ from remat import policies, remat
 from tests.benchmarks.work import Params, Unit
 
 PLAIN = "no remat"
+SELECTIVE = "selective, matmuls"
+WITH_ATTENTION = "matmuls and attention"
 POLICIES = {
     "nothing": policies.nothing_saveable,
     "matmuls": policies.save_matmul_outputs,
+    WITH_ATTENTION: policies.save_matmul_outputs | policies.save_attention_outputs,
     "everything": policies.everything_saveable,
 }
 
@@ -114,10 +117,18 @@ def _compiled(name: str, keeps: str, budget: float) -> Contender:
     )
 
 
-def contenders(quick: bool = False) -> list[Contender]:
-    """All of them, the one without remat first; in a hurry, none that compiles."""
+def contenders(quick: bool = False, attends: bool = False) -> list[Contender]:
+    """All of them, the one without remat first.
+
+    Args:
+        quick: whether to leave out those that compile.
+        attends: whether the unit has attention for a policy to save.
+    """
     plain = Contender(PLAIN, lambda unit: unit, "plain", "everything")
-    found = [plain, *(_own(keeps, None) for keeps in POLICIES), *_eager_peers()]
+    own = [
+        _own(keeps, None) for keeps in POLICIES if attends or keeps != WITH_ATTENTION
+    ]
+    found = [plain, *own, *_eager_peers()]
     return found if quick else [*found, *_compilers()]
 
 
@@ -128,7 +139,7 @@ def _eager_peers() -> list[Contender]:
             lambda unit: lambda p, x: checkpoint(unit, p, x, use_reentrant=False),
         ),
         "torch.utils.checkpoint, reentrant": ("nothing", _reentrant),
-        "selective, matmuls": ("matmuls", selective),
+        SELECTIVE: ("matmuls", selective),
         "torch_remat": ("nothing", _torch_remat),
     }
     return [

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from tests.benchmarks import integration, limit, work
 from tests.benchmarks.bounds import Bound
-from tests.benchmarks.contenders import PLAIN, POLICIES, Contender, contenders
+from tests.benchmarks.contenders import (
+    PLAIN,
+    SELECTIVE,
+    WITH_ATTENTION,
+    Contender,
+    contenders,
+)
 from tests.benchmarks.work import Work
 
 LIMIT = "the limit, {}"
@@ -57,11 +63,12 @@ def at_most(quantity: str, beside: str, **most: float) -> BoundsOf:
     return bounds
 
 
-def near_the_limit(_: list[Contender]) -> list[Bound]:
+def near_the_limit(contenders: list[Contender]) -> list[Bound]:
     """Every policy within 3 % of its limit."""
     return [
-        Bound(f"remat, {keeps}", "time", LIMIT.format(keeps), OF_LIMIT)
-        for keeps in POLICIES
+        Bound(own.name, "time", LIMIT.format(own.keeps), OF_LIMIT)
+        for own in contenders
+        if own.kind == "own"
     ]
 
 
@@ -75,20 +82,33 @@ def ahead_of_peers(contenders: list[Contender]) -> list[Bound]:
     ] + [Bound("remat, everything", "peak bytes", PLAIN, 1.0)]
 
 
+def saving_attention_too(_: list[Contender]) -> list[Bound]:
+    """Sooner than selective checkpointing of matmuls, and still no higher a peak."""
+    return [
+        Bound(f"remat, {WITH_ATTENTION}", quantity, SELECTIVE, 1.0)
+        for quantity in ("time", "peak bytes")
+    ]
+
+
 def all_of(*rules: BoundsOf) -> BoundsOf:
     """The bounds of several rules."""
     return lambda contenders: [b for rule in rules for b in rule(contenders)]
 
 
+AHEAD = all_of(ahead_of_peers, saving_attention_too)
 TINY = all_of(
     at_most("time", PLAIN, nothing=1.12, matmuls=1.08),
     at_most("time", PLAIN, nothing_inductor=0.8, matmuls_inductor=0.8),
-    ahead_of_peers,
+    AHEAD,
 )
-NEAR = all_of(near_the_limit, ahead_of_peers)
+NEAR = all_of(near_the_limit, AHEAD)
 NO_PEER_RUNS = all_of(
     at_most("peak bytes", PLAIN, nothing=0.25), at_most("time", PLAIN, nothing=1.4)
 )
+
+
+def _of_blocks(_: Work, quick: bool) -> list[Contender]:
+    return contenders(quick, attends=True)
 
 
 def _blocks(
@@ -99,6 +119,7 @@ def _blocks(
         lambda: work.blocks(*sizes, transform=transform),
         lambda: work.blocks(2, 1, 4, 8, transform=transform),
         bounds,
+        _of_blocks,
     )
 
 
@@ -116,7 +137,8 @@ def _gpt(layers: int) -> Row:
         f"gpt-{layers}",
         lambda: work.gpt(layers, 4, 64, 64),
         lambda: work.gpt(2, 1, 4, 8),
-        ahead_of_peers,
+        AHEAD,
+        _of_blocks,
     )
 
 

@@ -1,6 +1,6 @@
 """Runs rows: every contender in turn, checked, counted, timed, and held against its bounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.benchmarks.rows import LIMIT, Row
 from tests.benchmarks.timing import Pace, Ratio, clock, interleaved, paired, summed
 from tests.benchmarks.work import Work
 
+AGAIN = "again, {}"
 #: What a peer raises where it does not support what it is asked for.
 REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
@@ -114,24 +115,39 @@ def _compared(
     }
     again = {keeps: row.limits.again(work, keeps) for keeps in sorted(used)}
     bounds = row.bounds(rivals)
-    pace = Pace.quick() if quick else Pace.of(runner.steps)
-    times, found = steady(
-        lambda longer: _timed(runner, again, pace.longer(longer)), bounds, runner.peaks
-    )
+    measure = _Interleaved(runner.steps, again, quick)
+    names = [*runner.steps, *map(LIMIT.format, again)]
+    times, found = steady(measure, names, bounds, runner.peaks)
     lines = _lines(runner, times, _held(row, work, used))
-    return Result(row.name, work.title, work.transform, pace.rounds, lines, found)
+    num_rounds = len(times[PLAIN])
+    return Result(row.name, work.title, work.transform, num_rounds, lines, found)
 
 
-def _timed(
-    runner: _Runner, again: dict[str, Callable[[], None]], pace: Pace
-) -> dict[str, list[float]]:
-    """The times of all contenders and limits."""
-    extra = {f"again, {keeps}": run for keeps, run in again.items()}
-    steps = {**runner.steps, **extra}
-    times = interleaved(steps, pace.rounds, pace.turns, pace.lead, clock())
-    for keeps in again:
-        times[LIMIT.format(keeps)] = summed(times[PLAIN], times.pop(f"again, {keeps}"))
-    return times
+@dataclass(frozen=True)
+class _Interleaved:
+    """Times contenders and limits in turn.
+
+    Attributes:
+        steps: of the contenders.
+        again: what each policy computes again, which its limit adds to no remat.
+        quick: whether to look at as little as can be compared.
+    """
+
+    steps: dict[str, Callable[[], Any]]
+    again: dict[str, Callable[[], None]]
+    quick: bool
+
+    def __call__(self, names: Collection[str], longer: int) -> dict[str, list[float]]:
+        limits = [keeps for keeps in self.again if LIMIT.format(keeps) in names]
+        run = {*names, PLAIN} if limits else {*names}
+        steps = {name: step for name, step in self.steps.items() if name in run}
+        steps |= {AGAIN.format(keeps): self.again[keeps] for keeps in limits}
+        pace = Pace.quick() if self.quick else Pace.of(steps).longer(longer)
+        times = interleaved(steps, pace.rounds, pace.turns, pace.lead, clock())
+        for keeps in limits:
+            repeated = times.pop(AGAIN.format(keeps))
+            times[LIMIT.format(keeps)] = summed(times[PLAIN], repeated)
+        return times
 
 
 def _held(row: Row, work: Work, used: set[str]) -> dict[str, int | None]:
