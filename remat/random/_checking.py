@@ -1,8 +1,8 @@
 """Catches a key that is consumed twice: two draws that should differ, and do not.
 
 The record is kept by the data of the key, in the kernels of the draws: below every
-transform there is nothing but plain tensors, so that a key is known again however it was
-handed around, and mapped keys are seen one by one.
+transform there are only plain tensors. So a key is recognized however it was passed around,
+and mapped keys are seen one by one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from remat.random._draws import Shape, as_shape, bits, computed_in, uniform
+from remat.random._draws import (
+    Shape,
+    as_shape,
+    bits,
+    computed_in,
+    require_fit,
+    uniform,
+)
 from remat.random._keys import require_key
 
 _SQRT2 = math.sqrt(2.0)
@@ -41,6 +48,7 @@ def truncated_normal(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
+        ValueError: a bound does not broadcast to `shape`.
 
     Example:
         >>> from remat import random
@@ -52,6 +60,7 @@ def truncated_normal(
     """
     require_key(key, "truncated_normal")
     computed = computed_in(dtype)
+    require_fit("truncated_normal", as_shape(shape), lower=lower, upper=upper)
 
     def bound(value: float | Tensor) -> Tensor:
         # Made with `torch.full`, which a trace can repeat.
@@ -62,15 +71,18 @@ def truncated_normal(
     low, high = bound(lower), bound(upper)
     start, end = torch.erf(low / _SQRT2), torch.erf(high / _SQRT2)
     u = uniform(key, shape, dtype=computed, minval=start, maxval=end)
-    number = torch.erfinv(u) * _SQRT2
-    inside = torch.minimum(
-        torch.maximum(number, _next(low, math.inf)), _next(high, -math.inf)
-    )
-    return inside.to(dtype)
+    number = (torch.erfinv(u) * _SQRT2).to(dtype)
+    least, most = _inside(low, math.inf, dtype), _inside(high, -math.inf, dtype)
+    return torch.minimum(torch.maximum(number, least), most)
 
 
-def _next(bound: Tensor, towards: float) -> Tensor:
-    return torch.nextafter(bound.detach(), torch.full_like(bound, towards))
+def _inside(bound: Tensor, towards: float, dtype: torch.dtype) -> Tensor:
+    """The number of a dtype that comes next to a bound, in one direction."""
+    bound = bound.detach()
+    rounded = bound.to(dtype)
+    following = torch.nextafter(rounded, torch.full_like(rounded, towards))
+    is_inside = rounded > bound if towards > 0 else rounded < bound
+    return torch.where(is_inside, rounded, following)
 
 
 def gumbel(

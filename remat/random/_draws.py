@@ -84,6 +84,7 @@ def uniform(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
+        ValueError: a tensor does not broadcast to `shape`.
 
     Example:
         >>> from remat import random
@@ -97,6 +98,7 @@ def uniform(
     _require_dtype(dtype, _FLOATS, "uniform")
     shape = as_shape(shape)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
+        require_fit("uniform", shape, minval=minval, maxval=maxval)
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
         return (minval + unit.to(computed_in(dtype)) * (maxval - minval)).to(dtype)
     return _ops.UNIFORM(key, shape, float(minval), float(maxval), dtype)
@@ -128,6 +130,7 @@ def normal(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
+        ValueError: a tensor does not broadcast to `shape`.
 
     Example:
         >>> from remat import random
@@ -142,6 +145,7 @@ def normal(
     _require_dtype(dtype, _FLOATS, "normal")
     shape = as_shape(shape)
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
+        require_fit("normal", shape, mean=mean, std=std)
         standard = _ops.NORMAL(key, shape, 0.0, 1.0, dtype)
         return (mean + std * standard.to(computed_in(dtype))).to(dtype)
     return _ops.NORMAL(key, shape, float(mean), float(std), dtype)
@@ -162,6 +166,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
 
     Raises:
         TypeError: `key` is not a key.
+        ValueError: `p` does not broadcast to `shape`.
 
     Example:
         >>> from remat import random
@@ -174,6 +179,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
     require_key(key, "bernoulli")
     shape = as_shape(shape)
     if isinstance(p, Tensor):
+        require_fit("bernoulli", shape, p=p)
         return _ops.UNIFORM(key, shape, 0.0, 1.0, torch.float32) < p
     return _ops.MASK(key, shape, float(p), 1.0, torch.bool)
 
@@ -236,6 +242,24 @@ def as_shape(shape: Shape) -> list[int]:
     """The sizes of a shape that may be one number."""
     sizes = shape if isinstance(shape, Sequence) else (shape,)
     return [operator.index(size) for size in sizes]
+
+
+def require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
+    """Raises unless each tensor broadcasts to the shape: a larger one would share draws."""
+    for name, each in given.items():
+        if not isinstance(each, Tensor):
+            continue
+        sizes = list(each.shape)
+        ends = shape[max(len(shape) - len(sizes), 0) :]
+        if len(sizes) <= len(shape) and all(
+            size in (1, end) for size, end in zip(sizes, ends, strict=True)
+        ):
+            continue
+        raise ValueError(
+            f"random.{function}(key, shape) draws numbers of shape {tuple(shape)}, to which "
+            f"{name}, of shape {tuple(sizes)}, does not broadcast. Pass the shape of the "
+            "result."
+        )
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:

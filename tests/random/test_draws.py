@@ -235,6 +235,27 @@ REFUSED: dict[str, Any] = {
         lambda: random.randint(KEY, (2,), maxval=300, dtype=torch.uint8),
         r"within \[0, 255\], not from \[0, 300\)",
     ),
+    "bounds of another shape": (
+        lambda: random.uniform(KEY, (2,), minval=torch.zeros(3)),
+        r"random\.uniform\(key, shape\) draws numbers of shape \(2,\), to which minval, of "
+        r"shape \(3,\), does not broadcast\. Pass the shape of the result\.",
+    ),
+    "means of more dimensions": (
+        lambda: random.normal(KEY, (), mean=torch.zeros(3)),
+        r"random\.normal.*shape \(\), to which mean, of shape \(3,\)",
+    ),
+    "deviations of a larger shape": (
+        lambda: random.normal(KEY, (1,), std=torch.ones(3)),
+        r"random\.normal.*shape \(1,\), to which std, of shape \(3,\)",
+    ),
+    "probabilities of another shape": (
+        lambda: random.bernoulli(KEY, (), p=torch.zeros(2, 1)),
+        r"random\.bernoulli.*shape \(\), to which p, of shape \(2, 1\)",
+    ),
+    "truncated elsewhere": (
+        lambda: random.truncated_normal(KEY, 2, upper=torch.ones(3)),
+        r"random\.truncated_normal.*shape \(2,\), to which upper, of shape \(3,\)",
+    ),
     "biased": (
         lambda: random.randint(KEY, (2,), maxval=2**28 + 1),
         "Draw with dtype=torch.int64, or from a power of two",
@@ -247,6 +268,20 @@ def test_what_is_refused(call: Any, words: str) -> None:
     """With what was given and what may be."""
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize(("lower", "upper"), [(-2.0, 2.0), (-0.3, 0.3), (1.0, 1.01)])
+def test_truncated_numbers_are_within_their_bounds(
+    dtype: torch.dtype, lower: float, upper: float
+) -> None:
+    """In the dtype of the result, which rounds what was computed, and bounds too."""
+    drawn = random.truncated_normal(KEY, 20_000, lower=lower, upper=upper, dtype=dtype)
+
+    assert lower < drawn.double().min()
+    assert drawn.double().max() < upper
 
 
 def test_wide_ranges_of_a_power_of_two() -> None:
