@@ -1,4 +1,4 @@
-"""For tests: are two functions equivalent, and if not, where do they part?
+"""For tests: are two functions equivalent, and if not, where do they first differ?
 
 `remat.testing.strategies` makes random functions, and needs hypothesis; the rest does not.
 """

@@ -27,8 +27,10 @@ class Gap:
         values: what the first and the second tensor hold there.
         num_different: how many elements differ.
         num_elements: how many there are.
-        absolute: the largest difference.
-        relative: the largest difference relative to the first tensor's element.
+        absolute: the largest difference; elements that are equal, infinite ones too, have
+            none.
+        relative: the largest difference relative to the first tensor's element; infinite
+            where that is zero.
     """
 
     index: tuple[int, ...]
@@ -47,15 +49,15 @@ class Gap:
         places = different.reshape(-1).nonzero().reshape(-1)
         first = int(places[0]) if len(places) else 0
         index = torch.unravel_index(torch.tensor(first), one.shape) if one.dim() else ()
-        gap = (one - other).abs()
-        relative = gap / one.abs()
+        gap = (one - other).abs().where(different, 0)
+        relative = (gap / one.abs()).where(different, 0)
         return cls(
             tuple(map(int, index)),
             (one.reshape(-1)[first].item(), other.reshape(-1)[first].item()),
             len(places),
             one.numel(),
             float(gap.max()),
-            float(relative.nan_to_num(0.0).max()),
+            float(relative.nan_to_num(0.0, posinf=torch.inf).max()),
         )
 
     def __str__(self) -> str:
@@ -70,7 +72,9 @@ class Gap:
 
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
-    return tensor if tensor.is_complex() else tensor.to(torch.float64)
+    # float64 holds the numbers of all types but these.
+    is_wide = tensor.is_complex() or tensor.dtype is torch.int64
+    return tensor if is_wide else tensor.to(torch.float64)
 
 
 def _signs(tensor: Tensor) -> Tensor:

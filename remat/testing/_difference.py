@@ -1,10 +1,10 @@
-"""Where two computations part: their operators recorded, matched by value, compared.
+"""Finds where two computations differ first: their operators are recorded and matched.
 
-Both run for real, forward and plain backward, and every result of an ATen operator is
-kept. Operators are matched by name, shape and bits, not by position: a region drops views
-and dead work, recomputes, and replaces in-place operators by pure ones. What finds no
-partner on either side, under the same operator and shape, is where they part. This is the
-search of `diff` for values in place of lines, without its order.
+Both run for real, forward and plain backward, and every result of an ATen operator is kept.
+Operators are matched by name, shape and bits, not by position: a region drops views and
+dead work, recomputes, and replaces in-place operators by pure ones. The first value without
+a match, under the same operator and shape, is where they differ. It is the search of
+`diff`, with values instead of lines, and without their order.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class _Step:
 
 
 @final
-class _Recorder(_compat.TorchDispatchMode):
+class _Recorder(_compat.DispatchMode):
     """Keeps a copy of what each operator on real tensors returns, views left out."""
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        super().__init__()
         self.steps: list[_Step] = []
         self.phase = "forward"
         self._latest: dict[int, _Step] = {}

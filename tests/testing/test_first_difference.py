@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from remat import checkpoint_name, policies, remat
 from remat.testing import first_difference
+from remat.testing._compare import Gap
 from tests.support import seeded
 from tests.zoo import FUNCTIONS
 
@@ -152,3 +153,18 @@ def test_state_and_arguments_stay():
 
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x, seeded(3))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ([torch.inf, 1.0], [torch.inf, 1.5], "by at most 0.5 (relative 0.5)"),
+        ([0.0, 1.0], [2.0, 1.0], "is 0.0 in the first and 2.0 in the second; 1 of 2"),
+        ([0.0, 1.0], [2.0, 1.0], "by at most 2 (relative inf)"),
+        ([2**60, 0], [2**60 + 1, 0], f"is {2**60} in the first and {2**60 + 1} in"),
+        ([2**60, 0], [2**60 + 1, 0], "1 of 2 elements differ, by at most 1 "),
+    ],
+)
+def test_a_difference_is_told_in_figures(one, other, text):
+    """Equal infinities differ by nothing, and whole numbers are whole."""
+    assert text in str(Gap.between(torch.tensor(one), torch.tensor(other)))
