@@ -29,6 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _one_line_warnings():
             return options.run(options)
+    except (
+        SystemExit
+    ) as error:  # by the user's code: the result is missing all the same
+        return _fail(
+            f"the code that was named called sys.exit({error.code!r}): guard what a "
+            'script runs by if __name__ == "__main__"'
+        )
     except Exception as error:  # noqa: BLE001  # what the user's code raises may be any
         return _fail(_told(error))
     except KeyboardInterrupt:
@@ -285,7 +292,7 @@ def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, An
 
 def _give(found: Any, options: argparse.Namespace) -> int:
     """Writes a result where it is wanted: to a file, a terminal, or a pipe."""
-    is_figure = options.out is not None and options.out.suffix in _DRAWN
+    is_figure = options.out is not None and options.out.suffix.lower() in _DRAWN
     if is_figure and _can_draw(found):
         found.figure().savefig(options.out)
         return 0
@@ -293,10 +300,21 @@ def _give(found: Any, options: argparse.Namespace) -> int:
         return 0
     text = found.to_json() if options.json else str(found)
     if options.out is None:
-        print(text)
+        print(_printable(text))
     else:
-        options.out.write_text(text + "\n")
+        options.out.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _printable(text: str) -> str:
+    """The text with what standard output cannot encode written as an escape."""
+    encoding = _encoding()
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _encoding() -> str:
+    """That of standard output; a stand-in that keeps text as it is has none."""
+    return sys.stdout.encoding or "utf-8"
 
 
 def _can_draw(found: Any) -> bool:
@@ -305,7 +323,7 @@ def _can_draw(found: Any) -> bool:
 
 def _show_richly(found: Any) -> bool:
     """Prints to a terminal by rich, if it is installed and the result has a form for it."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or not _encoding().lower().startswith("utf"):
         return False
     if importlib.util.find_spec("rich") is None or not hasattr(found, "__rich__"):
         return False

@@ -1,4 +1,4 @@
-"""Law 5: what has no effect says so, once per function and policy, when it is traced."""
+"""Law 5: warns of what has no effect, once per function and policy, when it is traced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _matched: set[tuple[AbstractPolicy, str]] = set()
 def advise(
     region: Region, roots: Roots, function: Hashable, where: str, verify: bool
 ) -> None:
-    """Warns of a policy that does less than its author must think.
+    """Warns of a policy that does less than its author may expect.
 
     Args:
         region: the region, traced.
@@ -150,10 +150,10 @@ def _useless(region: Region, roots: Roots) -> _Advice:
     if region.policy in (everything_saveable, nothing_saveable):
         return
     if isinstance(region.policy, WholeProgram):
-        # A budget for everything is met by saving everything.
+        # A budget that everything fits is met by saving everything.
         return
     if region.forward(roots, save=True).storages:
-        # How many bytes wait is known when they do.
+        # How many bytes a storage keeps is known only when it has stored them.
         return
     analysis = region.analysis(roots)
     saved = _bytes(analysis, region.cut(roots).saved)
@@ -169,7 +169,7 @@ def _useless(region: Region, roots: Roots) -> _Advice:
 
 
 def _unstored(policy: AbstractPolicy) -> _Advice:
-    """A storage for what a policy saves that never saves anything."""
+    """Warns of a storage on a policy that saves nothing."""
     if not isinstance(policy, Stored) or isinstance(policy.storage, Keep):
         return
     if policy.policy is nothing_saveable:

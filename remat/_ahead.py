@@ -1,14 +1,14 @@
-"""Brings what waits back before it is read: while one region's backward computes.
+"""Prefetch: starts to restore stored values while the backward before theirs computes.
 
-When the backward of a region begins, what the next ones will read is sent for. These are
-found in autograd's graph, in which every rank sees the same: not by the order of the
-forwards, of which some may have been abandoned, on one rank before garbage was collected
-and on another after it. So all ranks begin the same collectives in the same order.
+When the backward of a region begins, it also starts to restore what the next regions will
+read. The next regions are found in autograd's graph, which is the same on every rank, so
+that all ranks begin the same collectives in the same order. The order of the forwards would
+not do: some of them may have been abandoned, and ranks collect garbage at different times.
 
-How far ahead a region is sent for is the least that its storages say: one region for what
-is gathered from other ranks, `prefetch` regions for what is offloaded. On a thread at most
-so many restorations are under way besides that of the region whose backward runs. They
-belong to one run of autograd; what it leaves is dropped.
+A region is restored as many regions ahead as its storages say, at the least: one for what
+is gathered from other ranks, `prefetch` for what is offloaded. Each thread has at most that
+many restorations under way, besides that of the region whose backward runs. Restorations
+belong to one run of autograd; those that the run does not use are dropped at its end.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MOST_STEPS = 256  # a heuristic: how far to look for the next regions, in nodes
 
 @final
 class Awaited(NamedTuple):
-    """What a region's backward will read, some of which comes back jointly.
+    """What a region's backward will read, if some of it can be restored ahead.
 
     Attributes:
         references: to what its forward stored.
-        num_ahead: how many regions before that backward it may be sent for.
+        num_ahead: how many regions before that backward it may be restored.
     """
 
     references: tuple[weakref.ref[Stored], ...]
@@ -57,22 +57,22 @@ _thread = _Thread()
 
 
 def awaited(storeds: Sequence[Stored]) -> Awaited | None:
-    """What a forward stored, if some of it comes back jointly: that is worth sending for."""
+    """What a forward stored, if some of it is restored jointly; None if none is."""
     joints = [joint for stored in storeds for joint in stored.joints]
     if not joints:
         return None
     if not _compat.in_backward():
-        # Left by a backward that ended in an error outside all regions.
+        # A backward that failed outside all regions may have left restorations.
         drop()
     num_ahead = min(joint.num_ahead for joint in joints)
     return Awaited(tuple(map(weakref.ref, storeds)), num_ahead)
 
 
 def start(node: Any) -> None:
-    """Sends for what a node of autograd reads, and for what the next ones will read.
+    """Starts to restore what a node of autograd reads, and what the next ones will read.
 
     Args:
-        node: whose backward begins; like all nodes of regions it has `waiting`.
+        node: a node of a region, whose backward begins.
     """
     if node.waiting is None:
         return
@@ -90,13 +90,13 @@ def start(node: Any) -> None:
 
 
 def finish(storeds: Sequence[Stored]) -> list[Tensor]:
-    """The values, sent for before or only now."""
+    """The restored values; starts the restoration now if `start` has not."""
     flight = _thread.flights.pop(_key(storeds), None)
     return (flight or Restoration(storeds)).finish()
 
 
 def drop() -> None:
-    """Forgets what is under way on this thread."""
+    """Drops the restorations that are under way on this thread."""
     _thread.task = -1
     _thread.flights.clear()
 
@@ -113,7 +113,7 @@ def _send_for(waiting: Awaited) -> None:
 def _following(node: Any) -> Iterator[Awaited]:
     """The regions to which this node's gradients flow, in the order of their backwards.
 
-    Autograd runs the node first that was made last, and so does this walk.
+    Autograd runs the node that was made last first, and this walk does the same.
     """
     seen = {node}
     pending: list[tuple[int, int, Any]] = []

@@ -20,7 +20,7 @@ from remat.storage import AbstractStorage
 
 
 class Asked(NamedTuple):
-    """Which backward of a region is meant; a tuple, because each backward hashes one.
+    """Identifies one backward of a region. It is a tuple because every backward hashes one.
 
     Attributes:
         layouts: of the cotangents, None for one that is missing.
@@ -74,10 +74,10 @@ class Batched:
 @final
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """A region that hands out its outputs and, after these, the tangents of some.
+    """A region that returns its outputs and, after these, the tangents of some of them.
 
     Attributes:
-        region: takes what the other region does, then the tangents of operands.
+        region: takes the operands of the original region, then their tangents.
         moved: which outputs have a tangent.
     """
 
@@ -126,9 +126,9 @@ class Call(NamedTuple):
         roots: the function and the objects among its arguments.
         numerics: the switches in force on this thread.
         labels: what messages call the operands.
-        is_last: whether its own reverse derivative is refused, and nothing waits for it.
+        is_last: whether its own reverse derivative is refused, so nothing is saved for it.
         is_first_order: whether the reverse derivative of its gradient is refused.
-        straight: what runs, where one program is all that the call comes to.
+        straight: what runs if the call needs no more than one program; else None.
     """
 
     region: AnyRegion
@@ -146,41 +146,41 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutProgram:
-    """What regions that run Python, and not a program, have in common."""
+    """What regions that run Python instead of a program have in common."""
 
     @property
     def states(self) -> tuple[int, ...]:
-        """No state of a generator is an operand, or saved."""
+        """Empty: no operand is the state of a generator."""
         return ()
 
     @property
     def inputs(self) -> dict[int, AbstractStorage]:
-        """They are kept as they are."""
+        """Empty: every input is kept as it is."""
         return {}
 
     @property
     def calls(self) -> Calls:
-        """They are not counted."""
+        """Unused: nothing is stored, so no call is counted."""
         return Calls()
 
     @property
     def runs_first(self) -> bool:
-        """What the outputs rest on is known without a run."""
+        """False: which operands the outputs depend on is known before a run."""
         return False
 
     @property
     def program(self) -> None:
-        """It has none."""
+        """None: it runs Python."""
         return
 
     def straight(self, roots: Roots, numerics: Numerics) -> None:
-        """It has no program."""
+        """None: there is no program to run straight."""
         return
 
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
-        """Values come by its own run, and tangents by one of their own."""
+        """None: the outputs and their tangents come from two separate runs."""
         return
 
     def num_draws(self, roots: Roots) -> int:
-        """No state of a generator is handed from the forward to what is derived."""
+        """Zero: derived regions get no generator state from the forward."""
         return 0

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast, final, overload
 
@@ -18,6 +19,7 @@ from remat import _captures, _compat, _in_graph, _rerun
 from remat._any_region import Asked
 from remat._cache import Cache, CacheInfo
 from remat._entry import Entry
+from remat._errors import RematError, explain
 from remat._function import Roots
 from remat._hidden import require_nothing_hidden
 from remat._lookup import Lookup
@@ -40,7 +42,7 @@ from remat._options import (
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
 from remat._routes import MISSED
-from remat._running import has_open_sizes, is_running, lift, set_aside
+from remat._running import has_open_sizes, is_lifting, lift, set_aside
 from remat._signature import Signature, Statics, sign
 from remat._switch import is_disabled, is_inert
 from remat.policies import nothing_saveable
@@ -61,7 +63,7 @@ def call_in_graph(
     part: str = "",
 ) -> Any:
     """A call of a region as Dynamo traces it; see `_in_graph.call`."""
-    # Inference mode, of which Dynamo does not let one ask, has no grad mode either.
+    # Dynamo cannot trace a question about inference mode, but grad mode is off there too.
     if is_disabled() or not torch.is_grad_enabled():
         return fun(*args, **kwargs)
     return _in_graph.call(kind, fun, args, kwargs, part)
@@ -80,7 +82,7 @@ class Region(Generic[_P, _R]):
         self.__wrapped__ = fun
         self._where = where or _where(fun)
         self.kind = self._registered()
-        # `_cache`, from the first call that is looked up on: read without a computation.
+        # Becomes `_cache` at the first call that is looked up; a plain attribute is faster.
         self._known = _NOTHING_KNOWN
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -99,7 +101,7 @@ class Region(Generic[_P, _R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call that is not recognized: its signature is looked up, or traced."""
+        """Makes a call that no route recognizes: looks up its signature, or traces it."""
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
@@ -118,12 +120,12 @@ class Region(Generic[_P, _R]):
         if _compat.is_in_compiler():
             _in_graph.require_recordable(entry, roots, self._where)
         tensors = [*signature.tensors, *captured]
-        if is_running():
+        if is_lifting():
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
             return self._plain(roots, args, kwargs)
-        # What is compared as a whole is not told apart by its type.
+        # A route tells objects apart by their type alone: too little for static arguments.
         if not (signature.objects and self.settings.statics.are_given):
             self._cache.learn(args, kwargs, signature, numerics)
         return entry.call(roots, tensors, numerics)
@@ -136,7 +138,7 @@ class Region(Generic[_P, _R]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A call in a trace with open sizes."""
+        """Makes a call inside a trace with open sizes."""
         signature.require_traceable()
         entry, captured = self._lookup.find_inside(
             signature, roots, numerics, args, kwargs
@@ -149,7 +151,7 @@ class Region(Generic[_P, _R]):
     def _plain(
         self, roots: Roots, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """A call in which nothing that is seen is to be differentiated."""
+        """Runs the function as it is: nothing that the region sees needs a gradient."""
         returned = self._fun(*args, **kwargs)
         require_nothing_hidden(returned, roots)
         return returned
@@ -178,7 +180,7 @@ class Region(Generic[_P, _R]):
         return self.settings.rng or self.rng_default
 
     def _registered(self) -> str:
-        """The key under which a graph of torch.compile finds what this region is."""
+        """The key by which a graph of torch.compile finds regions of this kind."""
         settings = dataclasses.replace(self.settings, rng=self._rng)
         owner: Any = getattr(self._fun, "__self__", self._fun)
         # A module that is being copied has no parts yet.
@@ -214,8 +216,8 @@ class Region(Generic[_P, _R]):
     def found_for(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call, and what it captures, which is not a part of an outer trace."""
-        # The tensors may be stand-ins, which no outer trace is to take for captured ones.
+        """The trace of a call and the tensors that it captures, found outside any outer trace."""
+        # The tensors may be stand-ins: an outer trace must not take them for captured ones.
         with set_aside():
             signature = sign(self._fun, args, kwargs, self.settings.statics)
             signature.require_traceable()
@@ -272,7 +274,7 @@ class Region(Generic[_P, _R]):
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
 
 
-# Not by decorators, which would take from type checkers that a region is a method.
+# A decorator would hide from type checkers that these are methods.
 for _name in ("__call__", "__get__"):
     _compat.unseen_by_dynamo(vars(Region)[_name])
 
@@ -281,8 +283,9 @@ for _name in ("__call__", "__get__"):
 class MethodRegion(Region[_P, _R]):
     """A region around a method of one module, such as its `forward`.
 
-    `torch.compile(module)` passes over the frames of torch's own that call `forward`, and
-    begins a graph at the first one below: this one, where a region stands in its place.
+    `torch.compile(module)` skips torch's own frames around `forward` and begins a graph at
+    the first frame below them. If a region replaces `forward`, that is the `__call__` of
+    this class, which Dynamo sees; that of other regions is hidden from it.
     """
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -290,12 +293,12 @@ class MethodRegion(Region[_P, _R]):
         return super().__call__(*args, **kwargs)
 
 
-# A number for all regions with the same options around modules of the same classes.
+# One number for all regions with the same options around modules of the same classes.
 _numbers: dict[tuple[object, ...], int] = {}
 
 
 def kind_of(settings: Settings, where: str, *classes: type) -> str:
-    """The key of a kind of regions in graphs of torch.compile, which is made known.
+    """Registers a kind of regions for graphs of torch.compile, and returns its key.
 
     Args:
         settings: their options, `rng` among them.
@@ -312,7 +315,9 @@ def kind_of(settings: Settings, where: str, *classes: type) -> str:
 def _around_graph(
     settings: Settings, where: str, function: Callable[..., Any]
 ) -> Region[..., Any]:
-    """A region around a graph of torch.compile's, which keeps its traces for itself."""
+    """A region around a graph of torch.compile, with a cache that it shares with no other."""
+    # Dynamo has guarded what is static; a graph takes tensors alone.
+    settings = dataclasses.replace(settings, statics=Statics())
     region = Region(function, settings, where)
     region.__dict__["_cache"] = Cache()
     return region
@@ -413,7 +418,7 @@ _ANSWERS = (
 
 
 def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
-    """A region with which to look at a plain function; it never runs, and warns of nothing."""
+    """A region for looking at a plain function; it is never called and never warns."""
     settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
     return Region(fun, settings)
 
@@ -434,9 +439,9 @@ def undecided(fun: Callable[..., Any]) -> Region[..., Any]:
 
 def is_of_module(fun: object) -> bool:
     """Whether a function is an nn.Module or a method of one."""
-    return isinstance(fun, nn.Module) or isinstance(
-        getattr(fun, "__self__", None), nn.Module
-    )
+    if isinstance(fun, types.MethodType):  # which Dynamo does not find by a name
+        return isinstance(fun.__self__, nn.Module)
+    return isinstance(getattr(fun, "__self__", fun), nn.Module)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -493,6 +498,7 @@ def remat(
 ) -> Callable[[Callable[_P, _R]], Region[_P, _R]]: ...
 
 
+@_compat.unseen_by_dynamo
 def remat(
     fun: Callable[..., Any] | None = None,
     /,
@@ -510,14 +516,20 @@ def remat(
 ) -> Any:
     """Makes a function drop its intermediate values and recompute them in the backward.
 
-    A pure function becomes a *region*: its outputs and its gradients stay the same, to the
-    last bit under `.backward()` on a CPU, while what it holds between forward and backward
-    is what the policy permits. Regions work under plain autograd and under every
-    torch.func transform, nested in any order, and inside each other.
+    A pure function becomes a *region*. Between its forward and its backward, a region holds
+    its inputs and the values that the policy permits, and nothing else. Its backward
+    recomputes the other values that it reads. Regions work under plain autograd and under
+    every torch.func transform, nested in any order, and inside each other.
+
+    Laws: outputs and gradients are those of `fun`, to the last bit under `.backward()` on a
+    CPU unless a storage is lossy, and to rounding elsewhere. No argument is changed, except
+    buffers that `fun` itself changes. A tensor that `fun` reaches without an argument gets
+    its gradient too, or the call raises.
 
     Args:
-        fun: a function, a method or an nn.Module; pytree in, pytree out. Tensors are
-            dynamic, however the function reaches them; every other leaf is static.
+        fun: a function, a method or an nn.Module that takes and returns pytrees, with
+            tensors of any shape and dtype. Another value of a tensor reuses the trace;
+            another value of any other argument traces again.
         policy: which values may be saved; None means `policies.nothing_saveable`.
         saved_inputs: how inputs wait for the backward: a storage for all of them except
             parameters of modules, or a mapping from argument paths ("x",
@@ -526,19 +538,19 @@ def remat(
         rng: "keys" refuses operators that draw from a `torch.Generator`; "preserve" draws
             the same numbers again and leaves generators as without remat. None means
             "keys" for functions, "preserve" for modules and their methods.
-        engine: "trace"; or "rerun", which runs the Python function again in the backward,
-            for what cannot be traced.
-        backend: "inductor" compiles the region's programs, so that it runs fused, under
-            torch.func too; its numbers agree to rounding. None runs operator by operator.
+        engine: "trace" recomputes by a program that was traced from the function; "rerun"
+            runs the Python function again, for functions that cannot be traced.
+        backend: "inductor" compiles the region's programs with Inductor, also under
+            torch.func; the numbers then agree to rounding. None runs operator by operator.
         dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,
-            0 and 1 aside. It takes about ten times as long as a trace of one size; programs
-            are as fast, because each size still gets its own.
-        static_argnums: positions of arguments that are not looked into, but compared as
-            a whole, by `==` and hash.
+            except 0 and 1. That trace takes about ten times as long as a trace for one
+            size. Programs are as fast, because each size still gets its own.
+        static_argnums: positions of arguments that are compared as a whole, by `==` and
+            hash. They are not searched for tensors.
         static_argnames: names of such arguments, however they are passed.
         verify: whether the backward compares each saved value with its recomputation.
-        **unknown: refused; for an option of jax.checkpoint or torch's checkpoint the
-            error says what to write instead.
+        **unknown: raises TypeError; for an option of jax.checkpoint or of torch's
+            checkpoint, the error says what to write instead.
 
     Returns:
         A callable that looks like `fun`, with `.saved_residuals`, `.programs`,
@@ -567,6 +579,41 @@ def remat(
         `jax.checkpoint`; Chen et al., "Training Deep Nets with Sublinear Memory Cost",
         2016, https://arxiv.org/abs/1604.06174.
     """
+    options: dict[str, Any] = {
+        "policy": policy,
+        "saved_inputs": saved_inputs,
+        "rng": rng,
+        "engine": engine,
+        "backend": backend,
+        "dynamic_shapes": dynamic_shapes,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "verify": verify,
+        **unknown,
+    }
+    if fun is None:
+        if is_dynamo_compiling():
+            return functools.partial(_decorate_in_graph, options)
+        return functools.partial(_decorate, settings=_settings(**options))
+    if is_dynamo_compiling():
+        return _decorate_in_graph(options, fun)
+    return _decorate(fun, _settings(**options))
+
+
+def _settings(
+    *,
+    policy: PolicyLike,
+    saved_inputs: SavedInputs,
+    rng: str | None,
+    engine: str,
+    backend: str | None,
+    dynamic_shapes: bool,
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+    verify: bool,
+    **unknown: Any,
+) -> Settings:
+    """The options of `remat`, checked."""
     require_known(unknown, [*(remat.__kwdefaults__ or ())])
     require_choice("rng", rng, (None, "keys", "preserve"))
     require_choice("engine", engine, ("trace", "rerun"))
@@ -574,7 +621,7 @@ def remat(
     require_compilable(backend, engine, verify)
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
     require_traced(dynamic_shapes, engine)
-    settings = Settings(
+    return Settings(
         policy_for(policy, engine),
         rng,
         engine,
@@ -584,12 +631,15 @@ def remat(
         inputs_for(saved_inputs, engine),
         dynamic_shapes,
     )
-    if fun is None:
-        return functools.partial(_decorate, settings=settings)
-    return _decorate(fun, settings)
 
 
+@_compat.unseen_by_dynamo
 def _decorate(fun: Any, settings: Settings) -> Any:
+    if is_dynamo_compiling():
+        kind = _kind_of_settings(settings, is_of_module(fun))
+        return _made_in_graph(
+            kind, functools.partial(_decorate, settings=settings), fun
+        )
     require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):
@@ -597,3 +647,74 @@ def _decorate(fun: Any, settings: Settings) -> Any:
     if is_of_module(fun):
         return MethodRegion(fun, settings)
     return Region(fun, settings)
+
+
+# What Dynamo traces where `remat` is called inside of what it traces. It follows options to
+# where they were made, and has no whole value for those that are made in there.
+
+
+@_compat.unseen_by_dynamo
+def _decorate_in_graph(options: dict[str, Any], fun: Any) -> Any:
+    """`remat` with options."""
+    if isinstance(options["saved_inputs"], Mapping):
+        _compat.end_graph(_MADE_OUTSIDE)
+    why = _why_made_outside(**options)
+    if why:
+        _compat.end_graph(why)
+    kind = _kind_of_options(is_of_module(fun), **options)
+    return _made_in_graph(kind, functools.partial(remat, **options), fun)
+
+
+def _made_in_graph(kind: str, make: Callable[..., Any], fun: Any) -> Any:
+    """A function as a region of a kind; `make` makes it outside of the graph."""
+    if not callable(fun) or isinstance(fun, type):
+        _compat.end_graph(_MADE_OUTSIDE)
+    return functools.partial(_call_made, kind, make, fun)
+
+
+@_compat.unseen_by_dynamo
+def _call_made(
+    kind: str,
+    make: Callable[..., Any],
+    fun: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_dynamo_compiling():
+        return call_in_graph(kind, fun, args, kwargs)
+    return make(fun)(*args, **kwargs)
+
+
+@_compat.constant_for_dynamo
+def _why_made_outside(**options: Any) -> str:
+    """Why a graph ends in front of a call of `remat`, if it does; else empty."""
+    if not all(map(_compat.has_its_attributes, options.values())):
+        return _MADE_OUTSIDE
+    try:
+        _settings(**options)
+    except (RematError, TypeError, ValueError) as error:
+        return str(error)  # which is raised outside of the graph
+    return ""
+
+
+@_compat.constant_for_dynamo
+def _kind_of_options(is_of_module: bool, **options: Any) -> str:
+    return _kind_of_settings(_settings(**options), is_of_module)
+
+
+@_compat.constant_for_dynamo
+def _kind_of_settings(settings: Settings, is_of_module: bool) -> str:
+    rng = settings.rng or ("preserve" if is_of_module else "keys")
+    return kind_of(dataclasses.replace(settings, rng=rng), "remat(...)")
+
+
+_MADE_OUTSIDE = explain(
+    where="remat(...)",
+    what="is called under torch.compile with an option that is made there, or with "
+    "what is not a function.",
+    why="Python's objects that a compiled function makes are there when it runs, and "
+    "not yet when it is compiled.",
+    do="Make policies and storages outside of the compiled function, or decorate "
+    "there; or compile without fullgraph=True: two graphs then leave room for the "
+    "region.",
+)

@@ -1,7 +1,7 @@
-"""What the backward of a region reads, runs and hands out, whichever rules are above it.
+"""What the backward of a region reads, runs and returns, under any transform.
 
-And what it refuses: saved tensors that were changed, second derivatives under
-`first_order`, gradients that autograd would lose.
+It refuses saved tensors that were changed, second derivatives under `first_order`, and
+gradients that autograd would lose.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
-    """What tells `saved` that a tensor was changed, where autograd does not see it.
+    """The versions of kept tensors, by which `saved` finds out that one was changed.
 
-    Nothing where autograd does, which is without a torch.func transform, and in a trace.
+    Empty without a torch.func transform and in a trace: there autograd itself finds out.
     """
     if not is_transformed or _compat.proxy_is_active():
         return ()
@@ -52,9 +52,9 @@ def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]
 def consumed(
     program: Program, ctx: Any, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by a program, which lets go of what was saved."""
+    """Computes the gradients by a program, which frees what was saved as it goes."""
     read = [*saved(ctx), *cotangents]
-    # Unless the graph is kept, each is let go after its last use, not at the end.
+    # Unless the graph is kept, each is freed after its last use, not at the end.
     ctx.maybe_clear_saved_tensors()
     try:
         found = program.consume(read)
@@ -65,7 +65,7 @@ def consumed(
 
 
 def explain_failure(error: RuntimeError, ctx: Any) -> None:
-    """Says why what was saved cannot be read, or what fills the memory that a run wants.
+    """Explains an error of reading what was saved, or of a run that found no memory.
 
     Raises:
         SavedTensorModifiedError: if autograd found that a saved tensor was changed.
@@ -78,7 +78,7 @@ def explain_failure(error: RuntimeError, ctx: Any) -> None:
 def spread(
     wanted: Sequence[bool], found: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted in the places of their operands, after the job's."""
+    """The gradients at the places of their operands, behind None for the first argument."""
     if False not in wanted[1:]:
         return (None, *found)
     rest = iter(found)
@@ -100,7 +100,7 @@ def require_recordable(cotangents: Sequence[Tensor]) -> None:
 
 
 def second_derivative(call: Call) -> SecondDerivativeError:
-    """What is raised where a gradient that was the last is differentiated."""
+    """The error of differentiating a gradient that was taken under `first_order()`."""
     labels = ", ".join(call.labels) or "none"
     return SecondDerivativeError(
         explain(
@@ -133,7 +133,7 @@ def _modified(
 
 
 def _named(ctx: Any, changed: Sequence[tuple[int, Tensor]]) -> str:
-    """What people call the first of the saved tensors that were changed."""
+    """The first of the saved tensors that were changed, as users know it."""
     if not changed:  # autograd reads what the region returned in another way
         return "an output"
     place, tensor = changed[0]

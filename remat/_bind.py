@@ -1,13 +1,13 @@
 """Runs a region under whatever transforms are active: the rules of differentiation.
 
 `bind` walks down the stack of torch.func transforms itself, as JAX's `bind` does
-("Autodidax", part 1), instead of leaving that to `torch.autograd.Function`: there, forward
+("Autodidax", part 1). It does not leave that to `torch.autograd.Function`: there, forward
 mode over forward mode is silently zero (pytorch #197867), saved values have to be outputs,
-and nothing tells at which level reverse mode is taken.
+and the level at which reverse mode is taken is unknown.
 
 At each level of reverse mode one `autograd.Function` keeps the operands and what the
-forward saved; its backward binds the region of the gradients, so that whatever is active
-when a backward runs applies to it too.
+forward saved. Its backward binds the region of the gradients, so that the transforms that
+are active when a backward runs apply to it too.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def _returned(
 
 
 def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
-    """The region's forward with what its backward will read, for one who holds it."""
+    """Runs the region's forward, and returns what its backward will read to the caller."""
     return _run(call, tensors, save=True)
 
 
 def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
-    """The region's forward below every active transform, with their rules applied."""
+    """Runs the region's forward below all active transforms, and applies their rules."""
     tensors = _compat.unwrap_dead(tensors)
     found = _compat.current_interpreter()
     if found is None:
@@ -122,7 +122,8 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _compat.dual_level_is_active():
-        pairs = [_unpack_dual(tensor) for tensor in tensors]
+        with _compat.without_inference_mode():
+            pairs = [_unpack_dual(tensor) for tensor in tensors]
         is_dual = any(pair.tangent is not None for pair in pairs)
         if is_dual and not (_is_differentiated(call, tensors) and _all_flow(call)):
             primals = [pair.primal for pair in pairs]
@@ -131,16 +132,16 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 
 def _all_flow(call: Call) -> bool:
-    """Whether it is known that a cotangent can come back for each output.
+    """Whether it is known that every output can have a cotangent.
 
-    `autograd.Function` has no tangent for one of which it is told that none can.
+    `autograd.Function` gives no tangent to an output that is marked as having none.
     """
     forward = call.region.forward(call.roots, True)
     return isinstance(forward, Forward) and forward.flows is None
 
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
-    """Where nothing is to be done but to record a backward, if one is wanted."""
+    """Runs the forward where the only rule left is to record a backward, if one is wanted."""
     if _is_differentiated(call, tensors):
         skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
@@ -156,7 +157,7 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 
 def _store_inputs(call: Call, operands: list[Tensor], number: int) -> None:
-    """Lets the operands wait as `saved_inputs` says."""
+    """Replaces operands by their stored forms, as `saved_inputs` says."""
     twins: Twins = {}
     for index, storage in call.region.inputs.items():
         place = Place(index, number)
@@ -228,7 +229,7 @@ def _push_forward(
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """An output with its tangent, which torch lays out in memory like the output."""
+    """An output with its tangent; torch gives the tangent the memory layout of the output."""
     if _compat.repeats_itself(primal):
         primal = primal.clone()
     return _make_dual(primal, tangent)
@@ -249,7 +250,7 @@ def _primal_and_tangents(
     if pushed is None:
         return _primal_then_tangents(call, primals, (has_tangent, given), save)
     if not pushed.moved:
-        # All that is returned are views of operands, which carry their tangents.
+        # The function returns views of operands alone, which carry their own tangents.
         return _run(call, primals, save), {}
     below, tensors = call.of(pushed.region), [*primals, *given]
     if region.keeps and not save:
@@ -270,7 +271,7 @@ def _primal_then_tangents(
     moving: tuple[tuple[bool, ...], Sequence[Tensor]],
     save: bool,
 ) -> tuple[Results, dict[int, Tensor]]:
-    """The same for a region whose own run does not make its tangents."""
+    """The same for a region that cannot compute outputs and tangents in one run."""
     has_tangent, given = moving
     results = _run(call, primals, save)
     derived, _ = call.region.jvp(call.roots, has_tangent, 0)
@@ -293,7 +294,7 @@ def _run_under_vmap(
     physical, dims = _compat.unwrap_batched(tensors, level)
     randomness = interpreter.randomness()
     if randomness == "error" and region.states:
-        # Nothing is drawn, only drawn again: what was drawn outside this level.
+        # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws(roots) > 0
     with _compat.lowered_vmap(interpreter):
@@ -324,7 +325,7 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 @final
 class _Ticket:
-    """Carries a call into an `autograd.Function`, and out of it what is not an output."""
+    """Carries a call into an `autograd.Function`, and its other results out of it."""
 
     __slots__ = ("call", "interpreter", "leading", "operands", "results")
 
@@ -332,7 +333,7 @@ class _Ticket:
         self.call = call
         self.leading = leading
         self.interpreter = interpreter
-        # What the forward reads instead of operands that wait already, or are cut off.
+        # The operands as the forward reads them: neither stored nor detached.
         self.operands: Sequence[Tensor] = ()
         self.results: Results | None = None
 
@@ -351,10 +352,10 @@ class _Ticket:
         return self.results
 
     def run_ahead(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the forward, and cuts off the operands that no output rests on.
+        """Runs the forward, and detaches the operands that no output depends on.
 
-        An edge to one of them would hold back what waits for its gradient to be complete:
-        the hooks of engines that reduce gradients.
+        An edge of autograd to such an operand would delay the hooks that wait until its
+        gradient is complete, as those of engines that reduce gradients do.
         """
         with torch.no_grad():
             reached = self.run(operands).reached
@@ -366,7 +367,7 @@ class _Ticket:
         ]
 
     def redeem(self, outputs: Sequence[Tensor]) -> Results:
-        """What the forward handed out, with the outputs that have gradients."""
+        """The results of the forward, with outputs that carry gradients."""
         assert self.results is not None
         return Results(outputs, *self.results[1:])
 
@@ -377,7 +378,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     try:
         results = ticket.results or ticket.run(operands)
     except RuntimeError as error:
-        if call.region.keeps:  # else it is a backward, which says so itself
+        if call.region.keeps:  # a backward adds its own note
             _shortage.note(error, "forward", call, _made_by(operands))
         raise
     outputs = results.outputs
@@ -403,7 +404,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
 
 
 def _wants_first_order() -> bool:
-    """A trace is for every call to come, whatever the one that it is made for wants."""
+    """Whether second derivatives are refused; never in a trace, which serves later calls."""
     return _orders.is_first_order() and not _compat.proxy_is_active()
 
 
@@ -441,9 +442,9 @@ def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
 def _through(
     derived: AnyRegion, ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by a region: its program alone, if nobody may record what it does."""
+    """Computes the gradients by a region: by its program alone where nothing records them."""
     present = [each for each in cotangents if each is not None]
-    is_recorded = torch.is_grad_enabled() or not _is_untransformed()
+    is_recorded = torch.is_grad_enabled() or not _compat.is_plain_autograd()
     if derived.program is not None and not is_recorded:
         return consumed(derived.program, ctx, present)
     kept, call = saved(ctx), ctx.call
@@ -457,10 +458,6 @@ def _through(
         _shortage.note(error, "backward", call, [ctx])
         raise
     return spread(ctx.needs_input_grad, found)
-
-
-def _is_untransformed() -> bool:
-    return _compat.is_quiet() or _compat.is_only_watched()
 
 
 @_compat.unseen_by_dynamo
@@ -493,7 +490,7 @@ class _PlainFunction(torch.autograd.Function):
 
 @_compat.unseen_by_dynamo
 def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
-    """What `_forward` comes to where a program is all that runs."""
+    """`_forward` for a call that needs no more than one program."""
     ctx.call = call
     straight: Any = call.straight
     around, run = straight.quiet
@@ -515,12 +512,12 @@ def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, 
 def _gradients_straight(
     ctx: Any, *cotangents: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """`_gradients` after a straight forward: most often by the same program as before."""
+    """`_gradients` after a straight forward: most often by the program of a backward before."""
     straight: Straight = ctx.call.straight
     wanted: tuple[bool, ...] = ctx.needs_input_grad
     for check, was_wanted, same_thread, quiet in straight.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
-            # What `consumed` does, written out.
+            # Inlines `consumed`.
             try:
                 read: list[Any] = [*ctx.saved_tensors, *cotangents]
                 ctx.maybe_clear_saved_tensors()
@@ -536,14 +533,14 @@ def _gradients_straight(
 def _gradients_looked_up(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The same for a backward that is like none before; the next like it is known."""
+    """The same for a backward unlike all before; it is remembered for the next one."""
     straight: Straight = ctx.call.straight
     ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
-    ctx.versions = ()  # autograd looks itself
+    ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)
     is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
-    # A trace that was made for it may have run code that sets a switch, and left it so.
+    # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = not is_recorded and Numerics.current() == numerics
     if derived.program is not None and is_as_asked:
         straight.learn(ctx.needs_input_grad, cotangents, derived.program)
@@ -559,7 +556,7 @@ class _StraightFunction(torch.autograd.Function):
 
 _apply_plainly = _compat.plain_apply(_PlainFunction)
 
-# From a call that has a `straight`, and the operands, to the outputs.
+# (a call with a `straight`, *operands) -> the outputs.
 apply_straight = _compat.plain_apply(_StraightFunction)
 
 

@@ -68,11 +68,11 @@ _Heard = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @final
-class _Listener(_compat.TorchDispatchMode):
+class _Listener(_compat.DispatchMode):
     """Hears the first operator that arrives below autograd."""
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        super().__init__()
         self.heard: _Heard | None = None
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""The traces of one code with one set of options, and the calls that they are known for."""
+"""The traces of one code with one set of options, and the routes of calls to them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Cache:
 
     def prefer(self, route: Route) -> None:
         """Tries a route first: the next layer is likely to be called like this one."""
-        # Whoever was called may have cleared the cache.
+        # The function that ran may have cleared the cache.
         if route in self.routes:
             self.routes = [route, *self._others(route.entries, route.told)]
 
@@ -68,16 +68,16 @@ class Cache:
         signature: Signature,
         numerics: Numerics,
     ) -> None:
-        """Recognizes calls like this one from now on, if it is one of the first kinds."""
+        """Adds a route for calls like this one, if there is room for it."""
         entries = self.entries.get((signature.key, numerics))
         told = told_here()
         if entries is None or not signature.tensors or told is None:
             return
         if Numerics.current() != numerics:
-            # The trace has run code that sets a switch, and left it so.
+            # Tracing has run code that sets a switch and leaves it set.
             return
         others = self._others(entries, told)
-        # One that the number of threads has made useless is replaced.
+        # A route that a change of the number of threads has broken is replaced.
         is_known = any(
             route.serves(entries, told) and route.same_thread() for route in self.routes
         )
@@ -92,4 +92,4 @@ class Cache:
         return [route for route in self.routes if not route.serves(entries, told)]
 
 
-_MOST_ROUTES = 8  # a heuristic: each one that is missed costs half a microsecond
+_MOST_ROUTES = 8  # a heuristic: each route that misses costs half a microsecond

@@ -10,6 +10,7 @@ from __future__ import annotations
 # This module is the one that may: `tests/test_house.py` keeps all others out.
 # pyright: reportPrivateUsage=false
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -53,7 +54,7 @@ from torch.fx.node import has_side_effect
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk, flop_counter
 from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
+    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
@@ -69,9 +70,9 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 # carries its own rule for nested forward mode (pytorch #197867).
 SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore[reportAssignmentType]
 
-# `call_unseen(around, function, *args)` is `around(function)(*args)`, of which Dynamo traces
-# the function alone, and AOTAutograd the rest around Dynamo's graph of it. Obsolete when
-# torch.compile has a public way for a library to stand around a part of a graph.
+# `call_unseen(around, function, *args)` is `around(function)(*args)`. Dynamo traces only the
+# function; AOTAutograd then runs `around` on Dynamo's graph of it. Obsolete when torch.compile
+# has a public way for a library to wrap a part of a graph.
 call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
 
 enable_single_level = enable_single_level_autograd_function
@@ -89,8 +90,15 @@ _dist: Any = dist
 Interpreter = pyfunctorch.FuncTorchInterpreter
 
 
-# The levels of torch.func. Obsolete when it lets a primitive register its own rules, and
-# tells which levels wrap a tensor.
+class DispatchMode(TorchDispatchMode):
+    """The base of dispatch modes. Obsolete when torch annotates the `__init__` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+
+
+# The levels of torch.func. Obsolete when a primitive can register its own rules there, and
+# when torch.func tells which levels wrap a tensor.
 
 
 def interpreter_is_active() -> bool:
@@ -111,7 +119,7 @@ def current_interpreter() -> tuple[str, Any] | None:
 
 @functools.cache
 def _kind_of(key: Any) -> str:
-    # To ask an enumeration for a name takes longer than to look it up.
+    # A look-up is faster than asking an enumeration for a name.
     return key.name.lower()
 
 
@@ -199,10 +207,10 @@ def below(tensor: Tensor) -> Tensor | None:
 
 
 def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often each was written to, below all torch.func wrappers.
+    """How often each tensor was written to, below all torch.func wrappers.
 
-    A wrapper counts what is done to itself, not what is done to the tensor that it wraps
-    by those who have that. Obsolete when autograd looks there.
+    A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
+    Obsolete when autograd looks at the counter of the wrapped tensor.
     """
     found = all_unwrapped(tensors)
     return tuple([-1 if each.is_inference() else each._version for each in found])
@@ -241,14 +249,15 @@ def is_followed(tensor: Tensor) -> bool:
 def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     """Gives a tensor a new value, below the transforms that have not wrapped it.
 
-    As a kernel writes its statistics: torch.func would refuse an in-place operator on a
-    tensor from outside. Obsolete when it lets one through where no gradient flows.
+    This is how a kernel writes its statistics. torch.func refuses an in-place operator on
+    a tensor from outside. Obsolete when it permits one where no gradient flows.
 
     Args:
         tensor: what is written.
         new: its new value.
-        unseen: whether its version stays, as with statistics: who saved it before does not
-            mind. Obsolete when torch's kernels tell that they write them.
+        unseen: whether its version stays the same, as when a kernel writes statistics, so
+            that a backward that saved the tensor does not raise. Obsolete when torch's
+            kernels declare that they write statistics.
     """
     active = current_interpreter()
     if active is not None and active[0] in {"grad", "jvp"}:
@@ -274,8 +283,8 @@ def dual_level_is_active() -> bool:
 def untracked_alias(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that autograd does not take for a view.
 
-    `autograd.Function` forbids in-place changes of outputs that are views. Obsolete when
-    it lets a Function say that nobody else holds their base.
+    `autograd.Function` forbids in-place changes of outputs that are views. Obsolete when a
+    Function can declare that nothing else holds their base.
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return torch.ops.aten.alias.default(tensor)
@@ -296,7 +305,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_fake_of(tensor: Tensor, mode: object) -> bool:
-    """Whether it was made by this fake mode, likewise."""
+    """Whether a tensor, or a DTensor's part, was made by this fake mode."""
     innermost = local_part(unwrapped(tensor))
     return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
 
@@ -304,7 +313,7 @@ def is_fake_of(tensor: Tensor, mode: object) -> bool:
 def placement(tensor: Tensor) -> Any:
     """How a DTensor is spread over the ranks (its spec), None for any other tensor.
 
-    None under vmap too, whose wrappers do not tell it: there a DTensor is taken as a whole.
+    None under vmap too, whose wrappers hide it: a DTensor is traced as a whole there.
     Obsolete, with the two below, when DTensor makes its spec public.
     """
     kind = _kind_of_parts()
@@ -317,7 +326,7 @@ def placement(tensor: Tensor) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, when it has arrived; another tensor itself."""
+    """This rank's part of a DTensor, once it has arrived; any other tensor as it is."""
     kind = _kind_of_parts()
     if kind is None or not isinstance(tensor, kind):
         return tensor
@@ -333,7 +342,7 @@ def in_place_of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> Ten
 
 
 def _kind_of_parts() -> Any:
-    # What has not been imported has no instances, and is slow to import.
+    # Importing it is slow, and a class that is not imported has no instances.
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -345,16 +354,16 @@ def _is_mapped() -> bool:
 def hides_its_number(tensor: Tensor) -> bool:
     """Whether a tensor of a trace has no number that Python could read.
 
-    Fake tensors remember small constants, which torch then reads as if they were real.
+    torch reads the numbers of small constants, which fake tensors remember.
     """
     innermost = unwrapped(tensor)
     return isinstance(innermost, FakeTensor) and innermost.constant is None
 
 
 def is_under_way(tensor: Tensor) -> bool:
-    """Whether a tensor is the result of a collective that nobody has waited for.
+    """Whether a tensor is the result of a collective that is still to be waited for.
 
-    Obsolete, with the one below, when such a tensor is one of torch's own after its wait.
+    Obsolete, with the function below, when such a tensor is a plain one after its wait.
     """
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
@@ -402,13 +411,13 @@ def is_in_parts(tensor: Tensor) -> bool:
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 
-    Under vmap of jvp, torch asks for zeros on "meta", which is what a fake tensor is made
-    of, instead of on the device that it stands for. Obsolete when functorch's wrappers
-    tell the fake device.
+    Under vmap of jvp, torch asks for zeros on "meta", the device of a fake tensor's inside,
+    instead of on the device that it stands for. Obsolete when functorch's wrappers tell the
+    fake device.
 
-    With open sizes the shape of what an operator returns is asked of torch's functions in
-    Python. Those in C++ need numbers in places, as `constant_pad_nd` does for each size.
-    Obsolete when a fake mode with a shape environment does so by itself.
+    With open sizes, torch's shape functions in Python are used. Those in C++ need numbers in
+    some places, as `constant_pad_nd` does for each size. Obsolete when a fake mode with a
+    shape environment uses them by itself.
     """
 
     def __init__(self, home: torch.device, shape_env: Any) -> None:
@@ -427,18 +436,71 @@ class _FakeMode(FakeTensorMode):
             kwargs = kwargs | {"device": self._home}
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
-            source = _LAID_OUT_BY.get(func)
-            if source is None or args[source].device.type != "cpu":
-                return found
+            return self._as_laid_out_by_kernels(func, args, found)
+
+    def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
+        source = _LAID_OUT_BY.get(func)
+        if source is not None and args[source].device.type == "cpu":
             return (_in_format_of(found[0], args[source]), *found[1:])
+        like = _LAID_OUT_LIKE.get(func)
+        if like is None:
+            return found
+        with self:
+            return torch.empty_like(
+                like(found, *tensor_leaves(args)), dtype=found.dtype
+            )
 
 
-#: Kernels of the CPU that lay out their first output by the memory format of an argument,
-#: and which one. A fake mode takes its strides. Obsolete when torch's test of fake against
-#: real strides includes these operators with transposed inputs.
+#: CPU kernels that give their first output the memory format of an argument, and which
+#: argument. A fake mode copies the argument's strides instead. Obsolete when torch's test of
+#: fake against real strides includes these operators with transposed inputs.
 _LAID_OUT_BY: dict[Any, int] = {
     torch.ops.aten.native_batch_norm.default: 0,
     torch.ops.aten.native_batch_norm_backward.default: 1,
+}
+
+_aten: Any = torch.ops.aten
+
+
+def _sum_of_two(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return first + second
+
+
+def _sum_turned(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return second + first
+
+
+def _first(_: Tensor, first: Tensor, *__: Tensor) -> Tensor:
+    return first
+
+
+def _second(_: Tensor, __: Tensor, second: Tensor, *___: Tensor) -> Tensor:
+    return second
+
+
+def _dense(found: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(found, memory_format=torch.contiguous_format)
+
+
+#: What has the strides that kernels give their output, from a fake output and the tensors
+#: among their arguments. A fake mode decomposes these operators, and where inputs are laid
+#: out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
+_LAID_OUT_LIKE: dict[Any, Callable[..., Tensor]] = {
+    _aten.softplus_backward.default: _sum_of_two,
+    _aten.elu_backward.default: _sum_of_two,
+    _aten.hardtanh_backward.default: _sum_of_two,
+    _aten.hardswish_backward.default: _sum_of_two,
+    _aten.hardsigmoid_backward.default: _sum_of_two,
+    _aten.logit_backward.default: _sum_of_two,
+    _aten.binary_cross_entropy_backward.default: _second,
+    _aten.mse_loss_backward.default: _dense,
+    _aten.smooth_l1_loss_backward.default: _dense,
+    _aten.huber_loss_backward.default: _dense,
+    _aten._log_softmax_backward_data.default: _dense,
+    _aten.pow.Scalar: _dense,
+    _aten.threshold_backward.default: _sum_turned,
+    _aten.leaky_relu_backward.default: _sum_turned,
+    _aten.log_sigmoid_backward.default: _first,
 }
 
 
@@ -460,8 +522,8 @@ def _are_shapes_alone(args: Any) -> bool:
 def no_dual_level() -> Generator[None]:
     """Hides forward mode from code that runs below it, such as a fake mode's.
 
-    Torch prints the arguments of an overload that does not match, be it only to try the
-    next one. Printing a tensor asks for its tangent, which fails below autograd and leaves
+    If the arguments of a call do not match one overload, torch prints them before it tries
+    the next. Printing a tensor asks for its tangent, which fails below autograd and leaves
     the thread's dispatch state broken. Obsolete when a trace of torch.func.jvp over
     `x.lerp_(y, w)` works on plain torch.
     """
@@ -473,8 +535,8 @@ def no_dual_level() -> Generator[None]:
         _forward_ad._current_level = level
 
 
-# What is in force on this thread, and cheap checks of it. Obsolete when the public names
-# are as fast: each call of a region asks.
+# The state of this thread, and cheap checks of it: every call of a region needs them.
+# Obsolete when the public names are as fast.
 
 
 _META = torch.device("meta")
@@ -483,8 +545,8 @@ _META = torch.device("meta")
 def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
     """The precision of float32 products, and which attention kernels may run.
 
-    Read in C, because each call of a region does, three times faster than the public
-    functions, which would do too.
+    Every call of a region reads them. These functions in C are three times faster than the
+    public ones, which return the same.
     """
     return (
         torch._C._get_float32_matmul_precision(),
@@ -501,16 +563,6 @@ def is_quiet() -> bool:
         _functorch_c.peek_interpreter_stack() is None
         and _forward_ad._current_level < 0
         and not is_watched()
-    )
-
-
-def is_only_watched() -> bool:
-    """Whether it has a dispatch mode that listens, or more, but none that records."""
-    return (
-        is_watched()
-        and _functorch_c.peek_interpreter_stack() is None
-        and _forward_ad._current_level < 0
-        and not proxy_is_active()
     )
 
 
@@ -534,18 +586,18 @@ def is_under_reverse_mode() -> bool:
 
 
 def is_told_by_wrapper(tensor: Tensor) -> bool:
-    """Whether what a transform's wrapper shows is all that tells a tensor from others.
+    """Whether a transform's wrapper shows all of a tensor's metadata.
 
-    It shows neither that it wraps a DTensor, nor that a level below wants a gradient.
+    A wrapper hides that it wraps a DTensor, and that a level below wants a gradient.
     """
     is_own = type(tensor) in _OWN_KINDS and type(unwrapped(tensor)) in _OWN_KINDS
     return is_own and (tensor.requires_grad or not requires_grad_anywhere(tensor))
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:
-    """Whether a subclass says for itself what functions of torch do with its tensors.
+    """Whether a subclass of Tensor overrides functions of torch.
 
-    Obsolete when torch has a public name for a class that leaves them as they are.
+    Obsolete when torch has a public way to ask a class for that.
     """
     handler: Any = getattr(kind, "__torch_function__")  # noqa: B009
     plain: Any = getattr(Tensor, "__torch_function__")  # noqa: B009
@@ -557,22 +609,26 @@ def overrides_functions(kind: type[Tensor]) -> bool:
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check that tensors have the metadata of these: type, layout, dtype, device, grad.
 
-    torch.compile's own guards, a tenth of the price of reading it in Python; they fail
-    where autocast or inference mode is another, under torch.func if they were made outside
-    of it, and outside if under. Obsolete when torch has a public name.
+    These are torch.compile's own guards. They take a tenth of the time of reading the
+    metadata in Python. They also fail if autocast or inference mode differs, and if one of
+    the check and its making is under torch.func and the other is not. Under autocast it
+    also matters which tensors are cast each time. Obsolete when torch has a public name.
     """
     guards = _guards.TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
-    return guards.check
+    if not autocast_keeps_casts():
+        return guards.check
+    weights = [*map(_is_weight, tensors)]
+    return lambda *given: guards.check(*given) and [*map(_is_weight, given)] == weights
 
 
 def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """The same for tensors that reverse mode of torch.func may have wrapped.
 
-    All are such that `is_told_by_wrapper` accepts them.
+    `is_told_by_wrapper` must be true of each of them.
     """
     check = tensor_guard(tensors)
     unwanted = [k for k, tensor in enumerate(tensors) if not tensor.requires_grad]
@@ -588,11 +644,11 @@ def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def thread_guard() -> Callable[[], bool]:
-    """A check that a thread is in no forward mode, and its switches are as here and now.
+    """A check that a thread is in no forward mode and has the switches of this moment.
 
-    The switches: grad mode, and all that decides what operators compute. With it goes
-    `tensor_guard`, which fails under every other transform and dispatch mode. It may fail
-    where nothing has changed but the number of threads.
+    The switches are grad mode and everything that decides what operators compute. It is used
+    together with `tensor_guard`, which fails under every other transform and dispatch mode.
+    It may also fail because the number of threads has changed.
     """
     same_state, levels, read = state_guard(), _forward_ad, torch._C
     precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled
@@ -604,7 +660,7 @@ def thread_guard() -> Callable[[], bool]:
         return (
             levels._current_level < 0
             and same_state()
-            # Of the others, the guard of the state cannot tell one from another.
+            # The guard of the state knows "highest" from the rest, but not the rest apart.
             and (was_precision == "highest" or precision() == was_precision)
             and flash() is was_flash
             and efficient() is was_efficient
@@ -618,23 +674,23 @@ def thread_guard() -> Callable[[], bool]:
 def state_guard() -> Callable[[], bool]:
     """A check that this thread's autocast, default dtype and determinism are as now.
 
-    torch.compile's own guard, which looks at grad mode and the number of threads as well;
-    it is a fifth of the price of reading them. Obsolete when torch has a public name.
+    This is torch.compile's own guard, which also checks grad mode and the number of threads.
+    It takes a fifth of the time of reading them. Obsolete when torch has a public name.
     """
     return _guards.GlobalStateGuard().check
 
 
 def plain_apply(function: Any) -> Callable[..., Any]:
-    """`function.apply`, for where neither a transform nor a dead wrapper meets it.
+    """`function.apply` for calls without a transform and without dead wrappers.
 
-    Leaves out the Python that looks for them. Obsolete when `Function.apply` is in C.
+    It skips the Python code that looks for them. Obsolete when `Function.apply` is in C.
     """
     above: Any = super(torch.autograd.Function, function)
     return above.apply
 
 
 def is_batched_by_autograd(tensor: Tensor) -> bool:
-    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over it.
+    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor.
 
     Obsolete when that maps as torch.func does.
     """
@@ -642,10 +698,10 @@ def is_batched_by_autograd(tensor: Tensor) -> bool:
 
 
 def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
-    """Which of the tensors that a node of autograd saved were written to since.
+    """Finds the tensors that were written to after a node of autograd saved them.
 
-    Reading them all raises for the first, and does not say which one it was. Obsolete
-    when torch's error does.
+    Reading all saved tensors raises for the first such tensor without saying which one it
+    is. Obsolete when torch's error says so.
 
     Returns:
         The place of each among the saved tensors, and the tensor as it is now.
@@ -666,7 +722,7 @@ def num_saved(node: Any) -> int:
 
 
 def is_of_a_change(error: RuntimeError) -> bool:
-    """Whether autograd raised it because a saved tensor was written to since.
+    """Whether autograd raised an error because a saved tensor was written to.
 
     Obsolete when torch has a class for it.
     """
@@ -674,7 +730,7 @@ def is_of_a_change(error: RuntimeError) -> bool:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """`tensor.detach()`, of what `is_grads_batched=True` maps over too.
+    """`tensor.detach()`, also for tensors that `is_grads_batched=True` maps over.
 
     torch's older vmap has no rule for `detach`, but one for views. Obsolete when
     `torch.autograd.grad` maps as torch.func does.
@@ -686,12 +742,12 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """`detached(tensor)`, or a copy where autograd records nothing of its memory."""
+    """`detached(tensor)`, or a copy of an inference tensor, which autograd cannot record."""
     return tensor.clone() if tensor.is_inference() else detached(tensor)
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """What runs in front of a module's forward. Obsolete when torch has a public name."""
+    """The hooks that run before a module's forward. Obsolete when torch makes them public."""
     hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return [*hooks.values()]
 
@@ -701,7 +757,7 @@ def pruned_name(hook: Any) -> str:
     return hook._tensor_name
 
 
-# What modes of torch functions see of `x.data = y`. Obsolete when torch names it.
+# The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
 SET_DATA: Any = cast("Any", Tensor.data).__set__
 
 
@@ -715,7 +771,7 @@ def second_places(kind: type) -> tuple[str, ...]:
 
 
 def refresh_second_places(module: object) -> None:
-    """Fills these from the parameters that the module has now. Obsolete as they are."""
+    """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
         module._update_flat_weights()
 
@@ -730,11 +786,11 @@ def load_tracer() -> None:
 
 
 def traceable(func: Any) -> Any:
-    """The function itself, or what does the same where torch would read numbers.
+    """The function itself, or one that does the same without reading numbers.
 
-    `F.one_hot` checks its classes by value unless it sees a tensor to be a fake one, which
-    it does not through the wrapper of a level of torch.func inside the trace (forward
-    mode over reverse mode). Obsolete when it sees through that.
+    `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
+    that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
+    fake tensor. Obsolete when it can.
     """
     return _one_hot if func is _ONE_HOT else func
 
@@ -745,15 +801,15 @@ _ONE_HOT: Any = torch.nn.functional.one_hot
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0 or tensor.dtype != torch.int64:
         return _ONE_HOT(tensor, num_classes)
-    # What torch makes of a fake tensor.
+    # What torch itself computes for a fake tensor.
     classes = torch.arange(num_classes, device=tensor.device)
     return torch.eq(tensor.unsqueeze(-1), classes).to(torch.int64)
 
 
-# Runs the body below autograd: nothing is recorded, and no view knows its base. Cheaper
-# than `torch.no_grad` by a tenth of an operator's overhead. What shares memory shares no
-# version counter. Obsolete when torch has a public name for it; inference mode is none,
-# because its tensors may not be saved for a backward.
+# Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that
+# share memory do not share a version counter. It is cheaper than `torch.no_grad` by a tenth
+# of an operator's overhead. Obsolete when torch has a public name for it. Inference mode will
+# not do, because its tensors may not be saved for a backward.
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C._AutoDispatchBelowADInplaceOrView
 )
@@ -762,7 +818,7 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
 def bindings(op: Any) -> Iterator[Callable[..., Any]]:
     """The functions in C by which Python may reach an operator, public ones first.
 
-    They take a third of the time of a call of `torch.ops`. Which operator they reach
+    A call takes a third of the time of a call by `torch.ops`. Which operator it reaches
     depends on the arguments. Obsolete when calls of overloads are as cheap.
     """
     name = op.overloadpacket.__name__
@@ -777,7 +833,7 @@ def bindings(op: Any) -> Iterator[Callable[..., Any]]:
 def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
     """A fresh mode for one trace: real tensors are refused.
 
-    Sizes are constants, but for the symbols of a shape environment.
+    Sizes are constants, except symbols of a shape environment.
     """
     return _FakeMode(home, shape_env)
 
@@ -795,9 +851,9 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpenSizes:
-    """The symbols that stand for sizes and strides in one trace, and what it took for true.
+    """The symbols for sizes and strides in one trace, and the conditions that it assumed.
 
-    No two sizes share a symbol because they happen to be equal; 0 and 1 are constants, as
+    Sizes that happen to be equal do not share a symbol. 0 and 1 are constants, as
     everywhere in torch. Obsolete when torch.export's shape environment is public.
 
     Attributes:
@@ -849,12 +905,12 @@ class OpenSizes:
         return tuple(sizes), tuple(strides)
 
     def symbol(self, place: int) -> str | None:
-        """The symbol that stands for a given number alone, None if another one binds it."""
+        """The symbol that stands for exactly this number; None for an expression of others."""
         found = self._symbols[place]
         return self.given[place] if getattr(found, "is_Symbol", False) else None
 
     def fixed_dimensions(self) -> tuple[tuple[int, int], ...]:
-        """(tensor, dimension) whose size was a symbol, and was needed as a number."""
+        """(tensor, dimension) whose size was a symbol, and which the trace needed as a number."""
         found: list[tuple[int, int]] = []
         start = 0
         for tensor, rank in enumerate(self._ranks):
@@ -867,7 +923,7 @@ class OpenSizes:
         return tuple(found)
 
     def conditions(self) -> list[str]:
-        """What must be true of other sizes, in Python, for the trace to hold for them."""
+        """The conditions, in Python, under which the trace holds for other sizes."""
         found = [self._text(guard.expr) for guard in self.env.guards]
         for symbol, other in self.env.replacements.items():
             found.append(f"{symbol} == {self._text(other)}")
@@ -885,11 +941,12 @@ class OpenSizes:
 
     @contextlib.contextmanager
     def like_numbers(self) -> Generator[None]:
-        """Inside, these symbols are numbers to code outside torch and this package.
+        """Inside, these symbols look like numbers to code outside torch and this package.
 
-        `isinstance(size, int)` is true, and `size > 4` is True or False. A text of a size is
-        that of the number, which is then fixed: a symbol's own text would be a silently wrong
-        key, or result; so is what numpy makes of it. Obsolete when torch's symbols answer so.
+        `isinstance(size, int)` is true, and `size > 4` is True or False. The text of a size
+        is that of its number, and an array of it holds its number; the trace then fixes the
+        size. The symbol's own text would be a wrong key, or a wrong result, without an error.
+        Obsolete when torch's symbols behave so.
         """
         with _lock:
             if not _answering:
@@ -911,10 +968,10 @@ def _shape_env() -> type[Any]:
     symbolic: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
     class Env(symbolic.ShapeEnv):
-        """Where a rounded number is needed as a number, the sizes behind it are fixed.
+        """Fixes the sizes behind a rounded number when that number is needed.
 
-        Torch itself takes the number from an expression whose terms it may have reordered,
-        which has other bits.
+        Torch itself evaluates an expression whose terms it may have reordered, and gets
+        other bits.
         """
 
         def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -929,12 +986,12 @@ def _shape_env() -> type[Any]:
     return Env
 
 
-# The shape environments whose symbols answer, and what guards the list.
+# The shape environments whose symbols look like numbers, and the lock of the list.
 _answering: list[Any] = []
 _lock = threading.Lock()
 _INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-# What the symbols answer by themselves.
+# The symbols' own methods.
 _OWN: dict[tuple[type[Any], str], Callable[..., Any]] = {
     (kind, name): vars(kind)[name]
     for kind in SYMBOLIC
@@ -965,14 +1022,14 @@ def _text(symbol: Any) -> str:
     if _is_users(symbol):
         asks = caller(1)
         if asks is not None and asks.f_globals.get("__name__") == "json.encoder":
-            # `default=str` would make "4" of what is not a number of Python's to it.
+            # It asks because a symbol is no number to it: `default=str` would write "4".
             raise TypeError("json writes a size as an object of another class")
         return repr(number(symbol))
     return _OWN[type(symbol), "__repr__"](symbol)
 
 
 def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A comparison with a truth value of Python's own, on which the trace then rests."""
+    """A comparison that gives the user's code True or False, which the trace then assumes."""
 
     def compared(symbol: Any, other: Any) -> Any:
         found = compare(symbol, other)
@@ -982,7 +1039,7 @@ def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
-    """What numpy asks for, which would make an array of objects otherwise."""
+    """The array that numpy asks for; otherwise it would make an array of objects."""
     numpy: Any = importlib.import_module("numpy")
     return numpy.asarray(number(symbol), *args, **kwargs)
 
@@ -994,14 +1051,14 @@ def _formatted(symbol: Any, how: str) -> str:
 
 
 def _attribute(symbol: Any, name: str) -> Any:
-    # `isinstance` asks the type first, and then for this.
+    # `isinstance` looks at the type first, then at `__class__`.
     if name == "__class__" and _is_users(symbol):
         return next(plain for kind, plain in _SYMBOLS if kind is type(symbol))
     return object.__getattribute__(symbol, name)
 
 
 def _is_users(symbol: Any) -> bool:
-    """Whether it is the traced function that wants to know: for others the library asks."""
+    """Whether the user's code asks, and not a library."""
     env = getattr(_node(symbol), "shape_env", None)
     if not any(each is env for each in _answering):
         return False
@@ -1025,7 +1082,7 @@ def _expression(number: Any) -> Any:
 def is_exact(number: Any) -> bool:
     """Whether a number of a trace is made of whole numbers alone.
 
-    Of others torch keeps an expression whose terms it may have reordered.
+    For other numbers torch keeps an expression whose terms it may have reordered.
     """
     if not isinstance(number, torch.SymInt):
         return False
@@ -1081,7 +1138,7 @@ def isolated() -> Generator[None]:
         _disable_current_modes(),
         shared_dual_level(),
         _forward_ad._set_fwd_grad_enabled(True),
-        # Its checks for nan read values, which fakes do not have.
+        # Its checks for nan read numbers, which fake tensors do not have.
         torch.autograd.set_detect_anomaly(False),
         _quiet_fakes(),
         _without_saving_hooks(),
@@ -1093,8 +1150,9 @@ def isolated() -> Generator[None]:
 def without_inference_mode() -> Generator[None]:
     """Lets autograd record, whether or not the caller is in inference mode.
 
-    Nothing tells: within a level of torch.func the mode says that it is off, while what it
-    excludes from dispatch still holds outside of the level. Obsolete when torch undoes both.
+    The caller cannot be asked: inside a level of torch.func the mode reports that it is off,
+    although the dispatch keys that it excludes still are excluded outside the level. Obsolete
+    when torch undoes both.
     """
     records = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(records):
@@ -1132,8 +1190,8 @@ def _quiet_fakes() -> Generator[None]:
 def shared_dual_level() -> Generator[None]:
     """Lets torch.func.jvp run where the caller has opened forward mode.
 
-    Torch has one level of it, which torch.func.jvp opens again unless it has opened it
-    itself. Obsolete with nested dual levels.
+    Torch has a single level of forward mode. torch.func.jvp would open it a second time,
+    unless it had opened it itself. Obsolete with nested dual levels.
     """
     if _forward_ad._current_level < 0 or _transforms.JVP_NESTING:
         yield
@@ -1147,10 +1205,10 @@ def shared_dual_level() -> Generator[None]:
 
 @contextlib.contextmanager
 def dual_level_told() -> Generator[None]:
-    """Tells torch's Python of a level of forward mode that is known in C alone.
+    """Tells torch's Python code of a level of forward mode that only its C++ code knows.
 
-    Dynamo's graphs open it there for torch.func.jvp. Tangents would go unnoticed, and be
-    lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.
+    Dynamo's graphs open the level there for torch.func.jvp. Without this, tangents would not
+    be noticed, and lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.
     """
     stack: Any = _functorch_c.get_interpreter_stack() or ()
     jvp = _functorch_c.TransformType.Jvp
@@ -1173,10 +1231,10 @@ _tracing = threading.RLock()
 def one_trace_at_a_time() -> Generator[None]:
     """Inside, no other thread traces or compiles, and a backward stays on this thread.
 
-    Torch's tracer patches `nn.Module` and notes in one place for all threads what it has to
-    put back; ours patches the classes that it watches. A thread that autograd has for a
-    device must not be waited for here: what it runs may itself be waiting to trace.
-    Obsolete when traces on two threads work on plain torch, and patch nothing.
+    Torch's tracer patches `nn.Module`, and all threads share the record of what to put back;
+    ours patches the classes that it watches. A backward would use autograd's own threads for
+    devices. We must not wait for them here: what they run may itself wait to trace. Obsolete
+    when traces on two threads work on plain torch, and patch nothing.
     """
     with _tracing, torch.autograd.set_multithreading_enabled(False):
         yield
@@ -1189,8 +1247,9 @@ def make_fx(
 ) -> fx.GraphModule:
     """The operators below autograd that `function` runs on the fake tensors `args`.
 
-    Those that have a twin are recorded as what the twin runs. The module is not to be called:
-    no Python is written for it, which an argument of the name `from` would spoil.
+    An operator that has a twin is recorded as the operators that its twin runs. The module
+    must not be called: no Python code is generated for it, because an argument named `from`
+    would make that code invalid.
     """
     is_open_ = any(map(is_open, args))
 
@@ -1212,7 +1271,7 @@ def make_fx(
 
 @contextlib.contextmanager
 def _compiled_functions_as_written() -> Generator[None]:
-    """Has functions of torch.compile, which refuse to be traced, run what they compile.
+    """Lets compiled functions, which refuse to be traced, run uncompiled.
 
     Obsolete when they do so in a trace by themselves.
     """
@@ -1225,12 +1284,12 @@ def _compiled_functions_as_written() -> Generator[None]:
 
 
 class _ShapesAside(TorchDispatchMode):
-    """Keeps from a trace what torch runs on "meta" to find out shapes.
+    """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
-    Where an operand has no tangent, forward mode's kernels for zeros without memory
-    (`mul_zerotensor`, `add_zerotensor`) do so in the sight of every mode, and fake modes
-    take such tensors for strangers. Obsolete when a trace of torch.func.jvp over layer_norm
-    with a constant weight works on plain torch.
+    Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do
+    so if an operand has no tangent. All modes see these operators, and fake modes refuse
+    their tensors. Obsolete when a trace of torch.func.jvp over layer_norm with a constant
+    weight works on plain torch.
     """
 
     def __torch_dispatch__(
@@ -1243,12 +1302,11 @@ class _ShapesAside(TorchDispatchMode):
 
 
 class _SizesTracked(TorchDispatchMode):
-    """Has a trace know each whole number that depends on open sizes by itself.
+    """Registers with the tracer each whole number that depends on open sizes.
 
-    Torch's tracer records how such a number came about; it fails where one that it has not
-    met is a product of three (torch 2.13) or has become a constant since. Obsolete when a
-    trace of `x.sum()` with three open sizes, and of the parts of a split, works on plain
-    torch.
+    Torch's tracer derives such a number from others. It fails if the number is a product of
+    three (torch 2.13), or has since become a constant. Obsolete when a trace of `x.sum()`
+    with three open sizes, and of the parts of a split, works on plain torch.
     """
 
     def __torch_dispatch__(
@@ -1279,7 +1337,7 @@ def _tracked(number: Any) -> Any:
 def collective_operators() -> dict[str, Any]:
     """The operators that functions of `torch.distributed` run on tensors, by name.
 
-    Obsolete when their schemas say what they write, and waiting is an operator.
+    Obsolete when their schemas declare what they write, and waiting is an operator.
     """
     if not dist.is_available():
         return {}
@@ -1329,10 +1387,11 @@ def dispatch_modes() -> Sequence[Any]:
 def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operator that a dispatch mode of ours was given.
 
-    Forward mode has zeros without memory, for which torch has its own kernels in front of a
-    mode. Those of these two operators let it pass, and the next one reads what is not there:
-    a segmentation fault. Obsolete when `aten.mul.Scalar` of `torch._efficientzerotensor`
-    works under a mode that only runs it (torch 2.13 and 2.15 do not).
+    Forward mode has zeros without memory, for which torch has special kernels that run before
+    a mode. Those of `_BY_SCALAR` pass such zeros on, and the next kernel reads memory that is
+    not there: a segmentation fault. Obsolete when `aten.mul.Scalar` of
+    `torch._efficientzerotensor` works under a mode that only runs it (in torch 2.13 and 2.15
+    it does not).
     """
     if op in _BY_SCALAR and args[0]._is_zerotensor():
         given = args[0]
@@ -1345,10 +1404,10 @@ _BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator is other operators, on every device.
+    """Whether an operator is made of other operators, on every device.
 
-    TorchScript has overloads of its own, such as `aten.mul.default` of two numbers, which
-    the dispatcher does not know and fails for.
+    The dispatcher raises for overloads that only TorchScript has, such as the
+    `aten.mul.default` of two numbers.
     """
     composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
     is_known = torch._C._dispatch_has_kernel(op.name())
@@ -1384,10 +1443,10 @@ _GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
 
 def needs_grad_mode(op: Any) -> bool:
-    """Whether a kernel asks for grad mode to learn if a backward will follow.
+    """Whether a kernel looks at grad mode to learn if a backward will follow.
 
-    mkldnn's recurrent layers hand out no workspace without. Obsolete when they go by their
-    argument `train`.
+    mkldnn's recurrent layers return no workspace without grad mode. Obsolete when they look
+    at their argument `train` instead.
     """
     return op in _GRAD_MODE
 
@@ -1409,13 +1468,44 @@ def draws_alike(interpreter: Any) -> bool:
 
 @contextlib.contextmanager
 def autocast_cache(enabled: bool) -> Generator[None]:
-    """Keeps autocast's casts of weights, or not; `make_fx` turns that off."""
+    """Switches autocast's cache of cast weights on or off; `make_fx` turns it off."""
     found = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(found)
+
+
+def autocast_keeps_casts() -> bool:
+    """Whether autocast is on, and keeps its casts of weights for their next use."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
+def is_cast_each_time(tensor: Tensor) -> bool:
+    """Whether autocast keeps casts, but none of this tensor, which some transform differentiates.
+
+    It keeps those of leaves, which weights are. The gradients of all uses of a cast are summed
+    in the lower precision; the gradients of casts are cast back first. Obsolete when torch has
+    a public name for the condition.
+    """
+    if tensor.dtype is not torch.float32 or not autocast_keeps_casts():
+        return False
+    return requires_grad_anywhere(tensor) and not _is_weight(tensor)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+def cast_each_time(tensor: Tensor) -> Tensor:
+    """The same numbers, of which autocast keeps no cast: it keeps those of leaves alone.
+
+    A view, where the layout has some. Obsolete when every layout has `alias`.
+    """
+    if tensor.layout is torch.strided:
+        return torch.ops.aten.alias.default(tensor)
+    return tensor.view_as(tensor) if tensor.layout is torch.jagged else tensor.clone()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
@@ -1442,8 +1532,8 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with its in-place operators replaced, its views kept.
 
-    As torch.func.functionalize does it, but not as a transform: where one is active, torch
-    takes some operators apart (binary_cross_entropy_with_logits), which changes bits.
+    It does what torch.func.functionalize does, but is not a transform. Under a transform
+    torch decomposes some operators (binary_cross_entropy_with_logits), which changes bits.
     Obsolete when torch.func.functionalize leaves those operators whole.
     """
 
@@ -1456,11 +1546,10 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             wrapped = [_torch._to_functional_tensor(each) for each in args]
             outputs = [
-                None if each is None else _from_functional(each)
-                for each in function(*wrapped)
+                None if each is None else value_of(each) for each in function(*wrapped)
             ]
             for given, each in zip(args, wrapped, strict=True):
-                changed = _from_functional(each)
+                changed = value_of(each)
                 if changed is not given:
                     given.copy_(changed)
             return outputs
@@ -1480,7 +1569,7 @@ def put_for(tensor: Tensor, new: Tensor) -> None:
 
     `copy_` would do the same by a copy of its own.
     """
-    _torch._functionalize_replace(tensor, _from_functional(new))
+    _torch._functionalize_replace(tensor, value_of(new))
     _torch._functionalize_commit_update(tensor)
     _torch._sync(tensor)
 
@@ -1494,7 +1583,8 @@ def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def _from_functional(tensor: Tensor) -> Tensor:
+def value_of(tensor: Tensor) -> Tensor:
+    """What a tensor inside of `functionalized` stands for now. Obsolete as that is."""
     if not _torch._is_functional_tensor(tensor):
         return tensor
     _torch._sync(tensor)
@@ -1507,13 +1597,13 @@ def _from_functional(tensor: Tensor) -> Tensor:
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
-    The CPU's attention has none in torch 2.13, and takes those of its likes. Most formulas
-    look at shapes alone, and are asked once for equal ones; those that look at numbers
-    (attention over ragged sequences) tell nothing of shapes: 0.
+    The CPU's attention has none in torch 2.13: the formulas of other attention kernels are
+    used. Most formulas need only shapes; their results are cached. Formulas that need numbers
+    (attention over ragged sequences) give 0 if there are only shapes.
 
     Args:
         op: the operator.
-        args: its arguments: tensors, or shapes in their place.
+        args: its arguments; shapes may be given instead of tensors.
         kwargs: likewise.
         out: what it returns, likewise.
     """
@@ -1535,7 +1625,7 @@ def _flops_at(formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> 
 
 
 def _shapes(tree: Any) -> Any:
-    """Arguments with shapes in place of tensors, to be hashed."""
+    """Arguments with shapes instead of tensors, so that they can be hashed."""
     if isinstance(tree, Tensor):
         return tree.shape
     if isinstance(tree, torch.Size):
@@ -1559,7 +1649,6 @@ def _formula_of(op: Any) -> Callable[..., Any] | None:
     return registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
 
 
-_aten: Any = torch.ops.aten
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_efficient_attention_backward,
@@ -1571,7 +1660,7 @@ _COUNTED_AS = {
 
 @functools.cache
 def library() -> Any:
-    """The namespace of this package's own operators: a library that torch types poorly."""
+    """The library of this package's own operators; torch has no good types for it."""
     return torch.library.Library("remat", "DEF")
 
 
@@ -1615,7 +1704,7 @@ _PHILOX = (
 
 @functools.cache
 def has_philox(device_type: str) -> bool:
-    """Whether torch has stateless kernels for a kind of device: a CPU's since 2.15.
+    """Whether torch has stateless kernels for a kind of device; for CPUs since 2.15.
 
     Obsolete, with all that draws without them, when the oldest supported torch has them
     on every device.
@@ -1664,7 +1753,7 @@ def philox_integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread.
 
-    Obsolete when torch makes the function public by which its hooks ask.
+    Obsolete when torch makes public the function that its hooks use for this.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -1677,7 +1766,7 @@ def graph_task() -> int:
 def will_execute(node: Any) -> bool:
     """Whether the backward that is under way on this thread runs a node of autograd's.
 
-    Obsolete when torch makes the function public by which its own checkpoint asks.
+    Obsolete when torch makes public the function that its own checkpoint uses for this.
     """
     return torch._C._will_engine_execute_node(node)
 
@@ -1691,7 +1780,7 @@ def backward(
 
 
 def is_plain_autograd() -> bool:
-    """Whether this thread has no transform, no forward mode and no trace."""
+    """Whether this thread has no transform, no forward mode and no trace by `make_fx`."""
     return (
         _functorch_c.peek_interpreter_stack() is None
         and _forward_ad._current_level < 0
@@ -1708,10 +1797,10 @@ def is_idle(module: Any) -> bool:
 
 
 def sharded_parameters(module: Any) -> list[Tensor]:
-    """What stands at the places of the parameters that `fully_shard` splits.
+    """The tensors that a module holds for the parameters that `fully_shard` splits.
 
-    It leaves out those of modules in it that are sharded apart, and `ignored_params`.
-    Obsolete when torch lists them.
+    Parameters of inner modules that are sharded separately, and `ignored_params`, are left
+    out. Obsolete when torch lists these parameters.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups
     places = [each._module_info for group in groups for each in group.fsdp_params]
@@ -1720,12 +1809,12 @@ def sharded_parameters(module: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def called_again(module: Any) -> Generator[None]:
-    """Inside, a call of a module of `fully_shard` in a backward is a forward of its own.
+    """Inside, a call of a module of `fully_shard` during a backward is a forward of its own.
 
-    After its first backward, and until autograd ends, torch takes each call for the
-    recomputation of a forward whose hooks are there already. And a forward would gather
-    ahead of the modules that follow it, which a backward has done with. Obsolete when torch
-    can be told what a call is.
+    After the module's first backward, and until autograd ends, torch takes each call for the
+    recomputation of a forward that has its hooks already. And a forward would gather the
+    parameters of the modules after it, which the backward needs no more. Obsolete when torch
+    can be told what a call is for.
     """
     state: Any = module._get_fsdp_state()
     if state._training_state.name == "PRE_BACKWARD":
@@ -1748,7 +1837,7 @@ def at_end_of_task(function: Callable[[], None]) -> None:
 
 
 def node_number(node: Any) -> int:
-    """Of two nodes of autograd on one thread the later one has the larger number.
+    """The number of a node of autograd; of two nodes of one thread the later one's is larger.
 
     Obsolete when torch gives `Node._sequence_nr` a public name.
     """
@@ -1772,7 +1861,7 @@ def is_view(tensor: Tensor) -> bool:
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     """Runs the body hidden from the torch-function modes, such as a trace's.
 
-    Obsolete when torch makes the one of its two switches public that leaves subclasses on.
+    Obsolete when torch makes public the switch that leaves subclasses enabled.
     """
     return torch._C.DisableTorchFunction()
 
@@ -1784,9 +1873,10 @@ def torch_function_state() -> Any:
 
 @contextlib.contextmanager
 def torch_function_as(state: Any) -> Generator[None]:
-    """Inside, they do so as they did: `loss.backward()` turns subclasses off for its time.
+    """Restores, inside, an earlier `torch_function_state`.
 
-    It does where the loss is of a subclass. Obsolete when a backward does not.
+    `loss.backward()` turns subclasses off while it runs, if the loss is of a subclass.
+    Obsolete when it does not.
     """
     before = torch_function_state()
     _torch._C._set_torch_function_state(state)
@@ -1798,9 +1888,9 @@ def torch_function_as(state: Any) -> Generator[None]:
 
 @contextlib.contextmanager
 def own_parametrizations() -> Generator[None]:
-    """Inside, `torch.nn.utils.parametrize.cached()` starts with nothing, and leaves nothing.
+    """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
 
-    What it keeps belongs to one run, on stand-ins. Obsolete when its cache is public.
+    What it caches there comes from stand-ins. Obsolete when the cache is public.
     """
     if not parametrize._cache_enabled:  # pyright: ignore[reportUnknownMemberType]
         yield
@@ -1826,15 +1916,15 @@ def keep_in_traces(op: Any) -> None:
 
 
 def leave_out_of_compilers(op: Any) -> None:
-    """Has AOTAutograd take an operator that returns nothing for nothing at all.
+    """Lets AOTAutograd drop an operator that returns nothing.
 
-    Obsolete when it drops what only Dynamo's graphs are to hold.
+    Obsolete when it drops operators that only Dynamo's graphs should hold.
     """
     op.py_impl(FunctionalTensorMode)(_nothing)
 
 
 def _nothing(*_: Any) -> None:
-    """What an operator does that is left out."""
+    """Stands for an operator that is dropped."""
 
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
@@ -1848,7 +1938,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
 
 
 def is_lift(node: fx.Node) -> bool:
-    """Whether a node brings a real tensor that was just made into the trace."""
+    """Whether a node brings a newly made real tensor into the trace."""
     lifts = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
     return node.target in lifts
 
@@ -1891,33 +1981,70 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+class _Lifts(threading.local):
+    """How tensors are lifted on a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[[Tensor], Tensor]] = []
+
+
+class _LiftedApply:
+    """`Function.apply` replaced while some thread lifts; a thread that does not passes by."""
+
+    def __init__(self) -> None:
+        self._lifts = _Lifts()
+        self._lock = threading.Lock()
+        self._num_blocks = 0
+        self._original: Any = None
+
+    def enter(self, lift: Callable[[Tensor], Tensor]) -> None:
+        with self._lock:
+            if not self._num_blocks:
+                self._original = torch.autograd.Function.__dict__["apply"]
+                torch.autograd.Function.apply = classmethod(self._replacement())  # pyright: ignore[reportAttributeAccessIssue]
+            self._num_blocks += 1
+        self._lifts.stack.append(lift)
+
+    def leave(self) -> None:
+        self._lifts.stack.pop()
+        with self._lock:
+            self._num_blocks -= 1
+            if not self._num_blocks:
+                torch.autograd.Function.apply = self._original
+
+    def _replacement(self) -> Callable[..., Any]:
+        original = self._original
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            for lift in reversed(self._lifts.stack):
+                args, kwargs = map_tensors(lift, (args, kwargs))
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        return apply
+
+
+_lifted_apply = _LiftedApply()
+
+
 @contextlib.contextmanager
 def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
     """Lifts the arguments of users' `autograd.Function`s on this thread.
 
-    `Function.apply` is not a torch function, so that a mode does not see it. Obsolete when it
-    becomes one.
+    `Function.apply` is not a torch function, so no mode sees it. Obsolete when it becomes
+    one.
     """
-    thread = threading.get_ident()
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            args, kwargs = map_tensors(lift, (args, kwargs))
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    _lifted_apply.enter(lift)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        _lifted_apply.leave()
 
 
 def is_below_autograd() -> bool:
-    """Whether autograd has passed on what runs now, and records nothing of it.
+    """Whether the code that runs now is below autograd, which records nothing of it.
 
-    So it is in operators that C++ calls (TorchScript's interpreter) once a mode has them.
-    Obsolete when such calls are torch functions.
+    A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
+    when such calls are torch functions.
     """
     return torch._C._dispatch_tls_is_dispatch_key_excluded(  # pyright: ignore[reportPrivateUsage]
         torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportPrivateUsage]
@@ -1954,10 +2081,15 @@ def needs_values(error: Exception) -> bool:
             ".numpy() is not supported",
             "passed to FakeTensor.__format__",
             "Can't call numpy()",
-            # Nested tensors, which learn their lengths from values.
+            # Nested tensors compute their lengths from values.
             "does not support tracing with fx.symbolic_trace",
         )
     )
+
+
+def met_a_tensor_outside(error: Exception) -> bool:
+    """Whether an error says that a trace met a tensor that it does not stand in for."""
+    return "Please convert all Tensors to FakeTensors first" in str(error)
 
 
 def new_nodes(graph: fx.Graph, count: int) -> Iterator[fx.Node]:
@@ -1989,7 +2121,7 @@ def leaves_up_to(tree: Any, spec: Any) -> list[Any]:
 def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
     """The leaves of a pytree, each with the keys that lead to it.
 
-    A type that was registered without names for its parts gets numbers: torch raises.
+    Parts of a type that was registered without names get numbers; torch's own function raises.
     """
     leaves, spec = pytree.tree_flatten(tree)
     return list(zip(_paths(tree, spec), leaves, strict=True))
@@ -2022,7 +2154,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     bits = [
-        # A column of one row is contiguous in torch's eyes, whatever its stride.
+        # torch takes a column of one row for contiguous, whatever its stride.
         each.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for each in (first, second)
         if each.numel()
@@ -2035,10 +2167,10 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keeps torch.compile from frames of the function, and of all that it calls.
+    """Hides a function, and all that it calls, from torch.compile.
 
     `torch.compiler.disable` does so by a wrapper, and imports Dynamo at once, which takes a
-    second. Obsolete when Dynamo leaves a package alone that asks for it.
+    second. Obsolete when a package can ask Dynamo to leave it alone.
     """
     skip = _eval_frame._FrameAction.SKIP
     code = cast("types.FunctionType", function).__code__
@@ -2047,7 +2179,7 @@ def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def end_graph(why: str) -> None:
-    """Ends the graph that Dynamo makes, or with `fullgraph=True` raises what says why.
+    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
 
     Obsolete when `torch.compiler` has a public name for it.
     """
@@ -2063,8 +2195,19 @@ def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def has_its_attributes(value: object) -> bool:
+    """Whether an object has its attributes, which one that Dynamo makes has not yet.
+
+    Obsolete when a constant function of Dynamo's refuses what is not a constant.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(hasattr(value, field.name) for field in dataclasses.fields(value))
+    sets_some = type(value).__init__ is not object.__init__
+    return not sets_some or getattr(value, "__dict__", None) != {}
+
+
 def compilation() -> object:
-    """What stands for one frame's way through Dynamo, with all its attempts, if any is on.
+    """An object that identifies the compilation of one frame, all attempts of it; or None.
 
     Obsolete when a backend may end the graph at a node.
     """
@@ -2072,11 +2215,11 @@ def compilation() -> object:
 
 
 def take_floats_for_constants() -> None:
-    """Has Dynamo take each float that it meets from here on for a constant, and guard it.
+    """Lets Dynamo take each float for a constant, and guard it, to the end of the frame.
 
-    In the frame that it traces, to the end. Otherwise a float that has changed becomes an
-    input, and fails in the second subgraph that reads it. Obsolete when a float that two
-    `torch.utils.checkpoint` regions read may change under torch.compile.
+    Otherwise a float that has changed between calls becomes an input, and the second subgraph
+    that reads it fails. Obsolete when a float that two `torch.utils.checkpoint` regions read
+    may change under torch.compile.
     """
     _torch._dynamo.comptime.comptime(_specialize_floats)
 
@@ -2093,9 +2236,10 @@ def _specialize_floats(context: Any) -> None:
 
 
 def number(symbol: Any) -> Any:
-    """What a symbol of torch.compile stands for, which is then guarded.
+    """The number that a symbol of torch.compile stands for, which is then guarded.
 
-    What is not one comes back. Obsolete, like the next, when graphs may hold for all sizes.
+    Anything else is returned as it is. Obsolete, like the next function, when graphs may hold
+    for all sizes.
     """
     for symbolic, plain in _SYMBOLS:
         if isinstance(symbol, symbolic):
@@ -2111,11 +2255,11 @@ _SYMBOLS: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
 
 
 def why_open(symbol: Any) -> str:
-    """What a symbol of torch.compile depends on that has to stay open, if on anything.
+    """Says what a symbol depends on that a guard must not fix; "" if on nothing.
 
-    A size that the user has marked by `torch._dynamo.mark_dynamic`, where torch raises once
-    a guard settles it; or a number that no example tells. Obsolete when a `SymInt` can be
-    asked for its constraint.
+    That is a size that the user has marked by `torch._dynamo.mark_dynamic`, for which torch
+    raises if a guard fixes it; or a number that is known only from values. Obsolete when a
+    `SymInt` can be asked for its constraint.
     """
     if not isinstance(symbol, tuple(symbolic for symbolic, _ in _SYMBOLS)):
         return ""
@@ -2134,7 +2278,7 @@ def why_open(symbol: Any) -> str:
     return ""
 
 
-# Where the level is among the arguments, of what names one in a graph of Dynamo's.
+# The functions in a graph of Dynamo that take a level, and the place of that argument.
 _LEVELS = {
     "_add_batch_dim": 2,
     "_remove_batch_dim": 1,
@@ -2144,10 +2288,10 @@ _LEVELS = {
 
 
 def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph of Dynamo's as it would be, had Dynamo met it among the active transforms.
+    """A graph of Dynamo with its levels of torch.func renumbered for the active transforms.
 
-    torch.func's transforms inside it have the numbers of the place where it was met.
-    Obsolete when Dynamo's graphs count levels from where they run.
+    Dynamo numbers the levels by the transforms that were active where it traced the graph.
+    Obsolete when its graphs count levels from where they run.
     """
     places = {
         node: _LEVELS[name]
@@ -2168,10 +2312,11 @@ def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def trace_again() -> Exception:
-    """What makes Dynamo trace the frame again from its beginning, raised by a backend.
+    """An error by which a backend makes Dynamo trace the frame again from its beginning.
 
-    Of the two kinds of which it is, the one passes what calls the backend, the other has
-    Dynamo forget where it went. Obsolete when a backend may end the graph at a node.
+    It has two base classes: the code that calls the backend lets the one pass, and Dynamo
+    forgets its earlier attempt because of the other. Obsolete when a backend may end the graph
+    at a node.
     """
     exc: Any = _torch._dynamo.exc
     kinds = (exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis)
@@ -2181,9 +2326,10 @@ def trace_again() -> Exception:
 def traced_as(
     other: Callable[..., Any],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Has Dynamo trace another function in place of one that users call.
+    """Decorates a function that users call so that Dynamo traces another one instead.
 
-    Where the other ends the graph, and outside one, the function itself runs, unseen.
+    Outside a graph, and where the other function ends the graph, the function itself runs,
+    hidden from Dynamo.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -2201,8 +2347,8 @@ def traced_as(
 # What runs a graph instead of Python: Inductor, and the interpreter in C.
 
 
-#: Inductor would move the gradients of weights to the end, and keep all that they read. A
-#: program is in the order in which it holds least. Sizes were checked where it was chosen.
+#: Inductor would move the gradients of weights to the end, and keep all their inputs until
+#: then. The order of a program already holds least. The look-up has checked the sizes.
 _INDUCTOR = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
@@ -2215,13 +2361,13 @@ def inductor(
 ) -> Callable[..., Any]:
     """A graph compiled for tensors like these; takes one list of them, which it empties.
 
-    What calls the kernels is written in Python, or in C++: that takes the C++ compiler
-    seconds more, and each call of a kernel microseconds less.
+    The code that calls the kernels is written in Python or in C++. C++ takes seconds more to
+    compile, and saves microseconds at each call of a kernel.
 
-    Who calls a function holds its arguments until it returns, so that compiled code can let
-    go only of what is in a list. It takes one for a module in Dynamo's wrapper. Obsolete when
+    A caller holds the arguments of a call until it returns, so compiled code can free only
+    tensors in a list. It takes a list if the module is in Dynamo's wrapper. Obsolete when
     `torch._inductor.compile`, which torch documents, loses its underscore and has a way to
-    hand inputs over.
+    give inputs away.
     """
     compiler: Any = importlib.import_module("torch._inductor")
     dynamo: Any = importlib.import_module("torch._dynamo.utils")
@@ -2242,8 +2388,8 @@ _interpreter: Any = torch._C
 class Interpreted:
     """A graph for torch's own interpreter: no Python runs between its operators.
 
-    It runs as it is written: what TorchScript's executor would fuse or specialize is off.
-    Its parts are alike in torch 2.13 and 2.15. Obsolete when torch has a public way to run
+    It runs as it is written: TorchScript's fusion and specialization are off. The API is the
+    same in torch 2.13 and 2.15. Obsolete when torch has a public way to run
     a list of operators in one call.
     """
 
@@ -2289,7 +2435,7 @@ class Interpreted:
         def as_written(inputs: list[Tensor]) -> list[Tensor]:
             found = _interpreter._get_graph_executor_optimize()
             _interpreter._set_graph_executor_optimize(False)
-            # The interpreter reads them all before it runs: from then on, it alone has them.
+            # The interpreter reads all of them before it runs, and then is their only owner.
             drained = map(inputs.pop, itertools.repeat(-1, len(inputs)))
             try:
                 return run(drained)
@@ -2331,8 +2477,8 @@ class Interpreted:
 def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
     """Begins to gather the parts of all ranks into `out`; the result has `wait`.
 
-    torch 2.13 calls this function deprecated, and 2.15 took that back. Obsolete, and a call
-    of torch's own, when 2.13 is no longer supported.
+    torch 2.13 warns that this function is deprecated; 2.15 does not. Obsolete when 2.13 is no
+    longer supported.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gather.*")

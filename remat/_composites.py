@@ -125,11 +125,11 @@ def _call_of(graph: Graph, value: Value) -> tuple[Any, ...]:
 
 
 @final
-class _Listener(_compat.TorchDispatchMode):
+class _Listener(_compat.DispatchMode):
     """Notes each operator that a call is made of, views aside."""
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        super().__init__()
         self.heard: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(

@@ -1,7 +1,8 @@
-"""Whether some thread departs from what regions do usually; if none does, one look tells.
+"""How many threads are inside a block that changes what regions do.
 
-Blocks such as `disabled()` and `first_order()` are entered seldom, and calls of regions ask
-for all of them.
+Blocks such as `disabled()` and `first_order()` are seldom entered, but every call of a
+region has to ask for all of them. One number answers for all: zero means that no thread is
+in any.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Generator
 
 
 class _Count:
-    """How many blocks are entered, on all threads.
+    """How many such blocks are open.
 
     Attributes:
-        count: 0 means that every thread does the usual.
+        count: of the blocks on all threads.
     """
 
     __slots__ = ("count",)
@@ -30,7 +31,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def departing() -> Generator[None]:
-    """Inside, no call is recognized as one like those before; which thread departs is asked."""
+    """Counts as such a block: calls inside take no route, and ask what is in force."""
     _add(1)
     try:
         yield

@@ -116,7 +116,7 @@ def pushforward(
 
     Args:
         function: what to push forward.
-        outputs: which of its results to hand out the tangents of.
+        outputs: of which results to return the tangents.
         has_tangent: which operands have one.
     """
 
@@ -136,7 +136,7 @@ def with_pushforward(
 
     Args:
         function: what to push forward.
-        outputs: which of its results to hand out.
+        outputs: which of its results to return.
         moved: which of these have a tangent.
         has_tangent: which operands have one.
     """
@@ -189,8 +189,8 @@ def _pushed(
 def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
     """The function as it runs where these operands require grad.
 
-    The wrappers of forward mode and of vmap hide that they do. Attention chooses its
-    kernel by it, and torch decides by it whether to decompose an operator.
+    The wrappers of forward mode and of vmap hide that. Attention chooses its kernel by it,
+    and torch decides by it whether to decompose an operator.
     """
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -240,7 +240,7 @@ def mapped(
 
     Args:
         function: what to map.
-        outputs: which of its results to hand out, None for all.
+        outputs: which of its results to return, None for all.
         batch: how to map.
         skip: how many leading tensors of `batch` are not among the operands.
         are_apart: whether each result gets memory of its own, as the outputs of a program

@@ -1,14 +1,15 @@
-"""Draws as torch.compile may take them into a graph: each with its generator's state.
+"""Draws for graphs of torch.compile: one operator for a draw and its generator's state.
 
-A program reads the state of a generator and draws then; a backward program puts the state
-back, draws again, and puts back what it found. A compiler orders steps by what they read
-of each other, which these do not. So in a graph that it gets, each is one operator: a draw
-that hands out the state too from which it started, and a draw from a state that it reads.
-The first kind reads the state of the one before, so that draws keep their order: the
-numbers are those that PyTorch draws outside a graph, whatever the compiler.
+A program reads the state of a generator, then draws. A backward program sets the state,
+draws again, and puts the generator's state back. A compiler orders steps by their inputs,
+and these steps have none of each other's. So in a graph for a compiler each of them is one
+operator: a draw that also returns the state from which it started, and a draw from a state
+that is its input. A draw of the first kind takes the state of the draw before it as an input.
+So the order of the draws is kept, and the numbers are those that PyTorch draws outside a
+graph, whatever the compiler.
 
-`torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation; they
-cannot be met by it in a graph that is still to be differentiated.
+`torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation. They cannot
+be used here: AOTAutograd does not accept them in a graph that it has yet to differentiate.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def with_state(
     Returns:
         What the operator returns, and the generator's state before it.
     """
-    # Each reads the state before it, of which a compiler sees that it comes first.
+    # Each takes the state of the draw before, so that a compiler keeps their order.
     graph = _compat.active_graph()
     before = _latest.get(graph)
     *drawn, state = _drawing(op)(
@@ -81,7 +82,7 @@ def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
 
 @functools.cache
 def _drawing(op: Any) -> Any:
-    """The operator that draws as another does, and hands out the state; defined when met."""
+    """The operator that draws as another does, and also returns the state; made when met."""
     given, returned = _declared(op)
 
     def draw(
@@ -116,7 +117,7 @@ def _drawing(op: Any) -> Any:
 
 @functools.cache
 def _redrawing(op: Any) -> Any:
-    """The operator that draws as another did from a state; defined when met."""
+    """The operator that draws from a state as another did; made when met."""
     given, returned = _declared(op)
 
     def redraw(
@@ -175,7 +176,7 @@ def _drawn(
     else:
         drawn = op(*args, **kwargs)
     outputs = [drawn] if isinstance(drawn, Tensor) else list(drawn)
-    # Where nothing is dropped torch hands out what it was given.
+    # If nothing is dropped, torch returns its argument itself.
     return [
         each.clone() if any(each is given for given in args) else each
         for each in outputs

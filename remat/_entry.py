@@ -86,7 +86,7 @@ class InputStorage(Protocol):
 @final
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What decides what is traced, and what all traces of a function share.
+    """The options of a function's traces, and what these traces share.
 
     Attributes:
         policy: what may be saved.
@@ -118,8 +118,8 @@ class Entry:
         region: what it traced.
         output: how the result is put together.
         labels: what messages call the operands.
-        written: operands that the function changes: its buffers.
-        unseen: those of them that a kernel writes without telling.
+        written: the places of operands that the function changes: its buffers.
+        unseen: those of them that a kernel changes without counting up their version.
         streams: the streams of registered trackers that it draws from.
         hooked: modules with weights that torch's hooks make at each call.
         trace_s: how long the trace took, in seconds; None where a trace with open sizes
@@ -181,7 +181,7 @@ class Entry:
         return any(meta.requires_grad for meta in self.region.operands)
 
     def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
-        """What runs for a call that wants a gradient, if that is one program and no more.
+        """What runs for a call that wants a gradient, if it needs no more than one program.
 
         It is the same at every call: a trace holds for one set of switches.
         """
@@ -229,7 +229,7 @@ class Entry:
 
 @final
 class _Flattened:
-    """The user's function as tensors in, tensors out; remembers how it came apart."""
+    """The user's function as tensors in, tensors out; remembers the structure of its result."""
 
     def __init__(self, layout: Layout, num_tensors: int) -> None:
         self.layout = layout
@@ -300,7 +300,7 @@ def make_open_entry(
     *,
     fixed: Fixed,
 ) -> OpenEntry:
-    """Traces a function with open sizes, but for those of `fixed` dimensions.
+    """Traces a function with open sizes, except for `fixed` dimensions.
 
     Raises:
         As `make_entry`, and what torch raises where it cannot go on with a symbol.
@@ -346,7 +346,7 @@ class OpenEntry:
         return dataclasses.replace(first, region=region, output=output, trace_s=None)
 
     def fixed_for(self, signature: Signature, roots: Roots) -> list[tuple[int, int]]:
-        """(tensor, dimension) whose size the trace has fixed, and a call has otherwise."""
+        """(tensor, dimension) whose size the trace has fixed, and which differs in this call."""
         if self.first.gather(roots) is None:
             return []
         was, given = self.first.region.operands, signature.metas
@@ -449,9 +449,9 @@ class _FirstCall:
         return traced, reads, template
 
     def entry(self, found: _Search) -> Entry:
-        """The entry of what was found, if it is not a mistake of the function's."""
+        """The entry for what was found; raises if the function does what it must not."""
         signature, joint = self.signature, found.joints[0]
-        captured = _metas(found.captured)
+        captured = tuple(map(TensorMeta.of_operand, found.captured))
         operands = (*signature.metas, *captured)
         names = (*self.labels, *found.covered.labels)
         _require_random_by_keys(joint, self.options.rng)
@@ -519,7 +519,7 @@ def _input_storages(
     arguments: Sequence[Tensor],
     captured: Sequence[Tensor],
 ) -> dict[int, AbstractStorage]:
-    """The operands that wait otherwise than as they are, and how."""
+    """The operands that do not wait as they are, and their storages."""
     tensors = [*arguments, *captured]
     found = {
         index: options.inputs(name, tensor, is_argument=index < len(arguments))
@@ -531,13 +531,6 @@ def _input_storages(
 def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
     is_plain = bool(captured) and all(map(_compat.is_plain, captured))
     return _compat.tensor_guard(captured) if is_plain else None
-
-
-def _metas(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
-    return tuple(
-        TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
-        for tensor in tensors
-    )
 
 
 def _require_random_by_keys(joint: Joint, rng: str) -> None:

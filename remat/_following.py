@@ -1,8 +1,9 @@
-"""Which redraws go on from where others ended: see `_redraws`.
+"""Decides which redraws continue from where others ended: see `_redraws`.
 
-Where a redraw follows the one before it as it is, nothing is to be decided: one state less
-waits. Where it would run earlier, the one before is moved to before it, with what that one
-needs; all that is drawn may then live at a time. It is done where the peak is no higher for it.
+If a redraw follows the redraw before it anyway, it always continues: one state less is
+saved. If it would run before that one, the other redraw must be moved to before it, with
+all that it needs. The values that both draw may then live at the same time. This is done
+only if the peak does not rise.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def links_for(analysis: Analysis, members: frozenset[int]) -> Links:
     in_turn, most = _links(joint, steps, turns), _links(joint, steps, None)
     if most == in_turn:
         return most
-    # A state that waits does so for each call; one at which a redraw ends is gone soon.
+    # A saved state is held once a call; the state at which a redraw ends is freed soon.
     spare = 2 * _STATE_BYTES
     peaks = [_peak_bytes(analysis, members, links) for links in (most, in_turn)]
     return most if peaks[0] - spare <= peaks[1] else in_turn
@@ -45,12 +46,12 @@ def links_for(analysis: Analysis, members: frozenset[int]) -> Links:
 def _links(
     joint: Joint, steps: Collection[int], turns: Mapping[int, int] | None
 ) -> Links:
-    """The redraws that can go on, of a backward that runs no step more for it.
+    """The redraws that can continue without adding a step to the backward.
 
     Args:
         joint: the forward and its backward.
         steps: what the backward runs.
-        turns: when it runs each, if none is to run earlier than that; None: any may.
+        turns: the position of each step, if no step may be moved; None if steps may be.
     """
     found: list[int | None] = []
     latest: int | None = None
@@ -70,7 +71,7 @@ def _links(
 
 
 def _peak_bytes(analysis: Analysis, members: frozenset[int], links: Links) -> int:
-    """The peak of a call in which redraws go on so, with the states that wait."""
+    """The peak of a call with these links, saved states included."""
     joint = linked(analysis.joint, analysis.joint.states, links)
     found = cut(dataclasses.replace(analysis, joint=joint), members, joint.gradients)
     return peak_bytes(joint, found, links.count(None) * _STATE_BYTES, frees=True)

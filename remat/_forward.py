@@ -1,4 +1,4 @@
-"""A region's forward: one program, below every transform, and what a run of it hands out."""
+"""A region's forward: one program that runs below every transform, and its results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from remat.storage import AbstractStorage, Place
 
 
 class Results(NamedTuple):
-    """What one run of a region's forward hands out, at the level where it ran.
+    """The results of one run of a region's forward, at the level where it ran.
 
     Attributes:
         outputs: the region's outputs.
         mutations: the new values of the operands that the function changed.
         saved: what the backward reads besides the operands; no gradient flows there.
         states: generator states that the draws started from.
-        flows: for each output whether a cotangent can come back; None means all.
-        reached: for each operand whether some output rests on it; None means all.
+        flows: for each output whether it can have a cotangent; None means all can.
+        reached: for each operand whether some output depends on it; None means all.
     """
 
     outputs: Sequence[Tensor]
@@ -76,9 +76,9 @@ class Results(NamedTuple):
 
 @final
 class Count:
-    """Numbers calls in a row, without those in which ranks turn out to differ.
+    """Numbers calls; a call in which ranks turn out to differ gets no number.
 
-    In such a call all ranks raise, so that they go on counting alike.
+    All ranks raise in such a call, so their numbers stay equal.
     """
 
     __slots__ = ("_numbers",)
@@ -99,7 +99,7 @@ class Count:
 
 @final
 class Calls:
-    """Numbers the calls of a function in which something was stored, all traces alike.
+    """Numbers the calls of a function in which something was stored, over all its traces.
 
     Attributes:
         inputs: those in which inputs were.
@@ -147,7 +147,7 @@ class Forward:
 
     @property
     def is_straight(self) -> bool:
-        """Whether all it does for a call is to make outputs, with gradients for each."""
+        """Whether a call is one run of the program, all of whose outputs have gradients."""
         return (
             self.is_alone
             and self.num_leading == 0
@@ -157,7 +157,7 @@ class Forward:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a run under its own switches is a run of its program."""
+        """Whether a run under its own switches is the program's run, and nothing else."""
         return (
             self.verification is None
             and not self.storages
@@ -185,7 +185,7 @@ class Forward:
             found[index] = _compat.untracked_alias(found[index])
         for index, placement in enumerate(self.placements or ()):
             if any(found[index] is each for each in tensors):
-                # The part of an operand, which stays what it is.
+                # An operand's own part: the operand must stay what it is.
                 found[index] = _compat.untracked_alias(found[index])
             if placement is not None:
                 found[index] = _compat.in_place_of(found[index], placement)
@@ -195,7 +195,7 @@ class Forward:
         return found
 
     def _store(self, found: list[Tensor], call: int) -> None:
-        """Lets the saved values wait as their storages say."""
+        """Replaces the saved values by their stored forms."""
         first = self.shape[0] + self.shape[1]
         for place, storage in enumerate(self.storages):
             added = self.mapped[place] if self.mapped else ()

@@ -1,7 +1,7 @@
-"""Forwards that the programs of one region make for the regions derived from it.
+"""Forwards of derived regions that are made from the programs of the original region.
 
-They are pure functions of what that region has found: its joint graph, what is saved of it,
-its forward. Which regions these forwards are given to, `_region` says.
+These are pure functions of what the original region has found: its joint graph, its saved
+values, its forward. `_region` says which derived regions get them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from remat._derived import Batch
 from remat._errors import RecomputationError, TraceError, explain
 from remat._forward import Forward, map_program
 from remat._function import Function
-from remat._graph import Graph, Ref, TensorMeta
+from remat._graph import Graph, Ref, TensorMeta, is_spread
 from remat._partition import Analysis, backward_graph, cut, unique_outputs
 from remat._program import Program
 from remat._trace import Joint, View
@@ -26,13 +26,13 @@ from remat.storage import AbstractStorage
 @final
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A forward that an outer region's program made, and what it returns.
+    """A forward made from another region's program, and what the derived region returns.
 
     Attributes:
         forward: the program.
         views: how each returned tensor is made from outputs and operands.
-        origins: a program that makes the tensors that the forward reads before its operands
-            from these operands; None if that is not known.
+        origins: a program that computes the leading tensors of the forward, those before its
+            operands, from these operands; None if there is none.
     """
 
     forward: Forward
@@ -102,14 +102,14 @@ def backward_given(
 
 
 def _origins(kept: Kept) -> Graph | None:
-    """What is saved, recomputed; None in place of what its storage rounds."""
+    """A program that recomputes what is saved, except values that their storage rounds."""
     pairs = zip(kept.saved, kept.storages, strict=True)
     wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
     return _recomputing(kept, wanted, is_cut=False) if any(wanted) else None
 
 
 def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
-    """What makes the wanted values, from what is saved if that cuts the walk back."""
+    """A program for the wanted values; if `is_cut`, it starts from what is saved."""
     stops = frozenset(kept.saved) if is_cut else frozenset[int]()
     found = cut(kept.analysis, stops, wanted)
     return backward_graph(kept.analysis.joint, found, kept.saved, wanted)
@@ -118,7 +118,7 @@ def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> G
 def mapped_given(
     forward: Forward, batch: Batch
 ) -> tuple[Given, tuple[int | None, ...]]:
-    """The per-example forward, mapped, and where the tensors of its results are mapped."""
+    """The per-example forward, mapped, and the mapped dimension of each of its results."""
     program, dims = map_program(forward, batch)
     first = forward.shape[0] + forward.shape[1]
     added = dims[first : first + forward.shape[2]]
@@ -141,7 +141,7 @@ def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
 
 
 def are_outputs(views: tuple[View, ...]) -> bool:
-    """Whether what is returned is the outputs themselves, in order."""
+    """Whether the function returns exactly the outputs, in order."""
     return views == _outputs_alone(len(views))
 
 
@@ -159,7 +159,7 @@ def state_metas(analysis: Analysis) -> list[TensorMeta]:
 def placements_of(
     joint: Joint, operands: Sequence[TensorMeta]
 ) -> tuple[Any, ...] | None:
-    """How outputs and mutations are spread; None where nothing is a DTensor."""
+    """The DTensor placements of outputs and mutations; None if nothing is a DTensor."""
     written = [operands[operand].placement for operand, _ in joint.mutations]
     found = (*joint.placements, *written)
     each = (*found, *(meta.placement for meta in operands))
@@ -167,9 +167,9 @@ def placements_of(
 
 
 def require_parts(placements: Sequence[Any], asked: Asked) -> None:
-    """Refuses the whole cotangent of a DTensor, of which no part is known."""
+    """Refuses a cotangent of a DTensor that is given as a whole: its parts are unknown."""
     for layout, placement in zip(asked.layouts, placements, strict=False):
-        if layout is not None and placement is not None and len(layout) == 5:
+        if placement is not None and not (layout is None or is_spread(layout)):
             raise mapped_in_parts()
 
 
@@ -189,7 +189,7 @@ def mapped_in_parts() -> TraceError:
 def found_again(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Where saved values of a trace are in another, for cotangents of other layouts.
+    """Finds the saved values of one trace in another, for cotangents of other layouts.
 
     Raises:
         RecomputationError: if the forwards of the two traces differ.

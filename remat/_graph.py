@@ -47,6 +47,7 @@ class TensorMeta:
         device: its device.
         requires_grad: whether it is to be differentiated.
         placement: how a DTensor is spread over the ranks; None for any other tensor.
+        is_cast_each_time: whether autocast keeps casts for later uses, but not of it.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +56,15 @@ class TensorMeta:
     device: torch.device
     requires_grad: bool = False
     placement: Any = None
+    is_cast_each_time: bool = False
+
+    @classmethod
+    def of_operand(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The metadata of what a region gets, to be differentiated by whichever transform."""
+        meta = cls.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
+        if not _compat.is_cast_each_time(tensor):
+            return meta
+        return dataclasses.replace(meta, is_cast_each_time=True)
 
     @classmethod
     def of(
@@ -86,7 +96,7 @@ class TensorMeta:
             device=self.device,
             requires_grad=self.is_leaf,
         )
-        return self.stand_in(local)
+        return self._spread(local)
 
     @property
     def is_leaf(self) -> bool:
@@ -94,30 +104,45 @@ class TensorMeta:
         return self.requires_grad and self.placement is None
 
     def stand_in(self, local: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or the DTensor of which it is this rank's part.
+        """A tensor for the function to use, or the DTensor of which it is this rank's part.
 
         Gradients are taken by the DTensor, and so are spread as without a region.
         """
+        return self.cast_alike(self._spread(local))
+
+    def _spread(self, local: torch.Tensor) -> torch.Tensor:
         if self.placement is None:
             return local
         return _compat.in_place_of(
             local, self.placement, requires_grad=self.requires_grad
         )
 
+    def of_result(self) -> TensorMeta:
+        """The same of a tensor that an operator made, and not the user."""
+        is_apart = self.requires_grad and self.dtype is torch.float32
+        is_apart = is_apart and _compat.autocast_keeps_casts()
+        return dataclasses.replace(self, is_cast_each_time=is_apart)
+
+    def cast_alike(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in place of an operand, which autocast casts as often as the operand."""
+        return _compat.cast_each_time(tensor) if self.is_cast_each_time else tensor
+
     @property
     def layout(self) -> Layout:
         """Its fields; see `layout_of`."""
         fields = (self.shape, self.stride, self.dtype, self.device, self.requires_grad)
-        return fields if self.placement is None else (*fields, self.placement)
+        if self.placement is None and not self.is_cast_each_time:
+            return fields
+        return (*fields, self.placement, self.is_cast_each_time)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the elements, were each stored once, at the sizes of the traced call."""
+        """Bytes of the elements, each counted once, at the sizes of the traced call."""
         return self.dtype.itemsize * math.prod(self.hints)
 
     @property
     def hints(self) -> tuple[int, ...]:
-        """The shape; where a size is open, as it was in the traced call."""
+        """The shape, with the size of the traced call for each open size."""
         return tuple(map(_compat.hint, self.shape))
 
     @property
@@ -130,33 +155,39 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
-# Shape, strides, dtype, device, whether it is differentiated; of a DTensor its placement.
+# Shape, strides, dtype, device, whether it is differentiated; the other fields where they say
+# something.
 Layout = tuple[Any, ...]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The fields of a tensor's `TensorMeta`, cheap to read and to hash."""
+    if _compat.is_cast_each_time(tensor) or _compat.placement(tensor) is not None:
+        return TensorMeta.of_operand(tensor).layout
     wanted = _compat.requires_grad_anywhere(tensor)
-    if _compat.placement(tensor) is not None:
-        return TensorMeta.of(tensor, requires_grad=wanted).layout
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, wanted)
 
 
 def whole_layout(layout: Layout) -> Layout:
-    """The layout of a tensor taken as a whole, be it a DTensor."""
-    if len(layout) == 5:
+    """The layout of a tensor; that of a DTensor is the layout of the whole."""
+    if not is_spread(layout):
         return layout
-    *_, dtype, device, wanted, placement = layout
+    _, _, dtype, device, wanted, placement, _ = layout
     return (placement.shape, placement.stride, dtype, device, wanted)
 
 
+def is_spread(layout: Layout) -> bool:
+    """Whether a layout is that of a DTensor."""
+    return len(layout) > 5 and layout[5] is not None
+
+
 def is_open(meta: TensorMeta) -> bool:
-    """Whether a size or stride is a symbol of a trace that runs."""
+    """Whether a size or stride is a symbol of a running trace."""
     return any(isinstance(each, torch.SymInt) for each in (*meta.shape, *meta.stride))
 
 
 def named(key: Any) -> Hashable:
-    """A key in which symbols, which cannot be hashed, are their strings."""
+    """A key with strings instead of symbols, which cannot be hashed."""
     if isinstance(key, torch.SymInt):
         return ("size", str(key))
     if isinstance(key, TensorMeta):
@@ -253,7 +284,7 @@ class Graph:
     Attributes:
         values: the steps; the first `num_inputs` are inputs.
         num_inputs: how many values are given from outside.
-        outputs: what is handed out; None stands for no value.
+        outputs: what is returned; None stands for no value.
     """
 
     values: tuple[Value, ...]
@@ -309,13 +340,13 @@ def check(graph: Graph) -> Graph:
 
 
 def has_effect(value: Value) -> bool:
-    """Whether a step matters even where nothing reads it: it moves a generator, or raises."""
+    """Whether a step matters even if nothing reads it: it draws, or may raise."""
     is_draw = operators.draws(value) and not value.is_redraw
     return is_draw or operators.is_check(value.op)
 
 
 def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
-    """The graph without what neither its outputs nor `keep` need; inputs all stay."""
+    """The graph with only the steps that its outputs or `keep` need; all inputs stay."""
     needed = set(keep) | {ref.index for ref in graph.outputs if ref is not None}
     for index in range(len(graph.values) - 1, -1, -1):
         if index in needed:
@@ -350,21 +381,21 @@ def renumbered(value: Value, rename: Callable[[int], Ref]) -> Value:
 
 
 class Numbering:
-    """Gives values their numbers, one after the other, as they stand in a graph."""
+    """Gives values their numbers, one after the other, in the order of a graph."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
         self.numbers: list[int] = []
 
     def add(self, value: Value, like: int | None = None) -> None:
-        """Numbers the next value; `like` is one before that it is known to equal."""
+        """Numbers the next value; `like` is an earlier value that is known to be equal."""
         key = _key(len(self.numbers), value, self.numbers)
         if like is not None:
             self._known[key] = self.numbers[like]
         self.numbers.append(self._known.setdefault(key, len(self._known)))
 
     def knows(self, value: Value) -> bool:
-        """Whether this value, were it the next, would equal an earlier one."""
+        """Whether this value would equal an earlier one if it came next."""
         return _key(len(self.numbers), value, self.numbers) in self._known
 
 
@@ -401,12 +432,12 @@ def _literal(tree: Any) -> Any:
 
 
 def roots(graph: Graph) -> tuple[int, ...]:
-    """For each value the one whose storage it shares: itself unless it is a view."""
+    """For each value the value that owns its storage: itself unless it is a view."""
     found: list[int] = []
     for index, value in enumerate(graph.values):
         viewer = value
         if value.op is operator.getitem:
-            # split, unbind and chunk hand out several views of one tensor.
+            # split, unbind and chunk return several views of one tensor.
             maker: int = value.args[0].index
             viewer = graph.values[maker]
         base = operators.viewed(viewer)

@@ -1,9 +1,10 @@
-"""A call like one before, recognized in C: the short way to its signature.
+"""Guards: fast checks, mostly in C, that a call has the signature of an earlier call.
 
-Most calls of a region are like the last one or the one before. Whether a call is takes a
-walk over its containers, written out for their shape, and one check of all its tensors by
-torch's own guards; nothing is hashed. What a guard does not recognize is signed in full.
-A guard holds metadata, static values and types; nothing of the user's is kept alive.
+Most calls of a region are like the last one or the one before it. A guard checks that by a
+walk over the call's containers, generated for their structure, and by one check of all
+tensors with torch's own guards. Nothing is hashed. A call that no guard accepts gets a full
+signature. A guard holds metadata, static values and types; it keeps no object of the user
+alive.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BY_WRAPPERS = Told(_compat.is_told_by_wrapper, _compat.wrapped_guard)
 
 
 def told_here() -> Told | None:
-    """How tensors are told apart where this thread is, None where they cannot be."""
+    """How guards tell tensors apart in this thread's state; None if they cannot."""
     if _compat.is_quiet():
         return PLAINLY
     return BY_WRAPPERS if _compat.is_under_reverse_mode() else None
@@ -108,7 +109,7 @@ class _Writer:
 
     def _tree(self, place: str, tree: Any) -> None:
         if isinstance(tree, Tensor):
-            # The check at the end refuses what stands in two places.
+            # The check at the end refuses an object that is in two places.
             for known, first in zip(self.tensors, self._places, strict=True):
                 if known is tree:
                     self._require(f"{place} is {first}")

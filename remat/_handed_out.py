@@ -1,9 +1,10 @@
-"""Which of the tensors that a function returned its region hands out.
+"""Chooses the outputs of a region among the tensors that its function returned.
 
-A region gives each storage once: what shares its memory with an operand, or with another
-returned tensor, is a view of that one, which the caller makes anew. Its derivative is then a
-view's. A user's `autograd.Function` may say otherwise of what it returns, its own argument
-even (to reverse a gradient, or to add an auxiliary loss's), and so may a hook: that is copied.
+The outputs share no memory. A returned tensor that shares the memory of an operand or of
+another returned tensor is no output: the caller makes it again, as a view, and its
+derivative is then a view's. A user's `autograd.Function` or hook may define another
+derivative, even for an argument that it returns (to reverse a gradient, or to add that of an
+auxiliary loss). Such a tensor is copied.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from remat import _compat
 def with_own_memory(
     operands: Sequence[Tensor], returned: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Copies what shares the memory of an operand or an output, but has not its derivative.
+    """Copies tensors that share memory, but whose derivative is not that of a view.
 
-    A tensor is left alone where a chain of view operators alone leads to the owner of its
-    memory, and where it is the owner, or nobody is.
+    A tensor is left alone if nothing but view operators lies between it and the owner of
+    its memory, and if it is the owner itself or there is none.
     """
     plain = [each for each in operands if _is_plain(each)]
     nodes = {_compat.storage_key(each): each.grad_fn for each in plain}
@@ -46,7 +47,7 @@ def with_own_memory(
 
 
 def _is_hooked(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on it: a trace's tensors are new, and have none."""
+    """Whether `register_hook` was called on it in the trace, where all tensors are new."""
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
@@ -60,30 +61,30 @@ def _comes_of_users(node: Any, base: Any) -> bool:
 
 
 def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
-    """Owners of their memory first, and of an owner and its detached alias the owner."""
+    """Sorts owners of memory before views, and owners before their detached aliases."""
     tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
     tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
     return tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has a storage: a DTensor is a wrapper."""
+    """Whether it has a storage of its own; a DTensor, which is a wrapper, has none."""
     return _compat.placement(tensor) is None
 
 
 def choose(
     operands: list[Tensor], returned: list[Tensor | None]
 ) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
-    """Which returned tensors the region hands out; the others are views of these.
+    """Chooses which returned tensors are outputs; the others are made again from these.
 
     A tensor that shares its storage with an operand, or with a returned tensor that owns
     it, is made again from that one, so that the caller's in-place changes stay visible. A
-    DTensor is a wrapper, and has no storage: it is an operand or another returned one, or
-    is handed out.
+    DTensor has no storage of its own: it is an operand, the same as another returned
+    DTensor, or an output.
 
     Returns:
-        The places of what is handed out, and for each place of a DTensor what is there: an
-        "operand", or an "output" by its place.
+        The places of the outputs. And for each place of a DTensor what it is: ("operand",
+        its number) or ("output", the place where it is returned first).
     """
     places = {id(each): ("operand", k) for k, each in enumerate(operands)}
     same: dict[int, tuple[str, int]] = {}
@@ -111,7 +112,7 @@ def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list
 
 
 def _is_part(tensor: Tensor) -> bool:
-    # A region inside hands out the parts of a split as tensors of their own, from which
-    # the other parts cannot be made.
+    # An inner region returns the parts of a split as separate tensors. None of them is the
+    # owner, although no one is a view: the other parts cannot be made from it.
     size = tensor.numel() * tensor.element_size()
     return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())

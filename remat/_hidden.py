@@ -1,10 +1,10 @@
-"""What alone wants a gradient, and that no walk over a function's state has seen.
+"""Finds a tensor that wants a gradient but is hidden from the walk over a function's state.
 
-Where nothing that a region sees is to be differentiated, its function runs as it is. If its
-outputs then ask for a gradient nevertheless, autograd's graph says whose: that of a leaf which
-the function made itself, and which nobody can ask for, or that of a tensor which it reached
-in a way that cannot be followed, such as an iterator. The region would hold everything for
-the second one, without a word.
+If nothing that a region sees wants a gradient, its function runs as it is. If the outputs
+still require grad, autograd's graph tells which leaf they depend on. That is either a leaf
+that the function made for itself, which is harmless; or a tensor that the function reached
+in a way that cannot be followed, such as an iterator. In the second case the plain run would
+hold everything for its backward without saying so: that is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat._resting import is_held, nodes_behind
 
 
 def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
-    """Refuses what a plain run returned, if it is differentiated for something unseen.
+    """Refuses the result of a plain run that depends on a hidden tensor.
 
     Args:
         result: what the function returned.
@@ -33,7 +33,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
 
     Raises:
         CapturedTensorError: it rests on a leaf that is reached neither from the roots nor
-            from the result, and that somebody holds.
+            from the result, and that something else holds.
     """
     outputs = [each for leaf in _compat.tensor_leaves(result) for each in _wanted(leaf)]
     if not outputs:
@@ -45,7 +45,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     seen = _captures.survey((result, *roots)).tensors.keys() | _kept_by(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
-        gc.collect()  # what only a cycle holds has no holder
+        gc.collect()  # a leaf that only a cycle holds is not held
     for node in filter(is_held, unseen):
         raise _unseen(node.variable)
 
@@ -70,7 +70,7 @@ def _kept_by(nodes: Iterable[Any]) -> set[int]:
     while pending:
         each = pending.pop()
         if isinstance(each, types.FunctionType):
-            each = each.__closure__  # what it can reach by name, it does not keep
+            each = each.__closure__  # its globals are not kept
         if not isinstance(each, (type, types.ModuleType)) and id(each) not in seen:
             seen.add(id(each))
             pending += gc.get_referents(each)

@@ -1,16 +1,16 @@
-"""A backward program as torch.compile may take it into a graph of its own.
+"""Keeps a compiler from undoing the recomputation of a backward program.
 
-A compiler that sees forward and backward in one graph finds that the recomputation
-computes what is there already, and keeps that instead: common-subexpression elimination
-undoes recomputation. And a scheduler runs a step as early as its inputs permit. So each
-step that reads nothing but what the forward has left reads a copy of one of its inputs
-instead, the smallest, that an operator makes which *waits for a cotangent*; what follows
-from it differs from the forward's values for every compiler. A step that repeats an
-earlier one of the same program, as an outer region's backward does for a region inside,
-waits likewise for the step before it.
+A compiler that sees forward and backward in one graph finds that the recomputation repeats
+the forward, and keeps the forward's values instead (common-subexpression elimination). Its
+scheduler may also run a recomputation long before the backward needs it. So a step that
+reads only values of the forward gets a copy of its smallest input. The operator that makes
+the copy, `remat.hold`, also takes a cotangent: the copy cannot be made before that
+cotangent is there, and no compiler can know that it equals the original. A step that
+repeats an earlier step of the same program, as an outer region's backward does for a region
+inside, reads a copy that takes the result of the step before it.
 
-The copies are in the graph alone that is handed to a compiler. The same is done by
-`jax.checkpoint(prevent_cse=True)` with XLA's optimization barrier.
+Only the graph that a compiler gets has these copies. `jax.checkpoint(prevent_cse=True)` does
+the same with XLA's optimization barrier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _compat.library().define("hold(Tensor value, Tensor until) -> Tensor")
 
 
 def _hold(value: Tensor, until: Tensor) -> Tensor:
-    """A copy with the same strides, which dimensions without a stride keep too."""
+    """A copy with the same strides, also those of expanded dimensions, which are 0."""
     distinct = value
     for dim, stride in enumerate(value.stride()):
         if stride == 0:
@@ -62,15 +62,15 @@ _compat.register_vmap("hold", _mapped)
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of what is about to be written, for a backward in the same graph to read.
+    """A copy of a tensor that is about to be overwritten, for the backward to read.
 
-    A compiler would make a `clone` again in the backward, from what was written by then.
+    A compiler could move a `clone` into the backward, where the tensor is overwritten.
     """
     return HOLD(tensor, tensor) if _compat.is_in_compiler() else tensor.clone()
 
 
 def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
-    """The program with its recomputation kept from what a compiler would make of it.
+    """The program with copies that a compiler cannot see through.
 
     Args:
         graph: a backward program: saved values, operands, cotangents -> gradients.
@@ -89,9 +89,9 @@ def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
 
 
 class _Writing:
-    """The program as it is being written again.
+    """Writes the new program step by step.
 
-    Views are written where they are read, of a value or of its copy.
+    A view is written where it is read, as a view of a value or of the value's copy.
 
     Attributes:
         values: the new program, so far.
@@ -142,7 +142,7 @@ class _Writing:
         self._places[index] = self._write(self._renamed(index, copied))
 
     def _copied(self, index: int) -> int | None:
-        """Whose copy a step has to read, for it to wait; None where it waits as it is."""
+        """The value whose copy a step has to read; None if the step needs no copy."""
         value = self._old[index]
         if value.op is operator.getitem:
             return None
@@ -170,7 +170,7 @@ class _Writing:
         held = Value(HOLD, args, meta=meta, is_backward=reader.is_backward)
         self._held[owner] = self._write(held)
         if not self._num_saved <= owner < self._num_inputs:
-            # Nobody else holds it: who reads it later reads the copy, and it can go.
+            # Later steps read the copy, so that the original can be freed.
             self._places[owner] = self._held[owner]
         return owner
 

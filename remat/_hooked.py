@@ -1,9 +1,9 @@
-"""Weights that torch's older hooks make anew in front of each call of a module.
+"""Weights that torch's older hooks compute before each call of a module.
 
-`torch.nn.utils.spectral_norm`, `weight_norm` and pruning leave what they make in a plain
-attribute. A trace would leave its stand-in there. It is taken out after the trace, and
-after each call the attribute is made again from the parameters and buffers as the call
-left them: who reads it finds what plain code would have left, gradient included.
+`torch.nn.utils.spectral_norm`, `weight_norm` and pruning store the weight in a plain
+attribute, where a trace would leave a stand-in. The stand-in is removed after the trace.
+After each call the weight is computed again, from the parameters and buffers as the call
+left them, so that the attribute holds what it would without remat, gradient included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hooked:
 
 
 def put_back(survey: Survey) -> tuple[Hooked, ...]:
-    """Takes what a trace left in such attributes out of them; the modules that have some."""
+    """Removes the stand-ins of a trace from such attributes; returns the modules with any."""
     found: list[Hooked] = []
     for node in survey.nodes.values():
         if not isinstance(node.value, nn.Module):
@@ -56,7 +56,7 @@ def put_back(survey: Survey) -> tuple[Hooked, ...]:
 
 
 def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The attributes that hooks make, and how, with no step of a power iteration."""
+    """The attributes that hooks set, and what computes them, without a power iteration."""
     for hook in _compat.forward_pre_hooks(module):
         match hook:
             case SpectralNorm():

@@ -1,7 +1,7 @@
-"""Python's own generator and numpy's: no tensor comes of them, but what is computed may.
+"""The random generators of Python and numpy, which may decide what a function computes.
 
-A number that a function draws from these decides which layer it leaves out, say. A trace
-keeps what it drew, and warns; a function that runs again draws the same again.
+A function may draw a number from them to decide which layer it skips, say. A trace keeps
+that number as a constant, and warns; a function that runs again draws the same number.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _said: set[str] = set()
 
 
 def states() -> tuple[Any, ...]:
-    """Both states by value; None for numpy's where it is not loaded."""
+    """Both states by value; None for numpy's if numpy is not loaded."""
     numpy = sys.modules.get("numpy.random")
-    # Pickled, a state is a copy that compares, whatever generator numpy was given.
+    # Pickled, the state of any bit generator of numpy is a copy that can be compared.
     there = None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
     return random.getstate(), there
 
 
 @contextlib.contextmanager
 def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
-    """Inside, draws start from these states, then go on from their own; None does nothing."""
+    """Inside, draws start from these states; the old ones are back afterwards. None: no-op."""
     if found is None:
         yield
         return
@@ -49,10 +49,10 @@ def _put(found: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def told(where: str) -> Generator[None]:
-    """Warns if something was drawn inside, where a function is traced; once a function."""
+    """Warns, once a function, if its trace, which runs inside, draws from either generator."""
     before = states()
     yield
-    # No error: another thread may have drawn, a data loader's say.
+    # Not an error: it may have been another thread, such as that of a data loader.
     if before == states() or where in _said:
         return
     _said.add(where)

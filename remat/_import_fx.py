@@ -1,9 +1,9 @@
 """torch.fx graph -> this package's values.
 
-What changes on the way: `detach` and `alias` vanish (autograd puts them everywhere, and a
-program is never differentiated operator by operator), marks become names, in-place
-operators become pure ones, a write to an operand becomes a mutation, and each draw of the
-forward is preceded by a recorded generator state. All else stays as it was traced.
+What changes: `detach` and `alias` are removed (autograd puts them everywhere, and a program is
+never differentiated operator by operator), marks become names, in-place operators become
+pure ones, a write to an operand becomes a mutation, and the generator's state is recorded
+before each draw of the forward. Everything else stays as it was traced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from remat import _compat, _in_place, _names, _operators as operators, _rng, _streams
 from remat._graph import Graph, Meta, Ref, TensorMeta, Value, replace_refs
+from remat._numerics import Numerics
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -95,7 +96,7 @@ class Imported:
 
 
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
-    """Notes where the nodes added since came from, unless they know already."""
+    """Notes on newly added nodes where they came from, unless they have a note."""
     for node in _compat.new_nodes(graph, len(graph.nodes) - nodes_before):
         if "remat" in node.meta:
             continue
@@ -106,12 +107,14 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
 
 
 class _Annotated(fx.Interpreter):
-    """Runs a graph under a second trace and hands the notes on."""
+    """Runs a graph under a second trace and copies its notes to the new nodes."""
 
     def run_node(self, n: fx.Node) -> Any:
         graph = _compat.active_graph()
         before = len(graph.nodes)
         out = super().run_node(n)
+        for node in _in_place.written(n):
+            _in_place.lay_out(self.env[node], node.meta["val"].stride())
         note = n.meta.get("remat")
         if note is not None:
             if operators.is_mutable(n.target):
@@ -130,7 +133,17 @@ class _Annotated(fx.Interpreter):
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
-    """The same graph with its in-place operators replaced, its views kept."""
+    """The same graph with its in-place operators replaced, its views kept.
+
+    The graph holds its casts: autocast would add others around them.
+    """
+    with Numerics.current().settled():
+        return _functionalized(module, operands)
+
+
+def _functionalized(
+    module: fx.GraphModule, operands: Sequence[Tensor]
+) -> fx.GraphModule:
     for old, new in _in_place.rename_fresh(module.graph):
         if "remat" in old.meta:
             new.meta["remat"] = dataclasses.replace(old.meta["remat"], in_place=True)
@@ -200,7 +213,7 @@ class _Importer:
         )
 
     def _output(self, ref: Ref | None) -> Ref | None:
-        # Zeros without memory stay inside: forward mode cannot lay a tangent beside them.
+        # Zeros without memory get some: forward mode cannot give them a tangent.
         if ref is None:
             return None
         value = self.values[ref.index]
@@ -275,9 +288,9 @@ class _Importer:
         return (*args[:place], first, max(first, last), *rest)
 
     def _source(self, written: Ref) -> Ref:
-        """What was copied to a view, in place of the copy, where only elements count.
+        """The source of a copy to a view, instead of the copy, if only its elements count.
 
-        torch's pure `copy` clones all the memory behind the view, to have its strides.
+        torch's pure `copy` clones all the memory behind the view to keep its strides.
         """
         copied = self._arguments_of(written, _aten.copy.default)
         if not copied:
@@ -306,7 +319,7 @@ class _Importer:
         return counted == (mask,) and meta.device.type == "cpu"
 
     def _arguments_of(self, ref: Any, op: Any) -> tuple[Any, ...]:
-        """What an operator was given, where a value is made by it."""
+        """The arguments of an operator, if a value is its result; else none."""
         value = self.values[ref.index] if isinstance(ref, Ref) else None
         return value.args if value is not None and value.op is op else ()
 
@@ -335,14 +348,14 @@ class _Importer:
             self._add(node, operators.rng_end, (self.redrawn,), {})
 
     def _go_on(self, node: fx.Node, state: Ref, end: Ref) -> None:
-        """A state that may be left out; what is recorded in this graph is not."""
+        """A state that may be left out; one that this graph itself records may not."""
         self.env[node] = state
         if self.values[state.index].op is None:
             self._add(node, _rng.GOING_ON, (state, end), {})
 
     def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        # native_batch_norm writes its running statistics although its schema says that
-        # it does not; the functional variant hands the new ones out.
+        # native_batch_norm writes its running statistics, although its schema says that
+        # it does not. The functional variant returns the new ones.
         self._add(node, _aten._native_batch_norm_legit_functional.default, args, {})
         made: Ref = self.env[node]
         statistics: tuple[Ref, ...] = args[3:5]
@@ -423,7 +436,7 @@ class _Importer:
 def _detaches(node: fx.Node) -> bool:
     """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15.
 
-    A region inside detaches what it hands out as well, and its gradient flows all the same.
+    An inner region detaches its results too, but gradients flow through them.
     """
     note: Note | None = node.meta.get("remat")
     function = "" if note is None else note.function
@@ -435,8 +448,8 @@ def _detaches(node: fx.Node) -> bool:
 def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:
     """For each output whether a `detach` lies between it and what it is a view of.
 
-    Of the graph as it was traced: where in-place operators are replaced, torch derives
-    views anew and forgets which were detached.
+    The graph must be the one that was traced: when torch replaces in-place operators, it
+    makes views again and forgets which were detached.
     """
     (output,) = graph.find_nodes(op="output")
     return tuple(map(_is_cut, output.args[0]))

@@ -1,15 +1,15 @@
 """A region as a part of a graph of torch.compile.
 
-Dynamo, torch.compile's first half, traces the region's function like any other code: what
-it reads of Python's state it guards, and each tensor that it reaches becomes an argument.
-Around the graph that comes out it leaves a call into which it does not look. The second
-half, AOTAutograd, makes that call when it records forward and backward; the region is
-then one around Dynamo's graph, is traced and cut as ever, and its programs are recorded,
-under plain autograd and inside torch.func transforms alike.
+Dynamo, torch.compile's first half, traces the region's function like any other code. It
+guards the Python state that the function reads, and makes each tensor that it reaches an
+argument. Around the resulting graph it leaves an opaque call. AOTAutograd, the second half,
+makes that call when it records forward and backward. The region is then a region around
+Dynamo's graph: it is traced and cut as usual, and its programs are recorded, both under
+plain autograd and inside torch.func transforms.
 
-A region that cannot be recorded so stays apart: a graph ends in front of it. Some kinds
-never can. Of the others it comes out as their call is recorded: Dynamo then traces the frame
-again, and knows.
+A region that cannot be recorded in this way stays out: the graph ends before its call. Of
+some kinds this is known in advance. For the others it turns out when the call is recorded;
+Dynamo then traces the frame again, with that knowledge.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """In-place operators in a traced graph -> pure ones.
 
-Most write to a tensor that nothing else has seen yet: dropout's mask, an activation's fresh
-input. There it is a change of names. What is left (writes to operands, through views, under
-an alias) goes through torch's functionalization, which is a second trace. That knows torch's
-own operators; one of a library's (`torch.library.custom_op`, `mutates_args=...`) is there
-called on copies, by an operator that returns these.
+Most of them write to a tensor that nothing else has seen yet, such as dropout's mask or an
+activation's fresh input. Then a change of names is enough. The others (writes to operands,
+through views, under an alias) go through torch's functionalization, which is a second trace.
+It knows torch's own operators. An operator of a library (`torch.library.custom_op`,
+`mutates_args=...`) is called on copies there, by an operator that returns the copies.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _types(schema: Any) -> list[tuple[str, str, bool]]:
 
 
 def _in_full(node: fx.Node) -> tuple[Any, ...]:
-    """Its positional arguments, defaults too: the pure operator may have none or others."""
+    """All positional arguments, with defaults: those of the pure operator may differ."""
     further = _compat.schema_of(node.target).arguments[len(node.args) :]
     defaults = itertools.takewhile(
         lambda each: not each.kwarg_only and each.name not in node.kwargs, further
@@ -93,7 +93,7 @@ def _in_full(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
-    """Whether a node made a tensor with memory of its own, under one name until then."""
+    """Whether a node made a tensor with memory of its own that has no alias yet."""
     if not isinstance(node, fx.Node) or not _owns_memory(node):
         return False
     return all(_owns_memory(user) for user in node.users if order[user] < moment)
@@ -112,10 +112,10 @@ def _owns_memory(node: fx.Node) -> bool:
 
 
 def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
-    """What the pure operator gives, if that is laid out as what the write left behind."""
+    """The result of the pure operator, in the layout that the write would have left."""
     written = node.meta["val"]
     if operators.may_draw(pure):
-        # Whatever the pure operator does, a program fills a tensor like the argument.
+        # A program draws into a tensor like the argument, whatever the pure operator does.
         return written
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     with torch.no_grad():
@@ -174,6 +174,34 @@ def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
         run,
         (),
     )
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes to, if it leaves their sizes and strides alone."""
+    op: Any = node.target
+    if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
+        return []
+    given = _by_name(op, node.args, node.kwargs)
+    names = [each.name for each in _compat.schema_of(op).arguments if _writes(each)]
+    found: list[fx.Node] = []
+    fx.map_arg([given.get(name) for name in names], found.append)
+    return found
+
+
+def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    """Gives a tensor, inside of `functionalized`, the strides that it has outside.
+
+    A pure operator chooses the strides of its result. The operator in place leaves those of
+    the tensor that it writes to, and what reads the tensor next may depend on them.
+    """
+    found = _compat.value_of(tensor)
+    if _compat.is_open(found) or found.stride() == stride:
+        return
+    order = sorted(range(found.dim()), key=lambda dim: -stride[dim])
+    dense = tensor.permute(order).contiguous()
+    laid = dense.permute([order.index(dim) for dim in range(found.dim())])
+    if laid.stride() == stride:
+        _compat.put_for(tensor, laid)
 
 
 def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

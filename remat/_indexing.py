@@ -1,8 +1,12 @@
-"""`x[i]` where `i` is a number in a tensor: a look-up by value, and not by a Python number.
+"""Indices in tensors: a look-up by value, and a fill under a mask.
 
-Outside a trace torch reads the number and takes a view, inside `vmap` it looks the
-number up, as a gather. A trace has no numbers to read, and does as `vmap` does. The result
-is then no view: who changes it in place would change nothing else, and is refused.
+Outside a trace torch reads the number and takes a view. Inside `vmap` it gathers instead. A
+trace has no numbers to read and gathers, too. The result is then no view: an in-place change
+of it would not reach the tensor, and is refused.
+
+`x[mask] = number` becomes `masked_fill_`, which is also what torch's own kernel runs. The
+operator that torch calls for it asks where the mask is true, which a trace of a mapped program
+cannot answer.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ class LookUps:
         self._made: list[tuple[Tensor, int, str]] = []
 
     def call(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What `x[i]` or `x[i] = y` answers; NotImplemented for what is not a look-up."""
+        """The result of `x[i]` or `x[i] = y`; NotImplemented for any other call."""
         if func is Tensor.__getitem__ and _is_look_up(args[1]):
             found = _item(args[0], _parts(args[1]))
-            self._made.append((found, found._version, user_line()))  # noqa: SLF001  # public in all but name
+            self._made.append((found, found._version, user_line()))
             return found
+        if func is Tensor.__setitem__ and _is_fill(*args):
+            return _fill(*args)
         if func is Tensor.__setitem__ and _is_look_up(args[1]):
             parts = _parts(args[1])
             if not any(isinstance(each, (Tensor, list)) for each in _others(parts)):
@@ -48,7 +54,7 @@ class LookUps:
             TraceError: it has.
         """
         for found, version, line in self._made:
-            if found._version != version:  # noqa: SLF001  # as above
+            if found._version != version:
                 raise TraceError(
                     explain(
                         where=line,
@@ -59,6 +65,21 @@ class LookUps:
                         do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
                     )
                 )
+
+
+def _is_fill(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether one number is written wherever a mask is true."""
+    if not (isinstance(index, Tensor) and index.dtype is torch.bool and index.dim()):
+        return False
+    if index.device != tensor.device or index.shape != tensor.shape[: index.dim()]:
+        return False
+    return type(value) in {bool, int} or (
+        type(value) is float and tensor.dtype.is_floating_point
+    )
+
+
+def _fill(tensor: Tensor, mask: Tensor, value: float) -> None:
+    tensor.masked_fill_(mask[(..., *[None] * (tensor.dim() - mask.dim()))], value)
 
 
 def _parts(index: Any) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
 """A graph of small tensors -> one call of torch's own interpreter.
 
-Where tensors are small, the Python between operators takes as long as the operators do.
-torch has an interpreter in C++, TorchScript's, that calls the same operators in the same
-order and drops each value after its last use. It turns every error into a RuntimeError: so it
-gets only operators that do not fail for the numbers they meet, and no large tensors
-(`_overhead` decides), for which memory may run short.
+For small tensors the Python code between operators takes as long as the operators do. torch
+has an interpreter in C++, TorchScript's, that calls the same operators in the same order and
+frees each value after its last use. It turns every error into a RuntimeError. So it is used
+only for operators that do not raise whatever the numbers are, and not for large tensors, for
+which memory may run out (`_overhead` decides).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Function = Callable[[list[Tensor]], list[Any]]
 
 
 def function_of(graph: Graph) -> _Function | None:
-    """The graph as a function that empties its list, or None if it is not for here."""
+    """The graph as a function that empties its list; None if the interpreter cannot run it."""
     steps = graph.values[graph.num_inputs :]
     if not all(map(_is_sure, steps)):
         return None

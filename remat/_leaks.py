@@ -1,8 +1,8 @@
 """What a trace leaves behind in the caller's objects: changes, and tensors of its own.
 
-A trace runs the function once, on stand-ins. What that changes is put back, and is an error
-where a call would have changed it too; a stand-in that stays somewhere has no data, and
-would fail far from here.
+A trace runs the function once, on stand-ins. State that this changes is put back, and is an
+error if a plain call would have changed it too. A stand-in that the function leaves somewhere
+is an error as well: it has no data, and whoever uses it later would fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remat._trace import Traced
 
 @contextlib.contextmanager
 def undone(roots: tuple[object, ...]) -> Generator[None]:
-    """Puts back what is assigned inside to what these roots reach."""
+    """Undoes assignments that are made inside to objects that these roots reach."""
     found = survey(roots)
     try:
         yield
@@ -35,7 +35,7 @@ def undone(roots: tuple[object, ...]) -> Generator[None]:
 
 @contextlib.contextmanager
 def undone_on_error(found: Survey) -> Generator[None]:
-    """Puts back what was assigned to what was surveyed, if something fails inside."""
+    """Undoes assignments to the surveyed objects if the body raises."""
     try:
         yield
     except BaseException:
@@ -44,7 +44,7 @@ def undone_on_error(found: Survey) -> Generator[None]:
 
 
 def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) -> None:
-    """Refuses a function that changed, while it was traced, what later calls rest on.
+    """Refuses a function that changed state while it was traced.
 
     Raises:
         SideEffectError: it did.
@@ -70,7 +70,7 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
 def require_nothing_left(
     fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
 ) -> None:
-    """Refuses a function that has left a tensor of the trace where it outlives it.
+    """Refuses a function that left a tensor of the trace where it outlives the trace.
 
     Args:
         fakes: the tensors of the trace.

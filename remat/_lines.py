@@ -1,4 +1,4 @@
-"""Where the user's code is: the line behind a value, a warning, and what tracing raises."""
+"""Lines of the user's code: behind a value, a warning, or an error of tracing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import torch
 from torch import fx
 
 from remat import _compat
-from remat._errors import MutationError, RematWarning, TraceError, explain
+from remat._errors import (
+    CapturedTensorError,
+    MutationError,
+    RematWarning,
+    TraceError,
+    explain,
+)
 
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
@@ -25,6 +31,8 @@ _LIBRARIES = (
     contextlib.__file__,
     "<",
 )
+# What is typed at a prompt or written in a docstring; other such names are of generated code.
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<doctest ")
 
 
 # The line behind the step of a graph that is running.
@@ -43,7 +51,7 @@ def user_line() -> str:
 
 
 def with_lines(module: fx.GraphModule) -> Callable[..., Any]:
-    """A runner of a graph of Dynamo's that knows the user's lines, whose frames are gone."""
+    """What runs a graph of Dynamo so that `user_line` finds the lines that Dynamo noted."""
     return _WithLines(module).run
 
 
@@ -67,7 +75,11 @@ def _shown(filename: str, line: int | str) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith(_LIBRARIES) and "/einops/" not in filename
+    return not _is_library(filename) and "/einops/" not in filename
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES) and not filename.startswith(_TYPED)
 
 
 def warn(
@@ -85,7 +97,7 @@ def warn(
 
 
 def _user_frame() -> tuple[FrameType | None, int]:
-    """The innermost frame of the user's, and how many calls it is above who asks."""
+    """The innermost frame of the user's code, and how many calls it is above the caller."""
     frame, num_calls = _compat.caller(1), 0
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
@@ -95,7 +107,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
 
 
 def mutates(line: str) -> MutationError:
-    """What is raised where a differentiated argument is changed in place, on this line."""
+    """The error for an in-place change, on this line, of a differentiated argument."""
     return MutationError(
         explain(
             where=line or "the function",
@@ -108,7 +120,7 @@ def mutates(line: str) -> MutationError:
 
 
 def untraceable(error: Exception) -> TraceError:
-    """What is raised where a trace would have needed the values of a tensor."""
+    """The error for a trace that needs the values of a tensor."""
     checks = any(name.startswith(_TORCHS_DISTRIBUTIONS) for name, _ in _frames(error))
     instead = "validate_args=False for the distribution" if checks else "torch.where"
     return TraceError(
@@ -124,7 +136,7 @@ def untraceable(error: Exception) -> TraceError:
 
 
 def checkpointed_by_torch(error: Exception) -> TraceError | None:
-    """What is raised where torch's own checkpoint failed inside a trace; else None."""
+    """The error for torch's own checkpoint inside a trace; None if that is not the cause."""
     if not any(name == _TORCHS_CHECKPOINT for name, _ in _frames(error)):
         return None
     return TraceError(
@@ -142,7 +154,7 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
 
 
 def freed(error: Exception) -> TraceError:
-    """What is raised where a backward of the user's frees a graph that its forward made."""
+    """The error for a backward inside the function that frees the graph of its forward."""
     return TraceError(
         explain(
             where=line_of(error) or "the function",
@@ -155,8 +167,20 @@ def freed(error: Exception) -> TraceError:
     )
 
 
+def reached_in_backward(error: Exception) -> CapturedTensorError:
+    """What is raised where a backward of the user's reaches a tensor past the trace."""
+    return CapturedTensorError(
+        explain(
+            where=line_of(error) or "the function",
+            what="the backward of an autograd.Function reaches a tensor by itself.",
+            why="It would be stale, or lose its gradient, at the next call.",
+            do="Pass it to the forward, and keep it by ctx.save_for_backward.",
+        )
+    )
+
+
 def higher_order(error: Exception) -> TraceError:
-    """What is raised where an operator of torch's takes functions of the user's."""
+    """The error for an operator of torch that takes functions, such as `torch.cond`."""
     return TraceError(
         explain(
             where=line_of(error) or "the function",
@@ -176,7 +200,7 @@ def line_of(error: Exception) -> str:
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """
     frames = [*_frames(error)]
-    users = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    users = [frame for frame in frames if not _is_library(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown(*found[-1]) if found else ""
 

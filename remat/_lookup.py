@@ -29,7 +29,7 @@ from remat._signature import Signature, labels
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Missed:
-    """A call that no kept trace holds for.
+    """A call for which no kept trace holds.
 
     Attributes:
         signature: of the call.
@@ -51,7 +51,7 @@ class _Missed:
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """The further names of tensors that the call was given twice, by the first one."""
+        """For tensors that were passed more than once: the further names, by the first."""
         firsts, layout = self.tensor_names, self.signature.layout
         again = iter(layout.again)
         found: dict[str, tuple[str, ...]] = {}
@@ -117,7 +117,7 @@ class Lookup:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Found:
-        """The same in a trace with open sizes; what is found is kept until that trace ends."""
+        """The same inside a trace with open sizes; the entry is kept until that trace ends."""
         key = (id(self.cache), named((signature.key, numerics)))
         entries: list[Entry] = known_inside().setdefault(key, [])
         found = holding(entries, roots)
@@ -145,7 +145,7 @@ class Lookup:
     ) -> bool:
         """Whether a captured tensor is to be differentiated.
 
-        Those in sets count: the trace refuses one that it reads.
+        Tensors in sets count too: the call is then traced, and a trace refuses to read one.
         """
         found = self.cache.find((signature.key, numerics), roots)
         if found is not None:
@@ -154,7 +154,7 @@ class Lookup:
         return any(map(_compat.requires_grad_anywhere, survey.reached + survey.hidden))
 
     def _of_family(self, missed: _Missed) -> Entry:
-        """The entry of a trace that holds for other sizes too, unless there can be none."""
+        """The entry of a trace with open sizes; of one size if the function permits no other."""
         signature, roots = missed.signature, missed.roots
         families, key = self.cache.families, (signature.general_key, missed.numerics)
         family = families.get(key) or families.setdefault(key, Family(signature))
@@ -201,7 +201,7 @@ class Lookup:
         )
 
     def _keep(self, entries: list[Entry], entry: Entry, missed: _Missed) -> Found:
-        """Keeps an entry, and warns of what it shows if it is a new trace."""
+        """Keeps an entry; if it is a new trace, gives the warnings that it calls for."""
         cache, roots = self.cache, missed.roots
         entries.insert(0, entry)
         if entry.trace_s is None:

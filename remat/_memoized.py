@@ -1,8 +1,8 @@
-"""Where a tensor is that no container of pytree's holds, so that an error can name the place.
+"""Finds the cache that holds a tensor, so that an error can name it.
 
-Most often that is the cache of a function under `functools.lru_cache`. Nobody can look into
-it from outside: a tensor that comes out of it cannot be found again at the next call, and
-one of a trace that goes in has no data. Both are refused.
+It is most often the cache of a function under `functools.lru_cache`, whose contents cannot be
+looked at from outside. A tensor that comes out of it cannot be found again at the next call,
+and a tensor of a trace that goes into it has no data. Both are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def remedy(keeper: Any = None) -> str:
 
 
 def holds(thing: object, tensor: Tensor, around: Sequence[object] = ()) -> bool:
-    """Whether a tensor is in an object, a few containers deep; not by way of `around`."""
+    """Whether an object holds a tensor, a few containers deep; `around` is not looked into."""
     found = [
         each
         for each in gc.get_referents(thing)

@@ -18,7 +18,7 @@ _CGROUPS = (  # limit and use: the second version's names, then the first's
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a call can still take on a device.
+    """Bytes that are still free on a device.
 
     On a CUDA device: what the driver has free, and what torch's allocator keeps unused.
     Elsewhere: the least of what the machine has available, what the process's control

@@ -1,4 +1,4 @@
-"""Two programs over the same inputs -> one that computes once what both compute.
+"""Two programs over the same inputs -> one that shares what both compute.
 
 The outputs of the first keep their bits. Where the second computes what the first
 computes too (one value number, see `_graph.value_numbers`), both read one value.
@@ -6,10 +6,10 @@ Occurrences are matched one to one, in order: a value that a program computes tw
 outer region's backward does for a region inside, is computed twice in the merged one, so
 that inner regions still bound the peak (law 9).
 
-The second program sets the order. What both compute stands where the second computes it, and
-what the first alone computes as late as its readers permit, so that a value lives no longer
-than both programs need it. Value numbering is Cocke and Schwartz's (1970); that values are
-matched by occurrence is for recomputation.
+The second program sets the order. What both compute comes where the second computes it. What
+only the first computes comes as late as its readers permit, so that a value lives no longer
+than both programs need it. Value numbering is Cocke and Schwartz's (1970); matching values by
+occurrence is added here for recomputation.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def merge(
     reads: Sequence[Ref | None],
     known: Graph | None = None,
 ) -> Graph:
-    """The program that hands out what the first does, then what the second does.
+    """The program that returns the outputs of the first, then those of the second.
 
-    Where the first moves a generator, the order of its steps counts: there it runs whole
+    If the first draws random numbers, the order of its steps counts. Then it runs as a whole
     before the second, and nothing is shared.
 
     Args:
@@ -77,7 +77,7 @@ class _Line:
         first: where the first's steps are.
         second: where the second's steps are.
         outputs: the first's, then the second's.
-        own: steps of the second that share storage with what it hands out, which must be
+        own: steps of the second that share storage with what it returns, which must be
             nobody else's.
     """
 
@@ -143,12 +143,12 @@ def _renamed(graph: Graph, places: Mapping[int, int]) -> list[Ref | None]:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Match:
-    """What of the second program is there already.
+    """What the second program need not compute.
 
     Attributes:
         stand_ins: for steps of the second, the input that each is known to be.
         twins: for steps of the first, the step of the second that is the same.
-        steps: what the second computes still, twins included, in order.
+        steps: what the second has to compute, twins included, in order.
     """
 
     stand_ins: Mapping[int, int]
@@ -177,7 +177,7 @@ def _match(line: _Line) -> _Match:
 
 
 def _needed(line: _Line, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
-    """The steps of the second that its outputs need, given what some are."""
+    """The steps of the second that its outputs need; stand-ins need none."""
     found: set[int] = set()
     pending = [ref.index for ref in line.outputs if ref is not None]
     pending += [index for index in line.second if has_effect(line.values[index])]
@@ -190,12 +190,12 @@ def _needed(line: _Line, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _order(line: _Line, match: _Match) -> list[int]:
-    """The second's steps as they stand, and among them what the first alone computes.
+    """The order of the second's steps, with the steps of the first alone put among them.
 
-    Such a step comes just before its first reader. Where only the caller reads it, it comes
-    when the second has read one of the values that it needs for the last time, or when
-    the last of them is made; at the end if it needs none. The outputs of one operator are
-    unpacked where it runs: see `_partition.late`.
+    Such a step comes just before its first reader. If only the caller reads it, it comes
+    when the second has read one of the values that it needs for the last time, or when the
+    last of these values is made; at the end if it needs none. The outputs of one operator
+    are unpacked where the operator runs: see `_partition.late`.
     """
     twins, values, end = match.twins, line.values, line.second.stop
     alone = [index for index in line.first if index not in twins]
@@ -234,7 +234,7 @@ def _written(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
             value = dataclasses.replace(twin, **same)
             number[firsts[index]] = len(values)
         elif index in line.second:
-            # Ranks count the values of one function, the first's.
+            # A rank counts the values of one function: the first program's.
             value = dataclasses.replace(value, is_backward=is_late, rank=-1)
         values.append(value)
     outputs = tuple(

@@ -1,8 +1,7 @@
 """The naming operator: `checkpoint_name` marks a value in a trace and changes nothing.
 
-The value itself is returned, so that a name is transparent to aliases, to in-place
-operators and to every transform; the mark is an operator without outputs, which only a
-trace ever runs.
+The value itself is returned, so a name does not affect aliases, in-place operators or
+transforms. The mark is an operator without outputs, which only a trace ever runs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _compat.library().define("mark(Tensor value, str name) -> ()")
 
 
 def _mark_nothing(value: torch.Tensor, name: str) -> None:
-    """What the mark does when it runs: it is there to be recorded."""
+    """The kernel of the mark, which does nothing: the mark is there to be recorded."""
 
 
 _compat.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
@@ -50,7 +49,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def marking() -> Generator[None]:
-    """Inside, names are marked outside traces too, for whoever records operators."""
+    """Inside, names are marked outside traces too, for a mode that records operators."""
     before, _thread.marks = _thread.marks, True
     try:
         yield

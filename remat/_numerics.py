@@ -39,7 +39,7 @@ class Numerics(NamedTuple):
 
     @classmethod
     def current(cls) -> Numerics:
-        """What is in force on this thread; the same object as long as nothing changes."""
+        """The switches of this thread; the same object as long as nothing changes."""
         kernels = _compat.kernel_choices()
         known = _known.get(torch.is_grad_enabled())
         if known is not None and known[1] == kernels and known[0]():
@@ -67,9 +67,9 @@ class Numerics(NamedTuple):
     def applied(self) -> Generator[None]:
         """Runs the body under these switches, autocast included, as for a trace.
 
-        Autocast keeps its casts of weights until the outermost block ends. Those that the
-        body made stand for other weights than the caller's and are forgotten, and with
-        them the caller's own, which the next use makes anew.
+        Autocast caches its casts of weights until the outermost block ends. The casts that
+        the body made are not of the caller's weights, so the cache is cleared; the caller's
+        own casts are made again at their next use.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
@@ -112,7 +112,7 @@ class Numerics(NamedTuple):
             found.put_in_force()
 
     def put_in_force(self) -> None:
-        """Sets all switches but autocast, which is only ever entered."""
+        """Sets all switches except autocast, which can only be entered."""
         torch.set_default_dtype(self.default_dtype)
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)

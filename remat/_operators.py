@@ -37,7 +37,7 @@ _SILENT = {"dropout_p": 0.0, "train": False, "training": False}
 
 
 class Step(Protocol):
-    """The part of a graph's value that this module looks at."""
+    """The attributes of a graph's value that this module reads."""
 
     @property
     def op(self) -> Callable[..., Any] | None: ...
@@ -53,7 +53,7 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rng_end(draw: torch.Tensor) -> torch.Tensor:
-    """The state at which a redraw ended; a step of graphs alone, handed out by the redraw."""
+    """The state at which a redraw ended; a step of graphs that the redraw itself computes."""
     raise NotImplementedError(draw)
 
 
@@ -75,7 +75,7 @@ def is_mutable(op: Any) -> bool:
 
 
 def is_check(op: Any) -> bool:
-    """Whether an operator is run for the error that it may raise, and returns nothing."""
+    """Whether an operator only checks: it returns nothing, and may raise."""
     return isinstance(op, _compat.OpOverload) and not _compat.schema_of(op).returns
 
 
@@ -90,7 +90,7 @@ def viewed(value: Step) -> int | None:
 
 
 def returns_view(op: Any) -> bool:
-    """Whether what an operator returns shares storage with what it takes."""
+    """Whether the result of an operator shares storage with an argument."""
     if op in _HIDDEN_VIEWS:
         return True
     returned = _compat.schema_of(op).returns
@@ -116,7 +116,7 @@ def draws(value: Step) -> bool:
 
 
 def in_place_variant(op: Any) -> Any | None:
-    """aten.bernoulli_.float for aten.bernoulli.p: what was functionalized to `op`."""
+    """The in-place operator that became `op`: aten.bernoulli_.float for aten.bernoulli.p."""
     return _IN_PLACE.get(op)
 
 
@@ -160,7 +160,7 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def is_rng_state(op: Any) -> bool:
-    """Whether what an operator hands out is the state of a generator, or of a tracker."""
+    """Whether an operator returns the state of a generator or of a tracker."""
     return op is rng_end or (
         isinstance(op, _compat.OpOverload) and short_name(op) in _STATES
     )
@@ -173,7 +173,7 @@ _STATES = frozenset(
 
 
 def makes_statistics(name: str) -> bool:
-    """Whether an operator hands out what torch's kernel writes in place, unseen."""
+    """Whether an operator returns statistics that torch's kernel writes without telling."""
     return name == "aten._native_batch_norm_legit_functional"
 
 

@@ -1,4 +1,4 @@
-"""The options of `remat`: what each can be, and what it says of one that it cannot."""
+"""The options of `remat`: their checks, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
 
 
 def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses options that `remat` does not have, and says what others' are here.
+    """Refuses options that `remat` does not have; for those of peers says what to write.
 
     Args:
         unknown: the names that were given, and are not options.
@@ -155,7 +155,7 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
 
 
 def require_function(fun: Any) -> None:
-    """Refuses what is not a function, or does its work after the call of it has ended.
+    """Refuses what is not a function, and what does its work after its call has ended.
 
     Raises:
         TypeError: it is such a thing.
@@ -269,7 +269,7 @@ def require_choice(
 
 
 def require_traced(dynamic_shapes: bool, engine: str) -> None:
-    """Refuses open sizes where nothing is traced."""
+    """Refuses `dynamic_shapes` with an engine that does not trace."""
     if dynamic_shapes and engine == "rerun":
         raise ValueError(
             explain(
@@ -282,7 +282,7 @@ def require_traced(dynamic_shapes: bool, engine: str) -> None:
 
 
 def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
-    """Refuses a backend where there is no program, or where bits are compared."""
+    """Refuses a backend with an engine without programs, and with `verify`."""
     if backend is None:
         return
     if engine == "rerun":
@@ -335,7 +335,7 @@ def why_out_of_graphs(settings: Settings, where: str) -> str:
 
 
 def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
-    """How inputs wait, if the engine can carry it out."""
+    """How inputs wait; raises if the engine cannot do it."""
     if saved_inputs is None:
         return InputStorages()
     if isinstance(saved_inputs, Mapping):

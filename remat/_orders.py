@@ -1,8 +1,8 @@
 """How many reverse derivatives of a region are wanted: all, or the first alone.
 
-`torch.func.grad` records every backward in case that somebody differentiates it, and the
-record of a region's backward holds its cotangents until the gradient is done. Who takes no
-second derivative says so, and they are let go.
+`torch.func.grad` records every backward in case somebody differentiates it. The record of a
+region's backward holds its cotangents until the whole gradient is done. Under `first_order()`
+there will be no second derivative, and the cotangents are freed at once.
 """
 
 from __future__ import annotations

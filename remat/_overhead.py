@@ -1,7 +1,7 @@
 """Whether the calls around a program's kernels take longer than the kernels.
 
-They do where tensors are small and steps are many: there Python is worth leaving, for torch's
-interpreter (`_interpreted`) or for a wrapper that a compiler writes in C++ (`_backend`).
+They do if tensors are small and steps are many. Then it pays to replace Python, by torch's
+interpreter (`_interpreted`) or by a wrapper that a compiler writes in C++ (`_backend`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import operator
 
 from remat._graph import Graph, TensorMeta
 
-# The most that a program may take in. Its kernels take microseconds up to here.
+# The most bytes of inputs: up to here, kernels take microseconds.
 _MOST_BYTES = 2**20
 
 
 def dominates(graph: Graph, *, fewest_steps: int) -> bool:
-    """Whether a program has so many steps at least, over small tensors of a CPU."""
+    """Whether a program has at least `fewest_steps` steps on small tensors of a CPU."""
     return _num_steps(graph) >= fewest_steps and _has_small_inputs(graph)
 
 

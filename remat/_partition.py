@@ -98,7 +98,7 @@ class Analysis:
 
     @functools.cached_property
     def checks(self) -> tuple[int, ...]:
-        """Operators without outputs (is this matrix singular?) that the backward runs."""
+        """The operators of the backward that only check (is this matrix singular?)."""
         joint = self.joint
         known = {*range(joint.num_operands), *joint.cotangents}
         others = set(range(joint.graph.num_inputs)) - known
@@ -152,7 +152,7 @@ def _names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
             number = analysis.numbers[alias]
             found.setdefault(number, {}).update(dict.fromkeys(value.names))
     for index, value in enumerate(values):
-        # One output of an operator hands its names to the others: attention's
+        # The outputs of one operator share their names, so that attention's
         # log-sum-exp is saved with its output.
         if value.op is operator.getitem:
             made_by = found[analysis.numbers[value.args[0].index]]
@@ -235,7 +235,7 @@ def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
 
 
 def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
-    """How named operands are to be saved, by their index: they are saved in any case."""
+    """How the policy saves named operands, by index; an operand is held in any case."""
     if isinstance(policy, policies.WholeProgram):
         return {}
     return _permitted(analysis.named_operands, policy)
@@ -251,7 +251,7 @@ def _permitted(
 @final
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where forward and backward part.
+    """What is saved between forward and backward, and what the backward runs.
 
     Attributes:
         saved: the forward values that wait, in order.
@@ -274,7 +274,7 @@ def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int
     values = analysis.joint.graph.values
     found: set[int] = set()
     for member in analysis.members.values():
-        # What matmul makes for more than two dimensions is a view in all but name.
+        # matmul of more dimensions than two ends with `_unsafe_view`: a view in all but name.
         root = member
         while values[root].op is _UNSAFE_VIEW:
             root = values[root].args[0].index
@@ -289,8 +289,8 @@ def cut(
 ) -> Cut:
     """Walks back from the wanted gradients and stops at `members` (law 2).
 
-    Generator states are not a choice: what is not recorded cannot be drawn again. They are
-    operands of the backward, like the inputs.
+    Generator states are not a choice, because a draw without its recorded state cannot be
+    repeated. They are operands of the backward, like the inputs.
     """
     joint = analysis.joint
     given = {state.index for state in joint.states}
@@ -316,7 +316,7 @@ def cut(
             pending.extend(analysis.uses[index])
             after = joint.graph.values[index].after
             if after is not None and after.index not in steps:
-                # The state at which that draw ends is asked for; its saved value does not tell.
+                # The draw must run for the state at which it ends, even if its value is saved.
                 ending.add(after.index)
                 seen.discard(after.index)
                 stand_ins.pop(after.index, None)
@@ -339,13 +339,13 @@ def starts(analysis: Analysis, wanted: Sequence[Ref | None]) -> list[int]:
 def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
     """Operands -> outputs, new values of changed operands, saved values, states.
 
-    Draws stay even where nothing reads them: the generator must end where it would. An
-    output that shares storage with an earlier one is cloned: the caller may change one of
-    them in place.
+    Draws stay even if nothing reads them, because the generator must end in the same state.
+    An output that shares storage with an earlier one is cloned, because the caller may change
+    one of them in place.
 
     Returns:
-        The graph, and which outputs are views of something that nobody else holds: they
-        must leave as tensors of their own, which may be changed in place.
+        The graph, and which outputs are views of something that nothing else holds. They
+        must be returned as plain tensors, which the caller may change in place.
     """
     graph = _ranked(joint.graph)
     effects = [
@@ -426,9 +426,9 @@ def backward_graph(
 ) -> Graph:
     """Saved values, operands, states, cotangents -> the wanted gradients.
 
-    A draw of the forward that the backward runs again reads its recorded state. Each
-    value is recomputed just before the first step that reads it, so that what comes back
-    of one layer is gone before the next one's does.
+    A draw of the forward that the backward repeats reads its recorded state. Each value is
+    recomputed just before the first step that reads it, so that the values of one layer are
+    freed before those of the next layer are computed.
     """
     values = joint.graph.values
     inputs = [
@@ -461,7 +461,7 @@ def backward_graph(
 
 
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
-    """The steps, those of the forward moved to before the first that reads them.
+    """The steps, with each step of the forward moved to just before its first reader.
 
     The outputs of one operator are unpacked where it runs: their tuple would keep each
     alive until the last of them is read.
@@ -483,7 +483,7 @@ def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
             needed |= uses
             pending += uses
         order += [*sorted(needed), step]
-    # No step reads what is only handed out.
+    # No step reads a value that is only returned.
     return order + sorted(waiting)
 
 
@@ -495,10 +495,10 @@ def unique_outputs(
 ) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
     """Each output once, and none that is only a view of an input after the first `skip`.
 
-    `autograd.Function` can hand out neither a tensor twice nor one of its inputs.
+    `autograd.Function` can return neither a tensor twice nor one of its inputs.
 
     Args:
-        graph: what to hand out of.
+        graph: whose outputs to change.
         skip: how many inputs none may be a view of.
         inputs: how each input after these is spread, as a DTensor; empty if none is.
         outputs: how each output is, likewise.
@@ -516,7 +516,7 @@ def unique_outputs(
             continue
         bases = [each for each, spread in unique if spread == placement]
         path = view_path(graph, bases, ref)
-        # A DTensor is not a view: it is one of the others, or its own.
+        # A DTensor is not a view: it is the same as another one, or an output of its own.
         if path is None or (placement is not None and path[1] is not None):
             path = ref, None
         base, steps = path

@@ -1,8 +1,8 @@
 """The most bytes that live at one time in a forward and its backward, by replay.
 
-Both programs are walked step by step as they will run: each makes its storages and frees
-at last use what nothing reads any more. What operators make counts; arguments are the
-caller's, and what lives only inside one kernel is not seen.
+Both programs are walked step by step, as they will run: a step allocates storages, and a
+storage is freed after its last use. The results of operators count. Arguments belong to the
+caller and do not; memory inside one kernel is not seen.
 """
 
 from __future__ import annotations

@@ -249,21 +249,25 @@ class Plan:
         Raises:
             ValueError: the text is not a plan, or has another version of this format.
         """
-        read: Any = json.loads(text)
+        try:
+            read: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _not_a_plan(f"It is not JSON: {error}.") from error
         found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
         version = found.pop("version", None)
         wanted = {each.name for each in dataclasses.fields(cls)}
         if version != _VERSION or set(found) != wanted:
-            raise ValueError(
-                explain(
-                    where="Plan.from_json(text)",
-                    what=f"the text is not a plan of version {_VERSION}.",
-                    why=f"Its version is {version!r}, and it has {sorted(found)}.",
-                    do="Pass what `Plan.to_json` returned, or plan again.",
-                )
+            raise _not_a_plan(
+                f"Its version is {version!r}, and it has {sorted(found)}."
             )
-        rows = tuple(map(_row_of, found["rows"]))
-        problem = _plan_text.to_problem(found["problem"])
+        try:
+            rows = tuple(map(_row_of, found["rows"]))
+            problem = _plan_text.to_problem(found["problem"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            kind = type(error).__name__
+            raise _not_a_plan(
+                f"A part of it cannot be read: {kind}: {error}."
+            ) from error
         fields: dict[str, Any] = {**found, "rows": rows, "problem": problem}
         return cls(**fields)
 
@@ -295,6 +299,17 @@ _UNITS = {"flops": "FLOPs and bytes moved", "measured": "ns"}
 def _what(row: PlanRow) -> str:
     name = f'"{row.name}" ' if row.name else ""
     return f"{name}{row.op} {row.dtype}[{', '.join(map(str, row.shape))}]"
+
+
+def _not_a_plan(why: str) -> ValueError:
+    return ValueError(
+        explain(
+            where="Plan.from_json(text)",
+            what=f"the text is not a plan of version {_VERSION}.",
+            why=why,
+            do="Pass what `Plan.to_json` returned, or plan again.",
+        )
+    )
 
 
 def _row_of(text: dict[str, Any]) -> PlanRow:

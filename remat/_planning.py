@@ -108,7 +108,7 @@ class Model:
 
     @functools.cached_property
     def everything(self) -> Outcome:
-        """What comes of saving all that may be."""
+        """The outcome of saving everything that may be saved."""
         return self.problem.outcome(self.problem.everything)
 
 
@@ -166,9 +166,9 @@ def model_of(
 
 
 def _saved_as(analysis: Analysis, steps: Sequence[int]) -> dict[int, int]:
-    """For steps that can be spared: the class of the value that is saved instead.
+    """For each step that a saved value can replace: the class of that value.
 
-    What matmul views last is saved for matmul; here the step is matmul's alone.
+    The last view of matmul is saved instead of the product.
     """
     members = _all_members(analysis)
     found: dict[int, int] = {}
@@ -191,7 +191,7 @@ def _options(analysis: Analysis, item: Item) -> tuple[Option, ...]:
 
 
 def _fixed_bytes(analysis: Analysis) -> int:
-    """States of generators, and copies of changed buffers: held whatever is saved."""
+    """Bytes of generator states and copies of changed buffers, which are always held."""
     joint = analysis.joint
     held = [state.index for state in joint.states]
     held += [operand for operand, _ in joint.mutations]
@@ -209,7 +209,7 @@ def no_remat_bytes(analysis: Analysis) -> int:
 def solve(
     model: Model, budget: Budget, solver: Solver = solve_cut
 ) -> tuple[int, Solution]:
-    """The bytes that a budget comes to for a program, and what is saved of it.
+    """The bytes that a budget means for a program, and what is saved within them.
 
     Raises:
         BudgetError: nothing fits; the message says what would.
@@ -233,7 +233,7 @@ def _solve_for_memory(
     low, high = model.problem.fixed_bytes, model.everything.saved_bytes
 
     peaks: list[int] = []
-    # Peaks do not grow with what is saved: what is recomputed takes room, too.
+    # The peak does not always grow with what is saved: recomputation takes room, too.
     for stage in range(_STAGES, -1, -1):
         size = low + (high - low) * stage // _STAGES
         solution = solver(model.problem, size, where)

@@ -1,10 +1,9 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
-The text of the function is kept and printed by `.programs()`: what runs is what prints,
-be it as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`).
-Where a `Watcher` listens, the same function says before each step which one it is. While a
-trace of something around it runs, the graph is interpreted instead, so that each
-operator keeps its name and its line in the other trace.
+The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
+as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`). For a
+`Watcher`, the same function reports each step before it runs. Inside an outer trace, the
+graph is interpreted instead, so that each operator keeps its name and its line there.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SIMPLE = (bool, int, str, type(None))
 
 
 class Quiet(NamedTuple):
-    """A program in the parts that its callers put together, to save themselves a call.
+    """A program in two parts, which a caller combines itself to save a call.
 
     Attributes:
         around: makes the context in which it runs.
@@ -80,9 +79,9 @@ class Program:
         return self.consume(list(inputs))
 
     def consume(self, inputs: list[Tensor]) -> list[Any]:
-        """The same, but the list is emptied, and each input let go after its last use."""
+        """The same, but it empties the list, and frees each input after its last use."""
         if self._shares_memory:
-            # Whoever changes one of them in place must be seen by the others.
+            # Outputs that share memory must stay views: an in-place change shows in all.
             with torch.no_grad():
                 if self.is_compiled and not _compat.is_watched():
                     return self._short(inputs)
@@ -109,12 +108,12 @@ class Program:
 
     @functools.cached_property
     def is_compiled(self) -> bool:
-        """Whether the backend runs it, where nobody listens for single operators."""
+        """Whether the backend runs it when no mode listens for single operators."""
         return self.backend is not None and _backend.can_compile(self.graph)
 
     @functools.cached_property
     def _held_back(self) -> Graph:
-        """The graph for a compiler that sees the forward and the backward at once."""
+        """The graph for a compiler that sees forward and backward together: see `_holding`."""
         if not self.num_cotangents:
             return self.graph
         return held_back(self.graph, self.num_saved, self.num_cotangents)
@@ -151,7 +150,7 @@ class Program:
 
     @functools.cached_property
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
-        """The same in fewer calls, for where nobody listens for single operators."""
+        """The same in fewer calls, if no mode listens for single operators."""
         if self.is_compiled:
             return _backend.Compiled(self.graph)
         folded = fold(self.graph)
@@ -167,7 +166,7 @@ class Program:
     def _compiled(
         self, graph: Graph, *, is_watched: bool = False
     ) -> Callable[..., list[Any]]:
-        # A dispatch mode hears overloads, by whatever binding they are called.
+        # A dispatch mode gets overloads, whichever binding calls them.
         bindings = {} if is_watched else bindings_of(graph)
         writer = _Writer(graph, self.title, bindings, is_watched=is_watched)
         namespace = dict(writer.bound)
@@ -185,8 +184,8 @@ class _Writer:
 
     Attributes:
         text: the function, as it is printed.
-        consuming: the same for one list of all inputs, which it empties: who calls a
-            function holds its arguments until it returns.
+        consuming: the same for one list of all inputs, which it empties. A caller holds the
+            arguments of a call until it returns, but not the contents of such a list.
         bound: the objects by their names.
     """
 
@@ -337,7 +336,7 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     with _compat.without_torch_function():
         for index, value in enumerate(graph.values):
             if value.op is operators.rng_end:
-                # The redraw hands it out, but to no compiler, in whose graphs all states are.
+                # Computed by the redraw itself; a compiler's graph has all states and none of these.
                 env.setdefault(index, None)
             elif value.op is not None:
                 env[index] = _step(value, env, ends.get(index))
@@ -406,14 +405,14 @@ def _whole_draw(
 
 
 def _stream_around(value: Value) -> str | None:
-    """Whose numbers a draw takes in the other trace; None is for its generator to say."""
+    """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
     if value.is_redraw:
         return ""
     return _streams.take_inside(value.stream, _device(value)) if value.stream else None
 
 
 def _state_around(*given: Any) -> torch.Tensor:
-    """The state of a generator into which the other trace may have put a tracker's.
+    """The state of a generator, which may be that of a tracker in the outer trace.
 
     Args:
         *given: of `_rng.STATE`, or of `_rng.SINCE`: the device comes last.

@@ -1,4 +1,4 @@
-"""Forward mode of a region: what moves, and values and tangents in one program."""
+"""Forward mode of a region: which outputs have tangents, and one program for both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tangents:
 
     Attributes:
         forward: (operands, generator states, tangents) -> what the tangents are made of.
-        views: how each tangent is made from what it hands out and from what it takes.
+        views: how each tangent is made from what it returns and from what it takes.
         num_operands: how many operands the region has.
         num_states: how many generator states its forward records.
     """
@@ -31,13 +31,13 @@ class Tangents:
 
     @property
     def graph(self) -> Graph:
-        """The program's graph, without what it makes of buffers: the region's does that."""
+        """The program's graph without new values of buffers, which the region's forward makes."""
         graph = self.forward.program.graph
         return dataclasses.replace(graph, outputs=graph.outputs[: self.num_outputs])
 
     @property
     def num_outputs(self) -> int:
-        """How many tensors it hands out."""
+        """How many tensors it returns."""
         return self.forward.shape[0]
 
     @property
@@ -47,7 +47,7 @@ class Tangents:
         return self.forward.program.graph.num_inputs - known
 
     def views_after(self, count: int) -> tuple[View, ...]:
-        """How each is made where `count` outputs come before, and no states among inputs."""
+        """The views where `count` outputs come first, and no states are among the inputs."""
 
         def shifted(view: View) -> View:
             if view.output is not None:
@@ -83,7 +83,7 @@ def tangent_metas(
 def push(
     forward: Forward, tangents: Tangents, origins: Graph | None
 ) -> tuple[Forward, tuple[View, ...]]:
-    """The forward that hands out tangents after its outputs, and takes tangents at the end.
+    """The forward that takes tangents last, and returns tangents after its outputs.
 
     Outputs, and what is saved, are the forward's to the last bit; what both programs compute
     is computed once (see `_merge`).
@@ -94,7 +94,7 @@ def push(
         origins: what the tensors before the operands are made of (see `merge`).
 
     Returns:
-        The forward, and how outputs and tangents are made from what it hands out.
+        The forward, and how outputs and tangents are made from what it returns.
     """
     program, count = forward.program, forward.shape[0]
     merged = merge(program.graph, tangents.graph, _reads(forward, tangents), origins)

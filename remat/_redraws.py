@@ -1,15 +1,16 @@
-"""Redraws that go on from where the one before them ended.
+"""Redraws that continue from where the redraw before them ended.
 
-Most redraws of a backward follow one another as their draws did in the forward. Then one
-generator state is enough for a run of them: each starts from the state at which the one
-before it ended, and what waits for it is empty. The forward hands a state out nevertheless
-where it finds that somebody else has drawn in between (another thread, an operator that
-does not say that it draws), and the redraw starts from that one. States of accelerators
-are 16 bytes: each of theirs waits.
+Most redraws of a backward come in the order of the draws in the forward. Then one generator
+state is enough for a whole row of redraws: each starts from the state at which the redraw
+before it ended, and the state saved for it is empty. The forward still saves a state if it
+finds that something else has drawn in between (another thread, an operator that does not
+declare its draws), and the redraw starts from that state. The states of accelerators take 16
+bytes: each is saved.
 
-A redraw that goes on reads the draw before it (`Value.after`), in every program: a draw
-that would be dead otherwise runs for the state at which it ends, and none before its turn.
-`torch.utils.checkpoint` likewise holds one state a call, and runs all of the function again.
+A redraw that continues reads the draw before it (`Value.after`) in every program. So a draw
+that is dead otherwise still runs, for the state at which it ends, and the order of the draws
+is kept. `torch.utils.checkpoint` also holds one state a call, and runs the whole function
+again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from remat._graph import Graph, Ref, TensorMeta, Value, check, renumbered
 from remat._trace import Joint
 
 Links = tuple[int | None, ...]
-"""For each draw the place of the one from whose end it goes on; None: from its own state."""
+"""For each draw the place of the draw at whose end it starts; None: it has its own state."""
 
 
 def linked(joint: Joint, states: Sequence[Ref], links: Links) -> Joint:
-    """The joint graph whose draws know from whose ends they go on.
+    """The joint graph with `after` set on the draws that continue others.
 
     Args:
         joint: the joint graph.
         states: from which states its draws start, in order.
-        links: whose ends these are, if they are left out.
+        links: see `Links`.
     """
     if not any(link is not None for link in links):
         return joint
@@ -45,9 +46,9 @@ def linked(joint: Joint, states: Sequence[Ref], links: Links) -> Joint:
 
 
 def pairs_of(graph: Graph, state: Ref, before: Ref) -> list[tuple[int, int]]:
-    """Each draw from a state, after the last draw that starts from the state before.
+    """Pairs (the last draw from the state before, a draw from this state).
 
-    Inner regions' redraws are among them.
+    The redraws of inner regions are among them.
     """
     found: list[tuple[int, int]] = []
     latest = -1
@@ -60,18 +61,18 @@ def pairs_of(graph: Graph, state: Ref, before: Ref) -> list[tuple[int, int]]:
 
 
 def written_out(graph: Graph) -> Graph:
-    """The program in which states are read where draws end, and picked where they start."""
+    """The program with steps that read the state at a draw's end and choose the next start."""
     ended = {value.after.index for value in graph.values if value.after is not None}
     return _Writing(graph, ended).run() if ended else graph
 
 
 class _Writing:
-    """A program as it is being written again, with steps of its own for ends of draws."""
+    """Writes a program again, with a step for the end of each draw that is continued."""
 
     def __init__(self, graph: Graph, ended: set[int]) -> None:
         self._old = graph
         self._ended = ended
-        # A draw of the forward is preceded by the state that is handed out.
+        # Before a draw of the forward comes the step that records its state.
         self._since = {
             value.state.index: value.after.index
             for value in graph.values
@@ -107,7 +108,7 @@ class _Writing:
         return dataclasses.replace(new, state=self._add(picked))
 
     def _end(self, index: int, value: Value) -> Value:
-        """The step that hands out the state at which a draw has ended."""
+        """The step that gives the state at which a draw has ended."""
         if value.is_redraw:
             args, op = (self._places[index],), operators.rng_end
         else:
@@ -115,7 +116,7 @@ class _Writing:
         return dataclasses.replace(self._state(value), op=op, args=args)
 
     def _state(self, value: Value) -> Value:
-        """A step that hands out a state, without its operator and arguments."""
+        """A step that gives a state; its operator and arguments are still to be set."""
         assert value.state is not None, "a draw that ends without having started"
         meta = self._old.values[value.state.index].meta
         assert isinstance(meta, TensorMeta)

@@ -3,16 +3,16 @@
 The derivatives of a region are regions again:
 
 - `vjp`: (saved, operands, states, cotangents) -> gradients, run by the backward program.
-  That a backward is a region too is what makes memory fall under `torch.func.grad`, which
-  records every backward in case somebody differentiates it. It saves its operands alone;
-  its own derivative is traced only if asked for, from the pullback of the function.
+  `torch.func.grad` records every backward in case somebody differentiates it. Because the
+  backward is a region too, that record saves its operands alone, and memory falls. The
+  derivative of the backward is traced only if asked for, from the function's pullback.
 - `jvp`: (operands, states, tangents) -> tangents, the region of the pushforward.
-- `pushed`: (operands, tangents) -> outputs and their tangents, in one program; where reverse
+- `pushed`: (operands, tangents) -> outputs and their tangents, in one program. If reverse
   mode is taken above, its forward is the region's own, merged with that of the tangents.
-- `batched`: the region of the mapped function; where reverse mode is taken per example,
-  its forward is the per-example program, mapped.
+- `batched`: the region of the mapped function. If reverse mode is taken per example, its
+  forward is the per-example program, mapped.
 
-Everything is traced when it is first needed and kept; `_bind` decides what is needed.
+Each of these is traced when it is first needed, then kept; `_bind` decides what is needed.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Region:
             operands: the metadata of what it takes.
             policy: what its backward may find saved.
             joints: its joint graphs, where they are known already.
-            given: its forward, where an outer region's program made it.
+            given: its forward, if it was made from another region's program; else None.
             states: which operands are generator states for its draws, in order.
-            links: for each draw the one from whose end it goes on, if that is settled.
+            links: for each draw the draw at whose end it starts, if that is settled.
             verify: whether the backward compares saved values with recomputed ones.
-            inputs: the operands that wait otherwise than as they are, and how.
+            inputs: the operands that do not wait as they are, and their storages.
             calls: numbers the calls of the function; those of its derivatives too.
         """
         self.verify = verify
@@ -126,7 +126,7 @@ class Region:
             key = named(key)
         found = self._made.get(key)
         if found is None:
-            # Two threads may both make it; the first stays.
+            # Two threads may both make it; the first result is kept.
             found = self._made.setdefault(key, make())
         return found
 
@@ -194,7 +194,7 @@ class Region:
         return linked(joint, joint.states, self.links(roots))
 
     def links(self, roots: Roots) -> Links:
-        """For each draw the one from whose end it goes on; None where its state waits."""
+        """For each draw the draw at whose end it starts; None if its own state is saved."""
         if self._settled_links is not None:
             return self._settled_links
         return self._once("links", lambda: self._links(roots))
@@ -202,7 +202,7 @@ class Region:
     def _links(self, roots: Roots) -> Links:
         analysis = self._unlinked(roots)
         if isinstance(self.policy, (Planned, WholeProgram)):
-            # A plan counts each state: it is made before it is known what is redrawn.
+            # A plan counts every state: when it is made, the redraws are not known yet.
             return (None,) * len(analysis.joint.states)
         return links_for(analysis, self._members(roots, analysis))
 
@@ -213,9 +213,9 @@ class Region:
         )
 
     def store_named_operands(self, roots: Roots) -> None:
-        """Has operands that the policy would save in a storage wait in it.
+        """Stores the operands for which the policy names a storage.
 
-        A storage of `saved_inputs` goes before the policy's.
+        For an operand that `saved_inputs` names too, the storage of `saved_inputs` is used.
         """
         named = decide_of_operands(self.analysis(roots), self.policy)
         storages = {index: answer.storage for index, answer in named.items()}
@@ -223,7 +223,7 @@ class Region:
         self.inputs = {**found, **self.inputs}
 
     def cut(self, roots: Roots) -> Cut:
-        """Where forward and backward part."""
+        """What is saved, and what the backward runs."""
         return self._once("cut", lambda: self._cut(roots))
 
     def _cut(self, roots: Roots) -> Cut:
@@ -232,12 +232,12 @@ class Region:
         return cut(analysis, members, analysis.joint.gradients)
 
     def _members(self, roots: Roots, analysis: Analysis) -> frozenset[int]:
-        # What another region's program does not hand out cannot be saved.
+        # A forward that was given returns fixed values: nothing else can be saved.
         permitted = {} if self.given else self.decisions(roots)
         return permitted_members(analysis, permitted)
 
     def forward(self, roots: Roots, save: bool) -> Forward:
-        """The forward, with or without handing out what the backward will read."""
+        """The forward; if `save`, its results include what the backward will read."""
         if self.given is not None:
             return self.given.forward
         key = _FORWARDS[save]
@@ -298,11 +298,11 @@ class Region:
 
     @property
     def runs_first(self) -> bool:
-        """Whether only a run tells which operands its outputs rest on: a trace does."""
+        """Whether only a run tells which operands the outputs depend on: here the trace does."""
         return False
 
     def views(self, roots: Roots) -> tuple[View, ...] | None:
-        """How what is returned is made; None where the outputs are it."""
+        """How each returned tensor is made; None if the outputs are what is returned."""
         found = self._made.get("views", ...)
         if found is ...:
             every = self.every_view(roots)
@@ -311,11 +311,11 @@ class Region:
         return found
 
     def every_view(self, roots: Roots) -> tuple[View, ...]:
-        """How what the function returns is made from the outputs and operands."""
+        """How each tensor that the function returns is made from the outputs and operands."""
         return self._light(roots).views if self.given is None else self.given.views
 
     def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
-        """The forward that saves, if to run its program is all that a call comes to."""
+        """The forward that saves, if a call needs no more than to run its program."""
         found = self._made.get("straight", ...)
         if found is ...:
             forward = self.forward(roots, save=True)
@@ -347,8 +347,8 @@ class Region:
     def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region of the gradients of what is wanted.
 
-        It is differentiable with respect to the cotangents that require grad alone: some
-        operators' backwards are not differentiable there, and seldom have to be.
+        It is differentiable only with respect to the cotangents that require grad. Some
+        operators' backwards are not differentiable there, and they seldom have to be.
 
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
@@ -536,7 +536,7 @@ class Region:
     def mapped_whole(self, batch: Batch) -> Region:
         """The region of the mapped function, each result mapped over its first dimension.
 
-        Unlike that of `batched`, it returns views too, and is called on physical tensors.
+        Unlike the region of `batched`, it returns views too, and takes physical tensors.
         """
         return self._once(("whole", batch), lambda: self._mapped_whole(batch))
 

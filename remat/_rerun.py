@@ -1,8 +1,8 @@
 """`engine="rerun"`: functions that cannot be traced run again, in Python, in the backward.
 
-For branches on values, opaque kernels, shapes that depend on data. The same rules as for
-traced regions hold (`_bind`): derivatives are regions again, made from the pullback, the
-pushforward or the map of the function, and each runs the function anew from its operands.
+This is for branches on values, opaque kernels, and shapes that depend on data. The same rules
+hold as for traced regions (`_bind`): derivatives are regions again, made from the pullback,
+the pushforward or the map of the function, and each runs the function again on its operands.
 Generators, registered trackers and module buffers are put back to where the forward found
 them meanwhile.
 
@@ -34,7 +34,7 @@ from remat._lines import mutates, user_line
 from remat._numerics import Numerics
 from remat._resting import guard_against_others, require_own, resting, variables
 from remat._run_state import RunState
-from remat._running import uninitialized
+from remat._running import depth, lift, running_again, uninitialized
 from remat._trace import Flat, View
 
 
@@ -62,12 +62,12 @@ def call(
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
     result = _Result()
-    constants = _Constants(survey, [*operands, *managed])
+    # A trace around would take these looks for the user's own.
+    with _compat.without_torch_function():
+        constants = _Constants(survey, [*operands, *managed])
+        buffers = _buffers(survey, given)
     state = RunState(
-        _buffers(survey, given),
-        [*operands, *managed],
-        draws=rng == "preserve",
-        engine=engine,
+        buffers, [*operands, *managed], draws=rng == "preserve", engine=engine
     )
     numerics = Numerics.current()
 
@@ -76,10 +76,12 @@ def call(
         stand_ins = dict(zip(map(id, operands), tensors, strict=True))
         new_args, new_kwargs = arguments.of(stand_ins)
         is_again = state.before is not None
+        substituted = _Substituted(stand_ins, state, constants, is_pure=not beyond)
         with (
             survey.in_place(but=managed) if is_again else contextlib.nullcontext(),
             engine.running() if engine else _wrapped.refused(),
-            _Substituted(stand_ins, state, constants, is_pure=not beyond),
+            running_again(substituted.met) if beyond else contextlib.nullcontext(),
+            substituted,
             numerics.applied(),
             _compat.own_parametrizations(),
         ):
@@ -96,8 +98,24 @@ def call(
             return found
 
     wanted = tuple(map(_compat.requires_grad_anywhere, operands))
-    region = Rerun(flat, flat, wanted, state)
-    return result.tree(bind(Call(region, (fun,), numerics), operands))
+    function = _cast_alike(flat, operands)
+    region = Rerun(function, function, wanted, state)
+    lifted = [lift(each) for each in operands]
+    return result.tree(bind(Call(region, (fun,), numerics), lifted))
+
+
+def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
+    """The function, on tensors that autocast casts as often as the operands."""
+    # Asked of the tensors: sparse and nested ones have no metadata.
+    each_time = [*map(_compat.is_cast_each_time, operands)]
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        pairs = zip(each_time, tensors, strict=True)
+        return function(
+            [_compat.cast_each_time(each) if anew else each for anew, each in pairs]
+        )
+
+    return run if any(each_time) else function
 
 
 def rerun_of(
@@ -129,7 +147,7 @@ def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """What the function may change: buffers of modules, arguments without a gradient."""
+    """The tensors that the function may change: buffers, and arguments without a gradient."""
     own = [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
     passed = [each for each in given if not _compat.requires_grad_anywhere(each)]
     return [_compat.unwrapped(tensor) for tensor in [*own, *passed]]
@@ -159,7 +177,7 @@ class _Arguments:
 
 @final
 class _Result:
-    """How what the function returned came apart, in its last run."""
+    """The structure of what the function returned in its last run."""
 
     def __init__(self) -> None:
         self.statics: list[Any] = []
@@ -188,7 +206,7 @@ _IN_A_GRAPH = (
 
 
 class _Substituted(TorchFunctionMode):
-    """Puts operands in place of captured tensors, and sees generators pass by."""
+    """Replaces captured tensors by operands, and notes the generators that are used."""
 
     def __init__(
         self,
@@ -202,6 +220,7 @@ class _Substituted(TorchFunctionMode):
         self._state = state
         self._constants = constants
         self._is_pure = is_pure
+        self._depth = depth()
 
     @_compat.unseen_by_dynamo
     def __torch_function__(
@@ -216,7 +235,10 @@ class _Substituted(TorchFunctionMode):
             if not self._is_pure:
                 _compat.end_graph(_IN_A_GRAPH)
             return func(*args, **(kwargs or {}))
-        args, kwargs = _compat.map_tensors(self._met, (args, kwargs or {}))
+        if depth() != self._depth:
+            # A region inside is traced on its own; it has its tensors from `lift`.
+            return func(*args, **(kwargs or {}))
+        args, kwargs = _compat.map_tensors(self.met, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.meet(each)
@@ -227,7 +249,8 @@ class _Substituted(TorchFunctionMode):
         self._state.watch(func)
         return out
 
-    def _met(self, tensor: Tensor) -> Tensor:
+    def met(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor, itself if nothing does; it counts as used."""
         if self._state.before is None:
             self._state.used.add(id(tensor))
         return self._stand_ins.get(id(tensor), tensor)
@@ -236,7 +259,7 @@ class _Substituted(TorchFunctionMode):
 def _targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """What a call writes to, as far as its name tells."""
+    """The tensors that a call writes to, as far as its name tells."""
     name = str(getattr(func, "__name__", "")).split(".")[0]
     found = _compat.tensor_leaves(kwargs.get("out"))
     is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
@@ -256,7 +279,7 @@ _ASSIGNING = frozenset(
         *("ipow", "ilshift", "irshift", "iand", "ior", "ixor", "setitem"),
     )
 )
-# They end like writers, and leave the numbers.
+# Their names end like those of writers, but they change no numbers.
 _HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 # They write to statistics without telling: no version changes.
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
@@ -264,16 +287,16 @@ _TRACKING = frozenset({"batch_norm", "instance_norm"})
 
 @final
 class _Constants:
-    """The tensors without a gradient that a function reaches: nothing keeps their numbers.
+    """The tensors without a gradient that a function reaches, which are not copied.
 
-    Those that it used and did not change must be what they were when it runs again.
+    Those that it used and did not change must have the same numbers when it runs again.
     """
 
     def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
         known = set(map(id, operands))
         self._survey = survey
         self._versions = [
-            (tensor, tensor._version)  # noqa: SLF001
+            (tensor, tensor._version)
             for tensor in survey.reached
             if id(tensor) not in known and _has_version(tensor)
         ]
@@ -288,7 +311,7 @@ class _Constants:
         self._wanted = set(map(_compat.storage_key, filter(_has_storage, leaves)))
 
     def before_write(self, target: Tensor, state: RunState) -> None:
-        """Has the numbers kept of those that share memory with what is written to.
+        """Saves the numbers of those tensors that share memory with what is written to.
 
         Raises:
             MutationError: an argument that is to be differentiated does.
@@ -302,7 +325,7 @@ class _Constants:
             state.keep(tensor)
 
     def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
-        """Keeps to those that the first run used and has not changed.
+        """Forgets all but those that the first run used and has not changed.
 
         Args:
             used: the ids of what it used.
@@ -313,17 +336,17 @@ class _Constants:
         """
         put_back = set(map(id, kept))
         for tensor, version in self._versions:
-            moved = id(tensor) in used and tensor._version != version  # noqa: SLF001
+            moved = id(tensor) in used and tensor._version != version
             if moved and id(tensor) not in put_back:
                 raise _unseen(self._survey.tensors[id(tensor)][0].label)
         self._versions = [
             (tensor, version)
             for tensor, version in self._versions
-            if id(tensor) in used and tensor._version == version  # noqa: SLF001
+            if id(tensor) in used and tensor._version == version
         ]
 
     def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Looks whether one was written to since.
+        """Refuses a run if one of them was written to since.
 
         Args:
             found: buffers that are put back to what they were.
@@ -333,7 +356,7 @@ class _Constants:
         """
         put_back = {id(buffer) for buffer, _ in found}
         for tensor, version in self._versions:
-            if tensor._version != version and id(tensor) not in put_back:  # noqa: SLF001
+            if tensor._version != version and id(tensor) not in put_back:
                 raise _modified(self._survey.tensors[id(tensor)][0].label)
 
 
@@ -380,7 +403,7 @@ class Rerun(WithoutProgram):
         state: what is put back around each run.
         returned: how what it returns is made from the outputs; None means they are it.
         all_flow: whether every output has a gradient, whatever a run's graph says.
-        is_primal: whether it hands out what the user's function does, or that in tangents
+        is_primal: whether it returns what the user's function does, or that in tangents
             or mapped: what `state.resting` tells of. Gradients rest on others.
         num_leading: nothing comes before the operands.
     """
@@ -400,12 +423,12 @@ class Rerun(WithoutProgram):
 
     @property
     def keeps(self) -> bool:
-        """Whether the backward reads what the forward saved: nothing is."""
+        """False: the forward saves nothing for the backward."""
         return False
 
     @property
     def runs_first(self) -> bool:
-        """A run tells what the outputs rest on, and one of gradients leaves no graph."""
+        """Whether a run tells what the outputs depend on: that of gradients leaves no graph."""
         return not self.all_flow
 
     def forward(
@@ -440,7 +463,7 @@ class Rerun(WithoutProgram):
         return run
 
     def vjp(self, roots: Roots, asked: Asked) -> Rerun:
-        """The region of the gradients; an operand that no output rests on has none."""
+        """The region of the gradients; an operand that no output depends on has none."""
         outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
         wanted = [index for index, each in enumerate(asked.wanted) if each]
         rests = self.state.resting if self.is_primal else None
@@ -481,7 +504,7 @@ class Rerun(WithoutProgram):
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function."""
-        # Where reverse mode is taken per example, torch runs a function so.
+        # This is how torch runs a function if reverse mode is taken per example.
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
         function = tracked(self.function, wanted) if save else self.function
         over = mapped(function, None, batch, 0)
@@ -503,9 +526,9 @@ def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
 
 
 def _accumulating(function: Flat, pull: Pull, engine: _sharded.Engine) -> Flat:
-    """(operands, ..., cotangents) -> the gradients, by a backward inside autograd's own.
+    """(operands, ..., cotangents) -> the gradients, by a backward inside a backward.
 
-    It leaves the gradients of gathered parameters where the engine's hooks find them.
+    It leaves the gradients of gathered parameters where the engine's hooks look for them.
     """
 
     def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:

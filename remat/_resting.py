@@ -1,7 +1,7 @@
-"""What the outputs of a run rest on, by the graph that autograd recorded of it.
+"""Which leaves the outputs of a run depend on, by the graph that autograd recorded.
 
-A run is given stand-ins, the leaves. An output that rests on any other tensor would lose a
-gradient, and so would a backward that came to the leaves other than through an output.
+A run is given stand-ins, the leaves. If an output depended on any other tensor, a gradient
+would be lost; and also if a backward reached the leaves other than through an output.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def resting(
     leaves: Sequence[Tensor],
     engine: _sharded.Engine | None = None,
 ) -> tuple[int, ...]:
-    """For each leaf the outputs that rest on it, a bit for each; all where none can.
+    """For each leaf the outputs that depend on it, as bits; `ALL` if it wants no gradient.
 
     The last leaf stands for the parameters that an engine has gathered.
 
     Raises:
-        CapturedTensorError: some output rests on a tensor that is not a leaf of the run.
+        CapturedTensorError: an output depends on a tensor that is not a leaf of the run.
     """
     found: dict[int, int] = {}
     known = set(map(id, leaves))
@@ -49,9 +49,9 @@ def resting(
 
 
 def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
-    """What the outputs rest on, by autograd's own graph, each with the bits of these.
+    """The leaves of autograd's graph, each with the bits of the outputs that depend on it.
 
-    Leaves that a function has made, and that nobody holds, are left out.
+    Leaves that the function has made, and that nothing holds any more, are left out.
     """
     bits: dict[Any, int] = {}
     for index, each in enumerate(outputs):
@@ -68,9 +68,9 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
 
 
 def is_held(node: Any) -> bool:
-    """Whether Python refers to the leaf of a node, if it is one of a leaf.
+    """Whether the node is that of a leaf, and something in Python holds the leaf.
 
-    A leaf that a function makes for itself, and forgets, wants a gradient of nobody's.
+    Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
     """
     return hasattr(node, "variable") and _references(node) > _unheld()
 
@@ -113,23 +113,23 @@ def require_own(
     given: Sequence[Tensor],
     engine: _sharded.Engine | None,
 ) -> None:
-    """Refuses what a run in the backward found, if it rests on another run.
+    """Refuses outputs of a run in the backward that depend on the run in the forward.
 
-    What a function has kept from its forward, where no walk puts it back (a cache of
-    functools), rests on the stand-ins of that run: the gradient would end there.
+    A function may keep a tensor where it cannot be put back (a cache of functools). That
+    tensor depends on the stand-ins of the forward's run: the gradient would end there.
 
     Raises:
-        CapturedTensorError: some output rests on a leaf that was not given.
+        CapturedTensorError: an output depends on a leaf that was not given.
     """
     if all(each.is_leaf for each in given):
         resting(outputs, given, engine)
 
 
 def guard_against_others(leaves: Sequence[Tensor]) -> None:
-    """Fails in a backward that reaches a run from elsewhere than through its outputs.
+    """Has a backward fail if it reaches the leaves other than through the outputs.
 
-    A tensor that the function left somewhere (a hook that collects) holds the graph of the
-    run, which ends in leaves that nobody reads.
+    A tensor that the function left somewhere (in a list, by a hook) holds the graph of the
+    run, which ends in leaves whose gradients nobody reads.
     """
     for leaf in leaves:
         if leaf.requires_grad:

@@ -1,7 +1,7 @@
 """Generator states as values: recorded before a draw, put back around its redraw.
 
-A recomputed draw reads the state that its first run started from, so that it gives the
-same numbers even where other draws were cut out as dead work; the generator itself is
+A recomputed draw reads the state from which its first run started. So it gives the same
+numbers even if other draws are left out because nothing reads them. The generator itself is
 left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
 A redraw may go on from where the one before it ended: then nothing waits for it, unless
 the forward found that somebody else (another thread) had drawn in between.
@@ -140,6 +140,6 @@ def going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
 
 
 def swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Puts a state in and hands out the one it replaces."""
+    """Sets a state and returns the one that it replaces."""
     with _compat.leave_functorch():
         return SWAP(state, device)

@@ -1,4 +1,4 @@
-"""What a run of a function changes outside itself, so that a later run starts from the same.
+"""The state outside a function that a run changes, so that each run starts from the same.
 
 Generators, registered trackers and buffers. The first run notes them by value; each later
 one starts from there, and then puts back what stood when it began.
@@ -77,7 +77,7 @@ class RunState:
         start: the states of these, and of trackers, while the first run runs.
         before: the states of these, and of trackers, when the first run began.
         host: those of Python's and numpy's generators, if the first run drew from them.
-        explicit: generators that were handed to an operator, with their states then.
+        explicit: generators that were passed to an operator, with their states then.
         found: the buffers, and captured constants, that the first run changed, with what
             they held.
         resting: for each leaf the outputs that rest on it, a bit for each.
@@ -109,13 +109,13 @@ class RunState:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def meet(self, generator: torch.Generator) -> None:
-        """Notes the state of a generator of the user's before it is first drawn from."""
+        """Notes the state of a user's generator before the first draw from it."""
         if generator not in self.explicit and not _rng.is_default(generator):
             self.explicit[generator] = generator.get_state()
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors whose numbers the first run, which is under way, can put back."""
+        """The tensors whose numbers were noted in the first run, and can be put back."""
         return [tensor for tensor, _ in self._kept]
 
     def keep(self, tensor: Tensor) -> None:
@@ -124,8 +124,8 @@ class RunState:
             self._kept.append((tensor, tensor.detach().clone()))
 
     def watch(self, func: Callable[..., Any] | None = None) -> None:
-        """Refuses a draw of the first run that should come from a key, and undoes it."""
-        # A trace draws nothing, and looks at what is in it itself.
+        """Refuses a draw from a generator in the first run if draws must come from keys."""
+        # In a trace nothing is drawn, and the trace checks its own draws.
         if self.draws or self.start is None or is_running():
             return
         if not self.start.has_moved():
@@ -158,7 +158,7 @@ class RunState:
             self.start = None
         self.before = start
         self.host = None if host == _host.states() else host
-        # batch_norm changes its statistics without telling: values are compared.
+        # batch_norm changes its statistics but not their version: compare the numbers.
         self.found = [
             (buffer, old)
             for buffer, old in self._kept

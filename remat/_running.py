@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _compat, _import_fx, _streams, _trackers
+from remat._departures import departing
 from remat._errors import CapturedTensorError, RematError, TraceError, explain
 from remat._graph import TensorMeta
 from remat._indexing import LookUps
@@ -66,7 +67,7 @@ class Running:
     refused: RematError | None = None
 
     def is_aside(self, args: Any) -> bool:
-        """Whether a call works on nothing but states that a tracker handles."""
+        """Whether all tensors of a call are states that a tracker handles."""
         tensors = _compat.tensor_leaves(args)
         return bool(tensors) and all(
             not _compat.is_fake(each)
@@ -75,7 +76,7 @@ class Running:
         )
 
     def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs such a call as it is: it is not a part of the function's graph."""
+        """Runs such a call directly: it is not a part of the function's graph."""
         with _compat.isolated():
             out = func(*args, **kwargs)
         # Held, so that no other tensor can have the id of one of them.
@@ -84,7 +85,18 @@ class Running:
 
 
 class _Thread(threading.local):
+    """What this thread is in.
+
+    Attributes:
+        running: the trace, if it is in one.
+        again: where functions run by themselves, and not in a trace inside of that, what
+            stands for the tensors that they reach; the innermost last.
+        depth: how many traces of ours are around, those of derived programs counted.
+    """
+
     running: Running | None = None
+    depth: int = 0
+    again: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
 _thread = _Thread()
@@ -95,13 +107,23 @@ def is_running() -> bool:
     return _thread.running is not None
 
 
+def depth() -> int:
+    """How many traces are around this thread: more than before inside of a further one."""
+    return _thread.depth
+
+
+def is_lifting() -> bool:
+    """Whether something may stand for a tensor that a region is given, or reaches."""
+    return _thread.running is not None or bool(_thread.again)
+
+
 def has_open_sizes() -> bool:
     """Whether this thread is in a trace that has symbols for sizes."""
     return _thread.running is not None and _thread.running.shape_env is not None
 
 
 def known_inside() -> dict[Hashable, Any]:
-    """What is known of regions inside the trace that this thread is in, as long as it runs."""
+    """What is known of regions inside the running trace of this thread, until it ends."""
     assert _thread.running is not None, "no trace is running"
     return _thread.running.inner
 
@@ -115,14 +137,35 @@ def current() -> Running | None:
 def entered(running: Running | None) -> Generator[None]:
     """Inside, this thread is in that trace."""
     outer, _thread.running = _thread.running, running
+    again, _thread.again = _thread.again, ()
+    _thread.depth += 1
     try:
         yield
     finally:
-        _thread.running = outer
+        _thread.depth -= 1
+        _thread.running, _thread.again = outer, again
+
+
+@contextlib.contextmanager
+def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Inside, what takes tensors past torch's functions finds what stands for them.
+
+    So do regions, none of which is then recognized as one that is called as before, and
+    users' `autograd.Function`s.
+
+    Args:
+        stand_in: gives what stands for a tensor, itself if nothing does.
+    """
+    outer, _thread.again = _thread.again, (*_thread.again, stand_in)
+    try:
+        with departing(), _compat.lifted_function_apply(stand_in):
+            yield
+    finally:
+        _thread.again = outer
 
 
 def set_aside() -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread is as if it were not tracing: what it calls is not the user's."""
+    """Inside, this thread does not trace: the calls there are not the user's."""
     return entered(None)
 
 
@@ -141,10 +184,12 @@ def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
 
 
 def lift(tensor: Tensor) -> Tensor:
-    """The trace's stand-in for a tensor from outside, which becomes an input of the graph.
+    """What stands for a tensor from outside: in a trace it becomes an input of the graph.
 
     To a region inside another one's trace, the outer trace's tensors are from outside too.
     """
+    for stand_in in reversed(_thread.again):
+        tensor = stand_in(tensor)
     running = _thread.running
     if running is None:
         return tensor
@@ -158,8 +203,8 @@ def lift(tensor: Tensor) -> Tensor:
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
             return mapping[id(tensor)]
-    # A region inside lifts its tensors by itself: the trace's own mode is then on, and would
-    # take what is read of the tensor here for a call of the user's.
+    # An inner region lifts its own tensors. The trace's mode is on at that time, and would take
+    # the reads of the tensor below for calls of the user.
     with _compat.without_torch_function():
         return _capture(running, tensor)
 
@@ -170,7 +215,7 @@ def is_taken_whole(tensor: Tensor) -> bool:
 
 
 def _meet(running: Running, tensor: Tensor, how: str) -> None:
-    """Notes that a tensor in parts was given and taken whole, or is there in its parts."""
+    """Notes whether a tensor in parts was given, and traced as a whole, or made inside."""
     running.in_parts.add(how)
     if len(running.in_parts) > 1:
         raise _distributed(tensor)
@@ -194,11 +239,11 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
         raise overriding(type(tensor))
     wanted = _compat.requires_grad_anywhere(tensor)
     if wanted and torch.is_grad_enabled() and _compat.is_below_autograd():
-        # TorchScript raises its own error for any, and drops what it says.
+        # TorchScript replaces any error by one of its own, and drops the text.
         running.refused = _out_of_sight(tensor)
         raise running.refused
     name = f"captured_{len(running.captured)}"
-    meta = TensorMeta.of(tensor, requires_grad=wanted)
+    meta = TensorMeta.of_operand(tensor)
     leaf = placeholder(meta, name)
     running.captured.append(tensor)
     running.leaves.append(leaf)
@@ -220,7 +265,7 @@ def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
 
 
 def uninitialized(which: str) -> TraceError:
-    """What is raised where a region meets what a lazy module has yet to make."""
+    """The error for a parameter that a lazy module has yet to make."""
     return TraceError(
         explain(
             where=f"a lazy module's parameter, {which}",
@@ -262,7 +307,7 @@ def _distributed(tensor: Tensor) -> TraceError:
 
 
 def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
-    """What is raised where a function makes a tensor, `made`, from a numpy array."""
+    """The error for a function that makes a tensor, `made`, from a numpy array."""
     return CapturedTensorError(
         explain(
             where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
@@ -275,7 +320,7 @@ def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
 
 
 def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
-    """Whether what is assigned are the tensor's own numbers, as in `x.data *= 2`."""
+    """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
     is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
     return is_laid_out_so and _compat.storage_key(tensor) == _compat.storage_key(data)
 
@@ -312,7 +357,7 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         running = self._running
         if _thread.running is not running or not _compat.proxy_is_active():
-            # A region inside is traced on its own; torch itself works unrecorded.
+            # An inner region has a trace of its own; torch's internals are not recorded.
             return func(*args, **(kwargs or {}))
         if _trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs or {})

@@ -48,9 +48,9 @@ class Engine:
 
     @classmethod
     def reached(cls, survey: _captures.Survey) -> Engine | None:
-        """The engine of the modules that a function reaches and that do not run now.
+        """The engine of the modules that a function reaches and that are not running.
 
-        One that runs has gathered its parameters for the function: they are operands.
+        A module that is running has gathered its parameters, which are plain operands.
         """
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         if not (fsdp and _wrapped.is_distributed() and _compat.is_plain_autograd()):
@@ -61,11 +61,11 @@ class Engine:
         return cls(idle) if idle else None
 
     def add(self, variable: Tensor) -> None:
-        """Lets the run that is under way rest on a tensor that is not an operand."""
+        """Permits the current run to depend on a tensor that is not an operand."""
         self._gathered[id(variable)] = variable
 
     def stands_for(self, variable: Tensor) -> bool:
-        """Whether the anchor is the operand of what rests on this tensor."""
+        """Whether the anchor is the operand that stands for this tensor."""
         return id(variable) in self._gathered
 
     @contextlib.contextmanager
@@ -118,7 +118,7 @@ class Engine:
 
 
 def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """In the place of a gradient that could be differentiated, or mapped.
+    """Stands for a gradient that would have to be differentiated or mapped.
 
     Raises:
         SecondDerivativeError: always.

@@ -1,4 +1,4 @@
-"""Out of memory: what regions held when an operator of one of them found none left.
+"""Out of memory: reports what regions held when an operator of one of them failed.
 
 Nothing is recorded in advance. When the error passes, the autograd graph below the region
 that failed says which regions have not run their backward yet, and what each saved.
@@ -27,7 +27,7 @@ _MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
 
 
 def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
-    """Adds to an error what regions held, if memory ran out and nobody has said so yet.
+    """Adds to an out-of-memory error what regions held, unless it says so already.
 
     Args:
         error: what an operator of a region raised.
@@ -48,7 +48,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def name_of(function: Any) -> str:
-    """What people call a function: its qualified name, or its type's."""
+    """The qualified name of a function, or that of its type."""
     found = inspect.unwrap(function)
     return getattr(found, "__qualname__", None) or type(found).__name__
 

@@ -94,7 +94,7 @@ class Signature(NamedTuple):
     untraceable: Callable[[], TraceError] | None
 
     def require_traceable(self) -> None:
-        """Refuses what cannot be traced; a function that runs as it is may take it.
+        """Refuses tensors that cannot be traced; a plain run of the function may take them.
 
         Raises:
             TraceError: a tensor is sparse or nested, or of a class with functions of its own.
@@ -124,16 +124,13 @@ class Signature(NamedTuple):
 
     @property
     def general_key(self) -> Hashable:
-        """The key with the sizes of tensors left out; their number of dimensions stays."""
+        """The key without the sizes of tensors, but with their number of dimensions."""
         return _Leaves(_without_sizes).read(self.arguments)
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
         """The metadata of the tensors."""
-        return tuple(
-            TensorMeta.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
-            for tensor in self.tensors
-        )
+        return tuple(map(TensorMeta.of_operand, self.tensors))
 
 
 @final
@@ -257,13 +254,13 @@ class _Leaves:
         self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
-        """A key that is equal for two pytrees that differ in nothing but tensors' numbers.
+        """A key that is equal for two pytrees that differ only in the numbers of tensors.
 
-        The containers that calls are mostly made of are walked here, in a third of the
-        time that torch's pytree takes; it walks the others.
+        The most common containers are walked here, in a third of the time that torch's
+        pytree takes; torch walks the others.
         """
         if isinstance(tree, Tensor):
-            # What is given twice is one operand: the function may ask whether q is k.
+            # A tensor that is passed twice is one operand: the function may ask if `q is k`.
             place = self._places.setdefault(id(tree), len(self.tensors))
             if place < len(self.tensors):
                 return (AGAIN, place)
@@ -314,8 +311,8 @@ def _wrapped(
     positions = {
         index + len(args) if index < 0 else index for index in statics.positions
     }
-    # A parameter is static by its name too where it is passed by position, and the other
-    # way round.
+    # A parameter that is static by name is also static if it is passed by position, and the
+    # other way round.
     by_position = {
         parameter.name
         for index, parameter in enumerate(_positional(function))
@@ -378,7 +375,7 @@ def static_key(leaf: object) -> Hashable | None:
     if isinstance(leaf, _Static):
         return _whole_key(leaf.value)
     if isinstance(leaf, type):
-        # The user's own may change.
+        # A class of the user may change.
         return None if _captures.user_bases(leaf) else (kind, leaf)
     if isinstance(leaf, (enum.Enum, torch.Generator)):
         return (kind, leaf)
@@ -395,7 +392,7 @@ def static_key(leaf: object) -> Hashable | None:
 
 
 def _value(leaf: Any) -> Any:
-    """What a static leaf was at the call: a set may change after it."""
+    """The value of a static leaf at the call; a set is copied, because it may change."""
     if isinstance(leaf, _Static):
         return leaf.value
     return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

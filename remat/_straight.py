@@ -1,7 +1,7 @@
-"""A forward whose run is all that a call comes to, and the backwards that followed it.
+"""A forward that is one program, and the backwards that have followed it.
 
-Nearly every backward of a region is like one before: to look it up by what is asked takes
-longer than to see that.
+Nearly every backward of a region is like an earlier one. It takes less time to recognize it
+than to look it up by what is asked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from remat._forward import Forward
 from remat._program import Program, Quiet
 from remat._trace import View
 
-# A stack's last block gets the loss's cotangent, which is often spread from one number, and
-# its first block has no gradient for its input.
+# The last block of a stack gets the cotangent of the loss, which is often an expanded number.
+# The first block computes no gradient for its input. Others are alike.
 _MOST_FOLLOWED = 4
 
 

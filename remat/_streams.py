@@ -1,13 +1,12 @@
 """Streams: whose numbers a draw takes while a function is traced.
 
-Code inside `tracker.fork(name)` draws from the state of that name: the tracker puts it
-into the default generator, and takes it out again afterwards. A trace cannot see the swap,
-which is not an operator. It is told from the generator instead: while a function is traced,
-each state of each registered tracker is a stand-in with a seed that occurs nowhere else, so
-that the seed in the generator says at each draw whose numbers it takes. The seed changes
-with each draw: a state that was left behind is told from the one at which its stream has
-arrived. The programs put the stream's state in around the draw, and a recomputation the
-recorded one.
+Code inside `tracker.fork(name)` draws from the state of that name: the tracker puts the state
+into the default generator, and takes it out again afterwards. A trace does not see the swap,
+which is not an operator, but it can look at the generator. While a function is traced, each
+state of each registered tracker is replaced by a stand-in with a unique seed. So the seed in
+the generator tells at each draw whose numbers the draw takes. The stand-in gets a new seed with
+each draw, which tells an old state of a stream from its current one. A program sets the
+stream's state around the draw; a recomputation sets the recorded state.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from remat import _compat, _rng, _trackers
 from remat._errors import ImplicitRandomnessError, SideEffectError, explain
 from remat._trackers import Tracker
 
-# What `current` answers where a generator holds neither what it held when the trace began
-# nor the state at which a stream has arrived.
+# What `current` returns if a generator holds neither the state that it had when the trace
+# began nor the current state of a stream.
 UNKNOWN = "?"
 
 _SEED_BYTES = 8  # the states of CPU and CUDA generators begin with their seed
@@ -65,7 +64,7 @@ def _of(stream: str) -> tuple[Tracker, str]:
 
 @final
 class _StandIns:
-    """What stands in trackers while functions are traced, on however many threads.
+    """The stand-ins in trackers while functions are traced, for all threads.
 
     Attributes:
         streams: whose stand-in has a seed.
@@ -81,7 +80,7 @@ class _StandIns:
         self.expected: dict[str, int] = {}
 
     def enter(self) -> tuple[_States, dict[str, int]]:
-        """Puts stand-ins in; hands out what `leave` puts back."""
+        """Puts stand-ins in; returns what `leave` puts back."""
         with self._lock:
             self._depth += 1
             found = [
@@ -110,7 +109,7 @@ class _StandIns:
                 != {name: self.expected[f"{number}/{name}"] for name in states}
             ]
             self._depth -= 1
-            # The last to leave puts back the real ones, whoever was interleaved.
+            # The last to leave puts back the real states, in whatever order threads leave.
             for _, tracker, states in found if self._depth else self._own:
                 tracker.set_states(states)
             self.expected = before
@@ -119,7 +118,7 @@ class _StandIns:
             return changed
 
     def at(self, seed: int) -> str:
-        """The stream that has arrived at a seed."""
+        """The stream whose current seed this is."""
         stream = self.streams.get(seed, UNKNOWN)
         return stream if self.expected.get(stream) == seed else UNKNOWN
 
@@ -224,7 +223,7 @@ def current(device: torch.device) -> str:
 
 
 def take(device: torch.device) -> str:
-    """What `current` says, of a draw; the next one finds the stream moved."""
+    """`current` for a draw; moves the stream, so that the next draw finds another seed."""
     stream = current(device)
     if stream not in ("", UNKNOWN):
         with _trackers.plainly():
@@ -233,7 +232,7 @@ def take(device: torch.device) -> str:
 
 
 def take_inside(stream: str, device: torch.device) -> str:
-    """What `take` says in a fork of a stream, which a program of a region inside does."""
+    """`take` in a fork of a stream, which an inner region's program makes for a draw."""
     if _thread.base is None:
         return stream
     with _trackers.plainly():
@@ -251,7 +250,7 @@ def is_state(tensor: Tensor) -> bool:
 
 
 def implicit(where: str) -> ImplicitRandomnessError:
-    """What is raised where a function that must draw from keys draws from a generator."""
+    """The error for a function that must draw from keys and draws from a generator."""
     return ImplicitRandomnessError(
         explain(
             where=where,
@@ -265,7 +264,7 @@ def implicit(where: str) -> ImplicitRandomnessError:
 
 
 def unregistered(where: str) -> ImplicitRandomnessError:
-    """What is raised where a function puts states that are no stream's in a generator."""
+    """The error for a function that sets a generator to a state of no stream."""
     return ImplicitRandomnessError(
         explain(
             where=where,
@@ -285,14 +284,14 @@ def looks_like_state(tensor: Tensor) -> bool:
 
 
 def enter(stream: str, device: torch.device) -> Tensor:
-    """Puts the state of a stream into a generator; hands out the one that it replaces."""
+    """Sets a generator to the state of a stream; returns the state that it had."""
     found = _rng.get(device)
     _rng.put(read(stream), device)
     return found
 
 
 def leave(stream: str, found: Tensor, device: torch.device) -> None:
-    """Takes the stream's state out again, moved, and puts back what it replaced."""
+    """Writes the generator's state back to the stream, and restores the old state."""
     write(stream, _rng.get(device))
     _rng.put(found, device)
 

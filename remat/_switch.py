@@ -17,7 +17,7 @@ from remat._departures import departing
 
 class _Switch(threading.local):
     def __init__(self) -> None:
-        # Of each thread's own, where Dynamo sees it change.
+        # On the instance, where Dynamo notices a change.
         self.depth = 0
 
 

@@ -31,6 +31,7 @@ from remat._lines import (
     higher_order,
     line_of,
     mutates,
+    reached_in_backward,
     untraceable,
 )
 from remat._numerics import Numerics
@@ -59,7 +60,7 @@ class Joint:
             the outputs that have one.
         layout: their metadata, None for an output without one.
         num_operands: how many inputs are operands.
-        chosen: which of the returned tensors the forward hands out.
+        chosen: which of the returned tensors are outputs of the forward.
         outputs: these.
         placements: for each output how it is spread, as a DTensor; None for a plain one.
         differentiable: for each output, whether a cotangent can come back for it.
@@ -375,21 +376,28 @@ def _record(run: _Run) -> fx.GraphModule:
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         if isinstance(error, RematError):
             raise
-        if running.refused is not None:
-            raise running.refused from error
-        if "Variable that requires grad is being used in an in-place" in str(error):
-            raise mutates(line_of(error)) from error
-        if run.layouts and "through the graph a second time" in str(error):
-            raise freed(error) from error
-        refused = checkpointed_by_torch(error)
-        if refused is not None:
-            raise refused from error
-        if _compat.takes_functions(error):
-            raise higher_order(error) from error
-        if not _compat.needs_values(error):
+        found = running.refused or _of_the_users(run, error)
+        if found is None:
             raise
-        raise untraceable(error) from error
+        raise found from error
     return module
+
+
+def _of_the_users(run: _Run, error: Exception) -> RematError | None:
+    """What an error of torch's says of the user's function, if it says anything."""
+    text = str(error)
+    if "Variable that requires grad is being used in an in-place" in text:
+        return mutates(line_of(error))
+    if run.layouts and "through the graph a second time" in text:
+        return freed(error)
+    refused = checkpointed_by_torch(error)
+    if refused is not None:
+        return refused
+    if run.layouts and _compat.met_a_tensor_outside(error):
+        return reached_in_backward(error)
+    if _compat.takes_functions(error):
+        return higher_order(error)
+    return untraceable(error) if _compat.needs_values(error) else None
 
 
 def _finish(run: _Run, module: fx.GraphModule) -> Traced:
@@ -457,9 +465,9 @@ def _for_each_layout(
 
 
 def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value, ...]:
-    """What a forward value or output needs is forward, wherever it was recorded.
+    """Marks as forward all that a forward value or output needs, wherever it was recorded.
 
-    The second pass brings views of changed tensors up to date only where they are read.
+    The second pass updates views of changed tensors only when they are read.
     """
     settled = list(values)
     needed = needed + [
@@ -528,8 +536,13 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
     mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
-    # A trace around this one would take what is done here for the user's calls.
-    with entered(None), _compat.one_trace_at_a_time():
+    # An outer trace would take the calls here for calls of the user. Autocast would add casts
+    # to those that a program holds.
+    with (
+        entered(None),
+        _compat.one_trace_at_a_time(),
+        Numerics.current().settled(),
+    ):
         with _compat.isolated(), mode, torch.no_grad():
             fakes = [fake_of(meta) for meta in metas]
             module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)

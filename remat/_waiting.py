@@ -25,7 +25,7 @@ _PASSED_ON = (_aten.alias.default, _aten.detach.default)
 
 @final
 class Waiting(Tensor):
-    """Stands for a value that waits.
+    """A tensor without data that stands for a stored value.
 
     Attributes:
         stored: what waits.
@@ -57,7 +57,7 @@ class Waiting(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Lets the value be passed on, and refuses every other operator."""
+        """Permits what only passes the tensor on, and refuses every other operator."""
         if func in _PASSED_ON:
             (value,) = args
             return cls.of(value, value.stored, value.stride_order, value.part)
@@ -81,7 +81,7 @@ class Waiting(Tensor):
         return self.as_it_was(self.stored.restore())
 
     def as_it_was(self, restored: Tensor) -> Tensor:
-        """What the storage gave back, with the strides that the value had."""
+        """What the storage returned, with the strides that the value had."""
         if self.part is not None:
             part, spread = self.part
             return _compat.in_place_of(part.as_it_was(restored), spread)
@@ -98,17 +98,17 @@ class Waiting(Tensor):
         return permuted.permute(back).expand(shape)
 
 
-# What waits already, by its storage and by the numbers in memory that it is a copy of.
+# What one call has stored, by the storage and by the numbers in memory that were stored.
 Twins = dict[tuple[Any, ...], Stored]
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that wait where one stands for a value that does; else the tensor."""
+    """The stored tensors behind a `Waiting`; any other tensor itself."""
     return tensor.stored.tensors if isinstance(tensor, Waiting) else (tensor,)
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages in which a tensor's numbers are, whatever its class."""
+    """The storages that hold a tensor's numbers, whatever its class."""
     if isinstance(tensor, Waiting):
         for each in parts_of(tensor):
             yield from storages(each)
@@ -125,7 +125,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 def wait(
     value: Tensor, storage: AbstractStorage, place: Place, twins: Twins | None = None
 ) -> Tensor:
-    """The value in its storage, or itself where the storage does not apply to it.
+    """Stores a value; returns the value itself if the storage does not apply to it.
 
     Nothing is stored while a trace runs: the region around decides what waits.
 

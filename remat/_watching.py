@@ -1,8 +1,8 @@
-"""The one hook of the engine for those who look at a run: reports and checklists.
+"""The engine's only hook for code that watches a run, such as reports and checklists.
 
 A dispatch mode hears every operator that runs on a thread, but not on whose behalf. A
-`Watcher` is a dispatch mode that programs also tell which of their steps comes next. Where
-no dispatch mode is active, nobody is looked for.
+`Watcher` is a dispatch mode that programs also tell which of their steps comes next.
+Without an active dispatch mode, no watcher is looked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat import _compat
 from remat._graph import Graph
 
 
-class Watcher(_compat.TorchDispatchMode, abc.ABC):
+class Watcher(_compat.DispatchMode, abc.ABC):
     """Hears operators as any dispatch mode does, and which step of a program makes each."""
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Modules that an engine of `torch.distributed` drives: what a region around them does.
+"""Modules that an engine of `torch.distributed` drives: a region around them raises.
 
 Such an engine works in hooks around a module's forward. It gathers parameters there, and
 asks autograd to be told when a gradient is there. A trace would run these hooks once and
@@ -118,7 +118,7 @@ def _kinds(classes: dict[str, str]) -> tuple[type, ...]:
 
 
 def refusal(module: nn.Module) -> TraceError:
-    """What a call of this module raises, and a region in the place of its forward."""
+    """The error for a call of this module, and for a region that replaces its forward."""
     return TraceError(
         explain(
             where=f"a {type(module).__name__}",

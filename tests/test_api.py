@@ -7,6 +7,7 @@ instances. Keeps `__wrapped__`, name, doc, signature, types; pickles where `fun`
 import functools
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -296,6 +297,18 @@ def test_a_value_branch_says_where_and_what_to_do(fun: Callable[..., Tensor]) ->
 
     _, line = inspect.getsourcelines(fun)
     assert any(f"test_api.py:{line + i}" in str(error.value) for i in range(3))
+
+
+@pytest.mark.parametrize("name", ["<stdin>", "<python-input-3>", "<doctest a[0]>"])
+def test_a_value_branch_that_was_typed_at_a_prompt_says_where(name: str) -> None:
+    """Its lines are the user's, though they are in no file."""
+    found: dict[str, Any] = {}
+    text = "\ntyped = lambda x: x.sin() if x.sum() > 0 else x"
+    exec(compile(text, name, "exec"), found)
+    fun: Callable[[Tensor], Tensor] = found["typed"]
+
+    with pytest.raises(TraceError, match=f"^{re.escape(name)}:2: the function cannot"):
+        remat(fun)(seeded(3).requires_grad_())
 
 
 @pytest.mark.contract

@@ -506,7 +506,7 @@ region = make(cache, inner)
         assert not covered.check((make(3.0),))
 
     def test_tensors_as_keys_are_not_kept(self):
-        """A dictionary keyed by a tensor is covered by its length."""
+        """A dictionary keyed by a tensor is covered, and another tensor is no change."""
         table = {X: 1}
 
         def fun(x):
@@ -514,9 +514,28 @@ region = make(cache, inner)
 
         covered = bake(fun)
         assert covered.check((fun,))
-        table[W] = 2
+        table.clear()
+        table[W] = 1
+        assert covered.check((fun,))
+        table[X] = 2
 
         assert not covered.check((fun,))
+
+    def test_objects_as_keys(self):
+        """What is under them is found by the order of the dictionary."""
+        keys = [object(), object()]
+        table = {keys[0]: X, keys[1]: W}
+
+        def fun(x):
+            return x @ table[keys[1]]
+
+        covered = bake(fun)
+        assert covered.labels[1] == "closure variable `table.values()[1]`"
+        assert covered.fetch((fun,)) == (X, W)
+        table[keys[1]] = None
+
+        assert not covered.check((fun,))
+        assert "`table.values()[1]` was a Tensor and is None" in covered.explain((fun,))
 
 
 class TestSharing:
@@ -786,19 +805,27 @@ class TestState:
 
         assert covered.check((block,)), covered.explain((block,))
 
-    def test_missing_attributes_that_were_asked_for(self):
-        """A `hasattr` that said no must still say no."""
+    @pytest.mark.parametrize("place", ["instance", "class", "base"])
+    def test_missing_attributes_that_were_asked_for(self, place):
+        """A `hasattr` that said no must still say no, whoever has it since."""
 
-        class Lazy(nn.Module):
+        class Base(nn.Module):
+            pass
+
+        class Lazy(Base):
             def forward(self, x):
                 return self.extra(x) if hasattr(self, "extra") else x
 
         module = Lazy()
         covered = bake(module)
         assert covered.check((module,))
-        module.extra = nn.Identity()
+        owner = {"instance": module, "class": Lazy, "base": Base}[place]
+        owner.extra = nn.Identity()
 
         assert not covered.check((module,))
+        assert covered.explain((module,)) == (
+            "self.extra was not there and is an object of type Identity"
+        )
 
     @pytest.mark.parametrize("where", [Affine, "instance"])
     def test_class_constants(self, where, monkeypatch):
@@ -1099,7 +1126,7 @@ class TestLifetime:
         gc.collect()
 
         assert dead() is None
-        assert covered.num_places
+        assert covered._spots
 
     def test_a_survey_keeps_no_class(self):
         """A class made on the spot dies once the survey does."""

@@ -107,6 +107,16 @@ def test_only_what_requires_grad_is_differentiated() -> None:
     assert {r.path for r in one if "second" not in str(r.reason)} == {"w"}
 
 
+def test_a_value_between_regions_says_why_it_is_held() -> None:
+    """The second region holds it: no backward step of plain autograd reads it."""
+    region = remat(block)
+
+    residuals = saved_residuals(lambda x, w: region(region(x, w), w), *args())
+
+    (between,) = [each for each in residuals if not each.path]
+    assert between.reason == "a value that the backward reads"
+
+
 def test_an_alias_of_an_argument_is_the_argument() -> None:
     """A transposed or named view of an argument is listed once, as the argument."""
 

@@ -394,6 +394,24 @@ def test_json() -> None:
             Plan.from_json(text)
 
 
+def test_a_damaged_text() -> None:
+    """What is cut off, or was changed by hand, is refused in words."""
+    text = plan(mlp, budget=300)(*mlp_args()).to_json()
+    fields = json.loads(text)
+    damaged = {
+        text[:99]: "It is not JSON: ",
+        text.replace("Keep", "Kept"): "cannot be read: AttributeError: .*'Kept'",
+        json.dumps({**fields, "problem": {}}): "cannot be read: KeyError: 'steps'",
+        json.dumps({**fields, "rows": "none"}): "cannot be read: TypeError: ",
+    }
+
+    for each, why in damaged.items():
+        with pytest.raises(
+            ValueError, match=f"^Plan.from_json.*version 1.*{why}.*Pass"
+        ):
+            Plan.from_json(each)
+
+
 @pytest.mark.parametrize("option", ["solver", "costs"])
 def test_an_unknown_option_names_the_function(option: str) -> None:
     """It is `plan` that was called."""

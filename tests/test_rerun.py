@@ -5,8 +5,10 @@ function runs again in the backward, buffers restored around it; any policy but
 `nothing_saveable` is an error; laws hold except 3, and 13 up to a constant."
 """
 
+import concurrent.futures
 import itertools
 import operator
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -370,6 +372,94 @@ def test_a_traced_region_inside() -> None:
     assert_bitwise(grads(remat(outer, engine="rerun"), [seeded(4)]), plain)
 
 
+class Product(torch.autograd.Function):
+    """x * w, of which no torch function sees `w`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return cotangents[0] * w, cotangents[0] * x
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return tangents[0] * w + x * tangents[1]
+
+
+def reaches(w: Tensor, region: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Functions that hand on a tensor that they reach, without an operator."""
+    by_itself = region(lambda x: (x * w).sin())
+    given = region(lambda x, w: (x * w).sin())
+    level = region(lambda x: by_itself(x) * w)
+    return {
+        "a region that reaches it": lambda x: by_itself(x) + by_itself(x * 2),
+        "a region that is given it": lambda x: given(x, w),
+        "two levels": lambda x: level(x.cos()),
+        "autograd.Function": lambda x: Product.apply(x, w).sin(),
+        "a stack": lambda x: scan(lambda c, _: ((c * w).sin(), None), x, length=2)[0],
+    }
+
+
+REACHES = [*reaches(torch.ones(()), lambda fun: fun)]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("rerun", "trace"), ("rerun", "rerun"), ("trace", "rerun")]
+)
+def test_what_regions_inside_reach(outer: Any, inner: Any, reach: str) -> None:
+    """Each run of the function around gives them its own stand-in; it raised, always."""
+
+    def region(x: Tensor, w: Tensor) -> Tensor:
+        return remat(reaches(w, remat(engine=inner))[reach], engine=outer)(x)
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return reaches(w, lambda fun: fun)[reach](x)
+
+    def pushed(fun: Any) -> Any:
+        gradient = torch.func.grad(lambda x, w: fun(x, w).sum(), argnums=(0, 1))
+        mapped = torch.func.vmap(gradient, in_dims=(0, None))(x, w)
+        return mapped, torch.func.jvp(gradient, (x, w), (x.cos(), w.sin()))
+
+    x, w = seeded(2, 3), seeded(3, seed=1)
+    assert_bitwise(grads(region, [x, w]), grads(plain, [x, w]))
+    assert_close(pushed(region), pushed(plain))
+
+
+def test_functions_that_run_again_on_two_threads() -> None:
+    """Each thread's stand-ins are its own, and `Function.apply` is torch's in the end."""
+    original = torch.autograd.Function.__dict__["apply"]
+    barrier = threading.Barrier(2)
+
+    def step(w: Tensor) -> Tensor:
+        def fun(x: Tensor) -> Tensor:
+            barrier.wait(timeout=60)
+            return Product.apply(x, w)
+
+        remat(fun, engine="rerun")(seeded(3)).sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    weights = [seeded(3, seed=seed).requires_grad_() for seed in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(step, weights)]
+
+    assert_bitwise(found, [seeded(3), seeded(3)])
+    assert torch.autograd.Function.__dict__["apply"] is original
+
+
 @pytest.mark.contract
 def test_a_captured_tensor_as_output() -> None:
     """It is returned without having met an operator, and gets its gradient."""
@@ -451,6 +541,38 @@ def test_a_nested_tensor() -> None:
     again = remat(unnested, engine="rerun")
     plain = grads(lambda x: unnested(x, offsets), [given])
     assert_bitwise(grads(lambda x: again(x, offsets), [given]), plain)
+
+
+def nested_of(numbers: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(numbers, torch.tensor([0, 1, 6]))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("made_of", [nested_of, Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["leaf", "hidden"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_is_not_strided_under_autocast(
+    made_of: Callable[[Tensor], Tensor], is_hidden: bool
+) -> None:
+    """A leaf is cast once, hidden states each time, as without a region."""
+    numbers, weight = seeded(6, 5).float(), seeded(5, 5).float().requires_grad_()
+
+    def used_twice(x: Tensor) -> Tensor:
+        if not x.is_nested:  # autocast casts no sparse tensors on CPUs
+            return (x * 1.5 + x * 2.5).to_dense()
+        return ((x @ weight).cos() + (x @ weight.t()).sin()).values()
+
+    def gradients(fun: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = numbers.clone().requires_grad_()
+        given = made_of(leaf if is_hidden else numbers)
+        leaf = leaf if is_hidden else given.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = fun(given)
+        found = torch.autograd.grad(y.float().square().sum(), leaf)[0]
+        return [y.detach(), found.values() if found.is_nested else found.to_dense()]
+
+    again = remat(used_twice, engine="rerun")
+    assert_bitwise(gradients(again), gradients(used_twice))
 
 
 CAPTURING: dict[str, Callable[..., Any]] = {

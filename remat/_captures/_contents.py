@@ -1,6 +1,6 @@
-"""What stands at an object's places, one function for each sort of object.
+"""The values at an object's places: one function for each sort of object.
 
-Each answers the values that can be reached in one step. `names` are the names that the
+Each returns the values that can be reached in one step. `names` are the names that the
 user's code mentions: of modules, classes and functions only these are looked at.
 """
 
@@ -37,24 +37,24 @@ from remat._captures._places import (
 Content: TypeAlias = dict[Step, object]
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
-# Stdlib classes whose instances are namespaces of the user's; others are machinery, with
-# ways (loggers, threads) into everything.
+# Classes of the standard library whose instances hold the user's values. Others are internals,
+# from which a walk (by loggers, threads) would get everywhere.
 _NAMESPACES = frozenset(
     {"types.SimpleNamespace", "argparse.Namespace", "collections.ChainMap"}
     | {"collections.UserDict", "collections.UserList"}
     | {f"{threading.local.__module__}.{threading.local.__qualname__}"}
 )
-# What making an object runs: mentioned by no operator on an object that exists already.
+# Methods that run when an object is made. Code that uses an existing object never runs them.
 _CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
     | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
 )
-# Put there by a recording that is under way, and gone after it.
+# Set by a recording while it runs, and removed after it.
 _WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
 def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
-    """Of a function that a library made: what the user gave it, not its own caches."""
+    """Of a function of a library: what the user passed to it, not its own caches."""
     content = _of_function(function, names)
     content = {
         step: value
@@ -137,7 +137,14 @@ def _of_sequence(owner: Iterable[object], names: set[str]) -> Content:
 
 
 def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
-    content: Content = {("item", k): v for k, v in owner.items()}
+    content: Content = {}
+    for index, (key, value) in enumerate(owner.items()):
+        if is_simple(key):
+            content["item", key] = value
+        else:
+            # By their order: what is kept of a trace holds no object of the user's.
+            content["key", index] = key
+            content["value", index] = value
     return content if type(owner) is dict else content | _of_object(owner, names)
 
 
@@ -178,7 +185,7 @@ def _of_dispatch(
 
 
 def _of_proxy(owner: types.MappingProxyType[Any, object], names: set[str]) -> Content:
-    """Of a view that cannot be written: the mapping behind it, but for that of a class."""
+    """Of a read-only mapping: the mapping behind it, unless that is the one of a class."""
     del names
     mapping = proxied(owner)
     return {} if "__module__" in mapping else {("proxied", ""): mapping}
@@ -286,9 +293,9 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 )
 
 
-# What `fully_shard` hangs on a module's hooks leads to the parameters of all others. It is
-# the engine's, not the function's (`_sharded`), and parameters that a region does not use
-# would make autograd wait for it before it hands out their gradients.
+# The hooks of `fully_shard` on one module lead to the parameters of all others. These belong to
+# the engine, not to the function (`_sharded`). As operands of a region that does not use them,
+# they would make autograd wait for the region before it returns their gradients.
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
@@ -310,7 +317,7 @@ def _sort_of_type(kind: type) -> Look:
 
 
 def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
-    """How to look at an object that was met at the end of this step."""
+    """The function that looks at an object which this step led to."""
     kind = type(value)
     if _trackers.is_tracker(value):
         return _of_nothing  # its states are no constants: see there
@@ -328,9 +335,9 @@ def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
 
 
 def hides_contents(value: object) -> bool:
-    """Whether a value holds others that the walk does not see: an iterator, say.
+    """Whether a value holds others that the walk does not see, as an iterator does.
 
-    Neither do the values' own equalities tell: they are compared nowhere.
+    They are compared nowhere, and the equality of the value does not cover them.
     """
     return not shows_contents(type(value)) and not is_simple(value)
 
@@ -351,7 +358,7 @@ def _look_for_function(function: types.FunctionType, step: Step) -> Look:
     file = function.__code__.co_filename
     if file.startswith(OWN_FILES):
         return _of_wrapper
-    # A root is the user's choice, whoever wrote it.
+    # A root is what the user has chosen, even if a library wrote it.
     if step[0] != "root" and is_library_file(file):
         return _of_library_function
     return of_user_function

@@ -1,4 +1,4 @@
-"""What a trace rests on: from what was reached and what was read to spots and rules."""
+"""Turns what was reached and what was read into spots and rules: what a trace depends on."""
 
 import functools
 import threading
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from remat import _compat, _trackers
 from remat._captures._contents import REGISTERED, WATCHED, slots
 from remat._captures._covered import Covered
-from remat._captures._library import is_library_module
+from remat._captures._library import is_library_module, user_bases
 from remat._captures._places import (
+    ITEMS,
     NOT_THERE,
     Label,
     Step,
@@ -40,7 +41,7 @@ from remat._errors import CapturedTensorError, explain
 
 
 def describe_unreachable(tensor: Tensor) -> str:
-    """The tensor in words, for the message that no path to it was found."""
+    """The tensor in words, for the error that no path to it was found."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = ", ".join(str(size) for size in tensor.shape)
     kind = type(tensor).__name__
@@ -50,7 +51,7 @@ def describe_unreachable(tensor: Tensor) -> str:
 def cover(
     survey: Survey, reads: Mapping[int, Iterable[str]], used: Sequence[int]
 ) -> "Covered":
-    """Bakes what a trace rests on.
+    """Bakes what a trace depends on.
 
     Args:
         survey: what the roots reached before the trace.
@@ -70,11 +71,12 @@ def cover(
                 do="Pass it as an argument.",
             )
         )
+    survey.follow(_names_of_classes(survey, reads))
     baker = _Baker(survey, reads, {})
     baker.bake()
     hidden = [identity for identity in used if identity not in baker.tensors]
     if hidden:
-        # Reached past every read that is noted, by C code for example.
+        # It was reached without a read that is noted, by C code for example.
         forced: dict[int, set[Step]] = {}
         for identity in hidden:
             for owner, step in survey.tensors[identity][0].steps():
@@ -84,9 +86,22 @@ def cover(
     return Covered(baker.finish(used), [baker.tensors[i][0] for i in used])
 
 
+def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set[str]:
+    """The names that were read of objects and that the user's classes have.
+
+    No code need mention them: `getattr(self, f"_{kind}")(x)` makes one up.
+    """
+    found: set[str] = set()
+    for identity, names in reads.items():
+        kind = survey.nodes[identity].kind
+        for index in user_bases(kind):
+            found.update(attributes(kind.__mro__[index]).keys() & set(names))
+    return {name for name in found if not name.startswith("__")}
+
+
 @final
 class _Baker:
-    """Goes from the roots through covered places only, and writes a spot for each."""
+    """Walks from the roots through covered places, and writes a spot for each."""
 
     def __init__(
         self,
@@ -123,14 +138,14 @@ class _Baker:
         return spots
 
     def steps(self, node: Node, index: int) -> Iterable[Step]:
-        """The covered places of a reached object; writes those of no value at once."""
+        """The covered places of a reached object; writes those without a value at once."""
         names = self.reads.get(id(node.value), (EVERYTHING,))
         if EVERYTHING in names or node.look not in WATCHED:
             for step in _shapes(node):
                 self.cover_shape(node, index, step)
             return node.content
         found = dict.fromkeys(self.forced.get(id(node.value), ()))
-        found |= {s: None for s in node.content if s[0] in {"item", "type"}}
+        found |= {s: None for s in node.content if s[0] in {*ITEMS, "type"}}
         for name in names:
             self.cover_name(node, index, name, found)
         return found
@@ -138,7 +153,7 @@ class _Baker:
     def cover_name(
         self, node: Node, index: int, name: str, found: dict[Step, None]
     ) -> None:
-        """Adds the places that a read of this name rests on."""
+        """Adds the places that a read of this name depends on."""
         if name in _compat.second_places(node.kind):
             return
         if isinstance(node.value, nn.Module) and name in REGISTERED:
@@ -153,7 +168,7 @@ class _Baker:
         self.cover_absence(node, index, name)
 
     def cover_absence(self, node: Node, index: int, name: str) -> None:
-        """What was read came from the class, or was missing: it must stay so."""
+        """Covers a name that the object lacked: it came from the class, or was missing."""
         kind = node.kind
         held = attributes(node.value)
         if name in held and is_kept_property(kind, name):  # found in the trace
@@ -171,13 +186,19 @@ class _Baker:
                 if is_simple(given) and not isinstance(given, type):
                     self.write(node, index, ("inherited", name), Equal(given))
                 return
+        self.cover_missing(node, index, name)
+
+    def cover_missing(self, node: Node, index: int, name: str) -> None:
+        """Neither an object nor its class has what was read: none may come to have it."""
         self.write(node, index, ("var", name), Absent())
+        if not hasattr(node.kind, name):  # else its metaclass has it, for itself alone
+            self.write(node, index, ("inherited", name), Absent())
         if isinstance(node.value, nn.Module):
             for registered in REGISTERED.values():
                 self.write(node, index, (registered, name), Absent())
 
     def cover_overrides(self) -> None:
-        """What a class has from a base, none before that base may come to have."""
+        """Covers that no class before the base that defines a name gets that name."""
         places: dict[tuple[int, str], None] = {}
         for identity in self.known:
             kind = self.survey.nodes[identity].value
@@ -190,7 +211,7 @@ class _Baker:
                 self.write(node, self.known[identity], ("var", name), Absent())
 
     def cover_shape(self, node: Node, index: int, step: Step) -> None:
-        """The size or the keys of a container that an object holds for itself."""
+        """Covers the size or the keys of a container that belongs to the object."""
         try:
             rule = _rule(look(node.value, step))
         except NOT_THERE:
@@ -198,10 +219,8 @@ class _Baker:
         self.write(node, index, step, rule)
 
     def cover_place(self, node: Node, index: int, step: Step) -> None:
-        """Writes the spot of one value, and goes on from it once."""
+        """Writes the spot of one value, and continues from each value once."""
         value = node.content[step]
-        if step[0] == "item" and not is_simple(step[1]):
-            return
         if isinstance(value, Tensor):
             spot = self.write(node, index, step, IsTensor(type(value)))
             self.tensors.setdefault(id(value), []).append(spot)
@@ -217,7 +236,7 @@ class _Baker:
             self.write(node, index, step, Equal(value) if is_simple(value) else same)
 
     def write(self, node: Node, index: int, step: Step, rule: Rule) -> int:
-        """Adds a spot; answers its index."""
+        """Adds a spot and returns its index."""
         above = self.labels[index] if index >= 0 else Label("", "")
         label = above.then(node.value, step)
         self.labels.append(label)
@@ -248,7 +267,7 @@ def _shapes(node: Node) -> Iterable[Step]:
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return (("attr", "args"), ("attr", "keywords"))
     shapes: list[Step] = []
-    # Every hook dictionary is an OrderedDict: nobody hangs attributes on those.
+    # Every hook dictionary is an OrderedDict, which gets no attributes of its own.
     own_dict = _has_dict(value) and node.kind.__module__ != "collections"
     if node.look in WATCHED and own_dict:
         shapes.append(("attr", "__dict__"))
@@ -258,7 +277,7 @@ def _shapes(node: Node) -> Iterable[Step]:
 
 
 def _rule(value: object) -> Rule:
-    """What must stay true of an object by itself."""
+    """The rule for an object, whatever it holds."""
     kind = type(value)
     number = _trackers.number_of(value)
     if number is not None:

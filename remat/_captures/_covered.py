@@ -26,7 +26,7 @@ from remat._errors import RecomputationError, explain
 
 @final
 class Covered:
-    """Frozen knowledge of what a trace rests on beyond its arguments.
+    """Frozen knowledge of what a trace depends on besides its arguments.
 
     Holds types, code and simple constants; nothing of the user's is kept alive.
 
@@ -46,11 +46,6 @@ class Covered:
         self.fetch = generate_fetch(spots, fetched)
         self.gather = generate_check(spots, fetched)
 
-    @property
-    def num_places(self) -> int:
-        """How many places are covered."""
-        return len(self._spots)
-
     def check(self, roots: tuple[object, ...]) -> bool:
         """Whether the covered state equals what was baked."""
         return self.gather(roots) is not None
@@ -64,7 +59,7 @@ class Covered:
 
     @contextlib.contextmanager
     def restored(self, roots: tuple[object, ...]) -> Generator[None, None, None]:
-        """Puts covered simple values back to what was baked, and undoes it at the end.
+        """Sets covered simple values to what was baked, and undoes that at the end.
 
         Raises:
             RecomputationError: something else changed, or a place cannot be written.

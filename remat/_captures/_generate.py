@@ -1,4 +1,4 @@
-"""Spots to one straight-line Python function that binds each common prefix once."""
+"""Spots -> one straight-line Python function that reads each common prefix once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -47,13 +47,13 @@ class _Writer:
             self._clauses = []
 
     def place(self, spot: Spot) -> str:
-        """The expression for what stands at a spot; binds its holder on first use."""
+        """The expression for the value at a spot; binds its holder to a name on first use."""
         holder = self.holder(spot)
         kind = kind_of(spot.step)
         return holder if not kind.item else holder + kind.item.format(self.key(spot))
 
     def holder(self, spot: Spot) -> str:
-        """The name that what holds the spot is bound to."""
+        """The name of the object that holds the spot."""
         owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
         text = kind_of(spot.step).holder
         if text == "{}" or not kind_of(spot.step).item:
@@ -131,6 +131,6 @@ def _tuple(fetched: Sequence[int]) -> str:
 
 
 def _absence(writer: _Writer, spot: Spot) -> str:
-    if spot.step[0] == "attr":
-        return f"not hasattr(v{spot.parent}, {spot.step[1]!r})"
+    if spot.step[0] in {"attr", "inherited"}:
+        return f"not hasattr({writer.holder(spot)}, {spot.step[1]!r})"
     return f"{writer.key(spot)} not in {writer.holder(spot)}"

@@ -1,4 +1,4 @@
-"""Places: where a value stands in a user's objects, and how to look, put and say it.
+"""Places: where a value is in a user's objects, and how to read, write and name it.
 
 A `Step` is a pair (kind, key): from an owner to one value that it holds, such as
 `("cell", 1)` or `("parameter", "weight")`. A `Path` is a chain of steps from `roots`. All
@@ -27,6 +27,9 @@ from remat._captures._library import cached_by_class, user_bases
 
 Step: TypeAlias = tuple[str, Hashable]
 
+# Steps into a list or a dict. Keys that are not simple, and what is under them, go by order.
+ITEMS = frozenset({"item", "key", "value"})
+
 # What is found where nothing stands.
 MISSING = object()
 
@@ -44,7 +47,7 @@ _BY_IDENTITY = frozenset(
 
 
 class Unset(enum.Enum):
-    """What a context variable holds that has neither been set nor has a default."""
+    """The value of a context variable that is not set and has no default."""
 
     UNSET = enum.auto()
 
@@ -56,11 +59,11 @@ SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
 _OPERATORS = ("torch._ops", "torch._library.custom_ops")
 
 
-# Looked at most often, and never simple: spared the slower questions.
+# Asked about most often, and never simple: they skip the slower questions.
 _CONTAINERS = frozenset({dict, list, OrderedDict})
 
 
-# A frozen class of this package says by this attribute that == tells all about it.
+# A frozen class of this package has this attribute if == compares all that it holds.
 COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
 
 
@@ -94,7 +97,7 @@ def is_simple(value: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is simple and has no methods of the user's, as an enumeration may."""
+    """Whether `value` is simple and its class has no methods that the user wrote."""
     kind = type(value)
     if kind in SIMPLE_TYPES:
         return True
@@ -150,7 +153,7 @@ def same(value: object, const: object) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of step is taken, written and said.
+    """How one kind of step is taken, written as code, and named.
 
     `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
     the key; `find` gives the same holder. `prefix` is the label's first word where the
@@ -171,7 +174,7 @@ def _owner(owner: Any) -> Any:
 def attributes(owner: object) -> dict[str, object]:
     """The instance dictionary of `owner`, read past any `__getattribute__` of its class.
 
-    So a look of ours is not noted as a read of the user's.
+    So a read of ours is not noted as a read of the user's code.
     """
     if isinstance(owner, type):
         return cast("dict[str, object]", type.__dict__["__dict__"].__get__(owner))
@@ -198,7 +201,7 @@ def referent(reference: Callable[[], object]) -> object:
 
 
 def is_kept_property(kind: type, name: str) -> bool:
-    """Whether the objects of a class keep what this property of theirs was first found to be."""
+    """Whether a class has a `functools.cached_property` of this name."""
     given = (
         attributes(base)[name] for base in kind.__mro__ if name in attributes(base)
     )
@@ -206,7 +209,7 @@ def is_kept_property(kind: type, name: str) -> bool:
 
 
 class _Bare:
-    """What `proxy | _Bare()` answers with the mapping behind the proxy."""
+    """Makes `proxy | _Bare()` return the mapping behind the proxy."""
 
     def __ror__(self, mapping: Any) -> Any:
         return mapping
@@ -224,6 +227,10 @@ def _registered(name: str) -> Callable[[Any], Any]:
 _KINDS = {
     "root": Kind("{}", "[{}]", _owner, "{}", ""),
     "item": Kind("{}", "[{}]", _owner, "[{!r}]"),
+    "key": Kind("(*{},)", "[{}]", lambda owner: (*owner,), ".keys()[{!r}]"),
+    "value": Kind(
+        "(*{}.values(),)", "[{}]", lambda owner: (*owner.values(),), ".values()[{!r}]"
+    ),
     "attr": Kind("{}", ".{}", _owner, ".{}"),
     "var": Kind("{}.__dict__", "[{}]", attributes, ".{}"),
     "parameter": Kind(
@@ -279,7 +286,7 @@ NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def look(owner: object, step: Step) -> object:
-    """The value that stands one step from `owner`.
+    """The value one step from `owner`.
 
     Raises:
         AttributeError, LookupError, TypeError, ValueError: nothing stands there.
@@ -298,7 +305,7 @@ def look(owner: object, step: Step) -> object:
 
 
 def put(owner: Any, step: Step, value: object) -> None:
-    """Makes `value` stand one step from `owner`, past any `__setattr__` of its class.
+    """Writes `value` one step from `owner`, past any `__setattr__` of its class.
 
     Raises:
         AttributeError, LookupError, TypeError, ValueError: the place cannot be written.
@@ -314,6 +321,8 @@ def put(owner: Any, step: Step, value: object) -> None:
         owner.__defaults__ = tuple(defaults)
     elif kind == "var" and isinstance(owner, type):
         type.__setattr__(owner, cast("str", key), value)
+    elif kind == "value":
+        owner[[*owner][cast("int", key)]] = value
     elif kind == "variable":
         if value is Unset.UNSET:
             raise LookupError("only who set a context variable can make it unset again")

@@ -2,10 +2,10 @@
 
 While a recording is active, the Python classes of the surveyed objects carry a
 `__getattribute__` that notes the name and goes on to the class's own. Only reads on the
-thread that records are noted, and of these only what stood there before: an attribute
-that the trace itself wrote first, such as what a context manager keeps for its exit, is
-nothing that it rests on. A `__setattr__` beside tells. Classes that cannot be given one (builtins, C types) are not
-watched: all that their instances hold then counts as read.
+recording thread are noted, and only of attributes that were there before. A trace does not
+depend on an attribute that it wrote first itself, such as what a context manager keeps for
+its exit; a `__setattr__` notes such writes. Classes that cannot get these methods
+(builtins, C types) are not watched: everything that their instances hold counts as read.
 
 A region inside the traced function may find its own trace in its cache, and then runs only
 its generated check, which reads instance dictionaries. Such a read stands for the
@@ -24,7 +24,7 @@ from torch import nn
 from remat._captures._contents import WATCHED
 from remat._captures._walk import EVERYTHING, Survey
 
-# The file name of generated checks, by which a read of theirs is told from a user's.
+# The file name of generated checks, which tells their reads from the user's.
 GENERATED = "<remat captures>"
 
 # These look one name up in the instance dictionary: a read of that, not of all.
@@ -154,7 +154,7 @@ def _write_watcher(kind: type) -> Callable[[Any, str, object], None]:
 
 
 def _original(inherited: Any) -> Any:
-    """Past the watcher of a base class, or one read would be noted twice."""
+    """Skips the watcher of a base class, so that one read is not noted twice."""
     return getattr(inherited, "original", inherited)
 
 

@@ -112,7 +112,7 @@ class IsTensor:
 @final
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """The object that stands at an earlier spot: aliases stay aliases."""
+    """The same object as at an earlier spot: aliases stay aliases."""
 
     spot: int
 
@@ -204,7 +204,7 @@ class Registered:
 @final
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Nothing stands there: what was read came from elsewhere, or was found missing."""
+    """No value is there: what was read came from elsewhere, or was missing."""
 
     def holds(self, value: object, values: Sequence[object]) -> bool:
         """Whether there is still nothing."""
@@ -259,8 +259,8 @@ def visit(
 ) -> Iterator[tuple[Spot, object, object, bool]]:
     """Yields each spot with its owner, what stands there now, and whether that holds.
 
-    The places are looked at one after the other, so a caller may mend one before the
-    next is looked at: what then stands there is looked at anew.
+    Places are read one after the other: if a caller repairs one before it asks for the next,
+    the values below it are read from the repaired one.
     """
     values: list[object] = []
     for spot in spots:

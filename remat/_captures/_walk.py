@@ -32,6 +32,7 @@ from remat._captures._contents import (
 )
 from remat._captures._library import mentions
 from remat._captures._places import (
+    ITEMS,
     MISSING,
     NOT_THERE,
     SIMPLE_TYPES,
@@ -163,7 +164,7 @@ class Survey:
 
     @property
     def hidden(self) -> list[Tensor]:
-        """The tensors in sets and queues, to which no way leads that holds at each call."""
+        """The tensors in sets and queues, to which no path holds from call to call."""
         found: list[Tensor] = []
         seen: set[int] = set()
         pending: list[Survey] = [self]
@@ -187,6 +188,12 @@ class Survey:
     def is_buffer(self, identity: int) -> bool:
         """Whether the tensor of this id is registered as a buffer of some module."""
         return identity in self._buffers
+
+    def follow(self, names: Set[str]) -> None:
+        """Goes on to what these names lead to, where the user's code mentions them not."""
+        if not names <= self.names:
+            self.names |= names
+            self._walk()
 
     def _walk(self) -> None:
         pending = deque([self.roots])
@@ -228,7 +235,7 @@ class Survey:
             pending.append(node)
 
     def _is_tensor(self, value: object) -> bool:
-        # Tensor's metaclass makes isinstance slow: asked once a type.
+        # Tensor's metaclass makes isinstance slow, so it is asked once for each type.
         kind = type(value)
         known = self._tensor_types.get(kind)
         if known is None:
@@ -261,17 +268,17 @@ class Survey:
         return None
 
     def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Where a stand-in was put in place of its own tensor, puts the tensor back."""
+        """Replaces each stand-in that was assigned over its own tensor by that tensor."""
         own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
         for node, step, before, after in list(self._differences()):
-            if own.get(id(after)) is before is not None:
+            if step[0] != "key" and own.get(id(after)) is before is not None:
                 put(node.value, step, before)
         self._refresh()
 
     def restore(self) -> None:
         """Puts back, in place, all reached state that a trace changed."""
         for node, step, before, _ in [*self._differences()]:
-            if step[0] == "item":
+            if step[0] in ITEMS:
                 _refill(node.value, node.content)
             elif before is MISSING:
                 remove(node.value, step)
@@ -285,9 +292,9 @@ class Survey:
 
     @contextlib.contextmanager
     def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
-        """Inside, all reached state is what it was in the survey, tensors' numbers aside.
+        """Inside, all reached state is what it was in the survey, except numbers in tensors.
 
-        What stands there now, such as a parameter that `functional_call` has put back, or
+        The current state, such as a parameter that `functional_call` has put back, or
         `training`, stands there again at the end. A weak reference stays as it is.
 
         Args:
@@ -317,9 +324,10 @@ class Survey:
         filled: set[int] = set()
         for node, step, before, after in [*self._differences()]:
             owner = node.value
-            if isinstance(before, Tensor) or step[0] == "referent":
+            is_placed = isinstance(before, Tensor) and not _is_by_order(step)
+            if is_placed or step[0] == "referent":
                 continue
-            if step[0] == "item":
+            if step[0] in ITEMS:
                 if id(owner) not in filled:
                     filled.add(id(owner))
                     undo.callback(_fill, owner, _copied(owner))
@@ -341,7 +349,8 @@ class Survey:
         for identity, paths in self.tensors.items():
             if identity not in but:
                 for path in paths:
-                    yield path.owner, path.step
+                    if not _is_by_order(path.step):
+                        yield path.owner, path.step
         for node in self.nodes.values():
             if isinstance(node.value, nn.Module):
                 for step, value in node.content.items():
@@ -388,8 +397,18 @@ def _gone(node: Node, step: Step) -> RecomputationError:
 
 
 def _refill(owner: list[object] | dict[object, object], content: Content) -> None:
-    before = {step[1]: value for step, value in content.items() if step[0] == "item"}
+    before: dict[object, object] = {}
+    for step, value in content.items():
+        if step[0] == "item":
+            before[step[1]] = value
+        elif step[0] == "value":
+            before[content["key", step[1]]] = value
     _fill(owner, [*before.values()] if isinstance(owner, list) else before)
+
+
+def _is_by_order(step: Step) -> bool:
+    """Whether a place is put back with all of its dict."""
+    return step[0] in {"key", "value"}
 
 
 def _copied(owner: Any) -> Any:

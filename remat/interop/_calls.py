@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from remat._api import BoundRegion, Region, RematModule
+from torch.compiler import is_dynamo_compiling
+
+from remat import _compat
+from remat._api import BoundRegion, Region, RematModule, call_in_graph, kind_of
 from remat._errors import SideEffectError, explain
 from remat._options import InputStorages, Settings, inputs_for
 from remat._running import is_running
@@ -21,6 +24,28 @@ from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep
 
 _KEEP = Keep()
+
+
+def _settings(storage: AbstractStorage) -> Settings:
+    return Settings(
+        nothing_saveable,
+        "preserve",
+        "trace",
+        Statics(),
+        verify=False,
+        inputs=InputStorages(others=storage, activations_only=True),
+    )
+
+
+# What a graph of torch.compile calls these regions, where inputs wait as they are.
+_KIND = kind_of(_settings(_KEEP), "checkpoint(...)")
+_WITH_STORAGE = explain(
+    where="checkpoint(...)",
+    what="is called under torch.compile, and its inputs wait in a storage.",
+    why="A compiled graph has no place for what a storage does between forward and "
+    "backward.",
+    do="Compile without fullgraph=True: the call then runs between two graphs.",
+)
 
 
 def call_as_region(
@@ -50,15 +75,15 @@ def call_as_region(
     if _runs_again(function):
         inputs_for(storage, "rerun")
         return function(*args, **kwargs)
-    settings = Settings(
-        nothing_saveable,
-        "preserve",
-        "trace",
-        Statics(),
-        verify=False,
-        inputs=InputStorages(others=storage, activations_only=True),
-    )
-    return Region(function, settings)(*args, **kwargs)
+    if is_dynamo_compiling():
+        return call_in_graph(_KIND, function, args, dict(kwargs))
+    return Region(function, _settings(storage))(*args, **kwargs)
+
+
+def end_graph_for_storage(is_wanted: bool) -> None:
+    """Ends a graph of torch.compile in front of a call whose inputs wait in a storage."""
+    if is_wanted and is_dynamo_compiling():
+        _compat.end_graph(_WITH_STORAGE)
 
 
 def _runs_again(function: Callable[..., Any]) -> bool:
@@ -68,7 +93,16 @@ def _runs_again(function: Callable[..., Any]) -> bool:
     )
 
 
-def preserve(tracker: Any) -> None:
+@_compat.constant_for_dynamo
+def preserve_that_of(module: str) -> None:
+    """Registers the tracker of a project that is in use, which a module has."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        preserve(loaded.get_cuda_rng_tracker)
+
+
+@_compat.constant_for_dynamo
+def preserve(get_tracker: Callable[[], Any]) -> None:
     """Registers a tracker once and for all: a backward may come at any time.
 
     A registration of the user's own is left alone.
@@ -76,6 +110,7 @@ def preserve(tracker: Any) -> None:
     Raises:
         SideEffectError: a region around is being traced, which must know it before.
     """
+    tracker = get_tracker()
     if is_tracker(tracker):
         return
     if is_running():
@@ -88,10 +123,3 @@ def preserve(tracker: Any) -> None:
             )
         )
     register_tracker(tracker)
-
-
-def preserve_that_of(module: str) -> None:
-    """Does so with the tracker of a project that is in use, which a module has."""
-    loaded = sys.modules.get(module)
-    if loaded is not None:
-        preserve(loaded.get_cuda_rng_tracker())

@@ -16,10 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-from remat import _ahead
+from remat import _ahead, _compat
 from remat._errors import explain
 from remat._lines import warn
-from remat.interop._calls import call_as_region, preserve_that_of
+from remat.interop._calls import (
+    call_as_region,
+    end_graph_for_storage,
+    preserve_that_of,
+)
 from remat.interop._groups import shard_over
 from remat.storage import AbstractStorage, Keep, Offload, release_host_memory
 
@@ -79,6 +83,12 @@ class _Configuration:
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
 
+    @property
+    def has_storage(self) -> bool:
+        """Whether they wait otherwise than as they are."""
+        is_parted = self.partition_activations and self.mpu is not None
+        return self.checkpoint_in_cpu or is_parted
+
     def storage(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AbstractStorage:
@@ -97,6 +107,7 @@ class _Current:
     value: _Configuration | None = None
 
 
+@_compat.unseen_by_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function whose intermediate values are recomputed in the backward.
 
@@ -127,7 +138,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> y.sum().backward()
     """
     preserve_that_of(_CHECKPOINTING)
-    storage = (_Current.value or _Configuration()).storage(args, kwargs)
+    configuration = _Current.value
+    end_graph_for_storage(configuration is not None and configuration.has_storage)
+    storage = (configuration or _Configuration()).storage(args, kwargs)
     found = call_as_region(function, args, kwargs, storage)
     if type(found) not in (tuple, list):
         return found
@@ -135,6 +148,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
+@_compat.unseen_by_dynamo
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """The same as `checkpoint`, which does what both of DeepSpeed's variants do.
 

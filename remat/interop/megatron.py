@@ -13,7 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from remat.interop._calls import call_as_region, preserve_that_of
+from remat import _compat
+from remat.interop._calls import (
+    call_as_region,
+    end_graph_for_storage,
+    preserve_that_of,
+)
 from remat.interop._groups import shard_over
 from remat.storage import Keep
 
@@ -23,6 +28,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _STATE = "megatron.core.parallel_state"
 
 
+@_compat.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
 ) -> Any:
@@ -63,6 +69,7 @@ def checkpoint(
             f"{type(distribute_saved_activations).__name__}."
         )
     preserve_that_of(_RANDOM)
+    end_graph_for_storage(bool(distribute_saved_activations))
     storage = Keep()
     if distribute_saved_activations:
         storage = shard_over(_tensor_parallel_group(), args, {})

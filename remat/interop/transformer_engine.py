@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remat import _compat
 from remat._errors import explain
 from remat._lines import warn
-from remat.interop._calls import call_as_region, preserve
+from remat.interop._calls import call_as_region, end_graph_for_storage, preserve
 from remat.interop._groups import shard_over
 from remat.storage import Keep
 
@@ -30,6 +31,7 @@ __all__ = ["checkpoint"]
 _OF_TORCH = ("determinism_check", "debug")
 
 
+@_compat.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -84,7 +86,8 @@ def checkpoint(
         args = tuple(rest)
     kwargs = _without_options_of_torch(kwargs)
     if get_rng_state_tracker is not None:
-        preserve(get_rng_state_tracker())
+        preserve(get_rng_state_tracker)
+    end_graph_for_storage(distribute_saved_activations)
     storage = Keep()
     if distribute_saved_activations:
         storage = shard_over(tp_group, args, kwargs)

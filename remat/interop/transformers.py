@@ -17,6 +17,7 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
+from remat import _compat
 from remat._api import remat
 from remat._lines import warn
 from remat._options import PolicyLike
@@ -118,6 +119,7 @@ def disable(model: _M) -> _M:
     return model
 
 
+@_compat.unseen_by_dynamo
 def _run(
     decorate: Callable[[Callable[..., Any]], Callable[..., Any]],
     function: Callable[..., Any],
@@ -174,7 +176,7 @@ class _Setter:
 
     Args:
         owner: the model.
-        function: what the layers are handed to.
+        function: which function the layers are passed to.
         every: which layers are.
     """
 

@@ -251,9 +251,10 @@ class _Traced:
     def _add(self, tree: _Tree, region: AnyStage) -> _Tree:
         args, count = (tree(stand_ins(self._metas)),), len(self._metas)
         link, entry = link_of(region, args, count, self._captured)
-        self._metas: list[TensorMeta] = link.returned()
+        returned = link.returned()
+        self._metas: list[TensorMeta] = [meta.of_result() for meta in returned]
         self._links.append(link)
-        self.stages.append(stage_of(link, self._metas))
+        self.stages.append(stage_of(link, returned))
         return entry.output.tree
 
     def run(self, schedule: AbstractSchedule) -> Any:

@@ -23,7 +23,7 @@ from remat._errors import (
 from remat._graph import TensorMeta
 from remat._hidden import require_nothing_hidden
 from remat._numerics import Numerics
-from remat._running import is_running, lift
+from remat._running import is_lifting, is_running, lift
 from remat._switch import is_inert
 from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
@@ -37,7 +37,7 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     """Whether some reverse mode wants a gradient of a tensor or of what is captured."""
     if is_inert():
         return False
-    # In a trace a look at what is captured would capture all of it.
+    # Inside a trace, looking at the captured tensors would capture all of them.
     if is_running() or any(map(_compat.requires_grad_anywhere, tensors)):
         return True
     reached = _captures.survey(tuple(functions)).reached
@@ -45,7 +45,7 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
 
 
 def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
-    """Calls what runs a stack of these functions, of which nothing is recorded.
+    """Runs a stack of these functions when nothing of it needs to be recorded.
 
     Raises:
         CapturedTensorError: it is differentiated for something that they hide.
@@ -166,7 +166,7 @@ def run_scheduled(
 ) -> list[Tensor]:
     """What the stack returns, run by a schedule; its buffers are written back, once."""
     region = scheduled(stack, actions_of(schedule, tuple(stages)), flows)
-    if is_running():
+    if is_lifting():
         tensors = list(map(lift, tensors))
     given = list(tensors)
     for index in stack.written:
@@ -189,7 +189,4 @@ def actions_of(
 
 def metas_of(tensors: Sequence[Tensor]) -> list[TensorMeta]:
     """The metadata of tensors, and whether some reverse mode wants their gradient."""
-    return [
-        TensorMeta.of(each, requires_grad=_compat.requires_grad_anywhere(each))
-        for each in tensors
-    ]
+    return [*map(TensorMeta.of_operand, tensors)]

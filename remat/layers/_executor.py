@@ -91,7 +91,7 @@ class Executor:
         return [placed[id(link)] for link in stack.links]
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Does what is told, one after the other."""
+        """Carries out the actions, one after the other."""
         for action in actions:
             self.ledger.enter(action)
             self._do(action)
@@ -123,7 +123,7 @@ class Executor:
         return [tensor for each in [*states, *records] for tensor in each]
 
     def resume(self, ledger: Ledger, held: list[Tensor]) -> None:
-        """Takes up a sweep where it ended; `held` is emptied, to let go of it in time."""
+        """Continues a sweep where it ended; empties `held`, so that it is freed in time."""
         held.reverse()
         self.ledger = ledger
         links = self.stack.links
@@ -140,7 +140,7 @@ class Executor:
     def start_backward(
         self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
-        """Says with which cotangents the outputs are pulled back, and to what."""
+        """Sets the cotangents of the outputs and the wanted gradients."""
         self._state = []
         self._rows = []
         self._gradients = _Gradients(self.stack, cotangents, wanted, self._is_quiet)
@@ -177,7 +177,7 @@ class Executor:
     ) -> None:
         self._state = returned[:count]
         if self._gradients is None and len(self._rows) == stage:
-            # What runs again reads the buffers as they were, and changes none.
+            # A stage that runs again reads the buffers as they were, and changes none.
             self._rows.append(returned[count:])
             self.mutations += mutations
 
@@ -288,7 +288,7 @@ class _Sum:
         if gradient is None:
             return
         if self.tensor is None:
-            self.tensor = gradient  # which may be somebody's: a cotangent
+            self.tensor = gradient  # not this object's own: it may be a cotangent
         elif self._is_own:
             self.tensor.add_(gradient)
         else:

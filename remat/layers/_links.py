@@ -48,10 +48,11 @@ def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
     if any(meta.placement is not None for meta in metas):
         with on_fakes(metas) as fakes:
             return fakes
-    return [*_stand_ins(tuple(metas))]
+    pairs = zip(metas, _stand_ins(tuple(metas)), strict=True)
+    return [meta.cast_alike(each) for meta, each in pairs]
 
 
-# To enter a mode and make a tensor without data takes longer than to run a small stage.
+# Entering a mode and making a tensor without data takes longer than a small stage.
 @functools.lru_cache(maxsize=256)
 def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
     with on_fakes(metas) as fakes:
@@ -92,7 +93,7 @@ def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """A tensor whose conjugation and negation are carried out."""
+    """The tensor with pending conjugation and negation carried out."""
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -155,7 +156,7 @@ class Link:
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """The same, and what the stage's backward reads beyond its operands."""
+        """The same, and what the stage's backward reads besides its operands."""
         results = run_saving(self._call(numerics), operands)
         views = self.region.views(self.roots)
         returned = (
@@ -231,7 +232,7 @@ class Link:
 
     @property
     def resting(self) -> tuple[int, ...]:
-        """For each operand which of what is returned rests on it, a bit for each."""
+        """For each operand, as bits, which of the returned tensors depend on it."""
         found = _resting.get(self.region)
         if found is None:
             found = _resting[self.region] = self._resting()
@@ -291,7 +292,7 @@ def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
     for index, value in enumerate(values):
         read[index].update(*(read[use] for use in value.uses))
     every = {output for output, meta in enumerate(joint.layout) if meta is not None}
-    # A gradient that reads none is that of a constant: zeros, whichever was pulled.
+    # A gradient that reads no cotangent is that of a constant: zeros for any of them.
     return [
         set() if ref is None else read[ref.index] or every for ref in joint.gradients
     ]
@@ -302,7 +303,7 @@ def pulled(
     tensors: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of a function of tensors, each where one comes."""
+    """The gradients of a function of tensors; None where none flows."""
     wanted = tuple(
         index
         for index, each in enumerate(tensors)

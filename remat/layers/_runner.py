@@ -1,7 +1,7 @@
-"""Runs a link: where neither a transform nor a mode is active, by its programs alone.
+"""Runs a link; by its programs alone if neither a transform nor a mode is active.
 
-A stack runs a link as often as it has stages, nearly always with tensors of the same
-metadata. Which rules apply, and which program gives these gradients, is asked once.
+A stack runs a link once for each stage, nearly always with tensors of the same metadata.
+So the rules that apply, and the program of the gradients, are looked up once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat._views import make_views
 from remat._waiting import resumed
 from remat.layers._links import Link, added, present
 
-# The last stage has the loss's cotangent, and the first has another layout or none to give.
+# The last stage gets the cotangent of the loss; the first may want no gradient.
 _MOST_FOLLOWED = 4
 
 
@@ -144,7 +144,7 @@ class Runner:
     def record(
         self, operands: list[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """The same, and what the link's backward reads beyond its operands."""
+        """The same, and what the link's backward reads besides its operands."""
         run = self._records
         if run is None:
             return self._link.record(operands, self._numerics)
@@ -182,7 +182,7 @@ class Runner:
         return self._alone(save=True)
 
     def _alone(self, save: bool) -> _Run | None:
-        """The link's forward, if a program is all that it comes to."""
+        """The link's forward, if it needs no more than one program."""
         region, roots = self._link.region, self._link.roots
         if not self._is_quiet or region.inputs:
             return None
@@ -208,7 +208,7 @@ class Runner:
 
     @functools.cached_property
     def _is_direct(self) -> bool:
-        """Whether all cotangents go somewhere unchanged, and no three to one place."""
+        """Whether all cotangents pass on unchanged, and at most two of them to one place."""
         if not self._is_quiet or self._records is None:
             return False
         views = self._link.region.views(self._link.roots)
@@ -216,7 +216,7 @@ class Runner:
             return True
         assert self._flows is not None
         counts = Counter(self._flows.targets)
-        # Of three it matters which two are added first.
+        # The sum of three depends on which two are added first.
         return all(view.path is None for view in views) and all(
             count <= 2 for target, count in counts.items() if target is not None
         )
@@ -224,7 +224,7 @@ class Runner:
     def _learn(
         self, cotangents: Sequence[Tensor | None], wanted: tuple[bool, ...]
     ) -> None:
-        """Notes the backward for these cotangents, if a program is all that it comes to."""
+        """Notes the backward for these cotangents, if it needs no more than one program."""
         link, there = self._link, present(cotangents)
         if not there or not any(wanted):
             return
@@ -248,7 +248,7 @@ class Runner:
 
 
 def _target(view: View, flows: Sequence[bool]) -> int | None:
-    """Where the cotangent goes of what a view makes: see `_Flows`."""
+    """Where the cotangent of a view's result goes: see `_Flows`."""
     if view.is_cut or view.is_detached:
         return None
     if view.output is not None:

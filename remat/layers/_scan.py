@@ -22,7 +22,7 @@ from remat._graph import TensorMeta
 from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import PolicyLike
-from remat._running import is_running, lift
+from remat._running import is_lifting, lift
 from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
@@ -201,7 +201,7 @@ class _Scan(NamedTuple):
         return self._replace(carry=carry, numbers=numbers)
 
     def slices(self) -> list[Any]:
-        """What each step takes; all at once, or their backward were quadratic."""
+        """What each step takes; sliced at once, else the backward would take quadratic time."""
         if not self.scanned:
             return [self.xs_tree.put_together([])] * self.length
         parts = zip(*(each.unbind(0) for each in self.scanned), strict=True)
@@ -209,7 +209,7 @@ class _Scan(NamedTuple):
         return found[::-1] if self.is_reversed else found
 
     def without_steps(self) -> tuple[Any, Any]:
-        """The first carry, and nothing of what a step would hand out."""
+        """The first carry, and empty results: there is no step."""
         carry = self.carry_tree.put_together(self.carry)
         zeros = [each.new_zeros(each.shape[1:]) for each in self.scanned]
         with torch.no_grad():
@@ -242,7 +242,7 @@ class _Scan(NamedTuple):
         def step(carry: Any, x: Any) -> Any:
             laid = map(relaid, Tree.of(carry)[0], strides)
             tensors = [*laid, *Tree.of(x)[0], *captured]
-            if is_running():
+            if is_lifting():
                 tensors = list(map(lift, tensors))
             return run(roots, tensors, numerics)
 
@@ -275,11 +275,13 @@ class _Scan(NamedTuple):
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
         carry = [
-            dataclasses.replace(meta, requires_grad=meta.is_differentiable)
+            dataclasses.replace(meta, requires_grad=meta.is_differentiable).of_result()
             for meta in metas_of(self.carry)
         ]
         slices = [
-            dataclasses.replace(meta, shape=meta.shape[1:], stride=meta.stride[1:])
+            dataclasses.replace(
+                meta, shape=meta.shape[1:], stride=meta.stride[1:]
+            ).of_result()
             for meta in metas_of(self.scanned)
         ]
         return [*carry, *slices]

@@ -43,7 +43,7 @@ Replayed = Callable[[list[Tensor] | None, Sequence[Tensor], Numerics], list[Tens
 
 @final
 class Held:
-    """What one sweep left for its backward, to be taken once.
+    """What one sweep holds for its backward, to be taken once.
 
     Attributes:
         ledger: where the sweep ended.
@@ -56,14 +56,14 @@ class Held:
         self._is_filled = False
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Keeps what a sweep held; of two sweeps nobody can tell which one is meant."""
+        """Keeps what a sweep holds; drops it if there are two, which cannot be told apart."""
         self._tensors = None if self._is_filled else tensors
-        self._versions = [each._version for each in tensors]  # noqa: SLF001  # public in all but name
+        self._versions = [each._version for each in tensors]
         self._is_filled = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What waits, to be looked at."""
+        """The tensors that wait, without taking them."""
         return tuple(self._tensors or ())
 
     def take(self) -> list[Tensor] | None:
@@ -74,7 +74,7 @@ class Held:
         """
         tensors, self._tensors = self._tensors, None
         pairs = zip(tensors or (), self._versions, strict=False)
-        if any(each._version != version for each, version in pairs):  # noqa: SLF001  # as above
+        if any(each._version != version for each, version in pairs):
             raise SavedTensorModifiedError(
                 explain(
                     where="the backward of a scheduled scan or chain",
@@ -116,7 +116,7 @@ class Swept(WithoutProgram):
 
     @property
     def keeps(self) -> bool:
-        """Whether its backward reads what the forward left."""
+        """Whether its backward reads what the forward saved."""
         return self.replay is not None
 
     def views(self, roots: Roots) -> None:

@@ -1,8 +1,8 @@
 """A stack of links: which tensors go into each, and what comes out of all.
 
-Its operands are the leaves of the first state, what is scanned over (stacked), and what
-the links capture; its outputs the leaves of the last state, and what each link hands out
-besides, stacked.
+Its operands are the leaves of the first state, what is scanned over (stacked), and the tensors
+that the links capture. Its outputs are the leaves of the last state, and the other results of
+the links, stacked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stack:
         return len(self.links) - 1 - stage if self.is_reversed else stage
 
     def slices(self, scanned: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """What each stage takes of it; all at once, or their backward were quadratic."""
+        """What each stage takes; sliced at once, else the backward would take quadratic time."""
         parts = [each.unbind(0) for each in scanned]
         return [
             tuple(part[self.place(stage)] for part in parts)
@@ -76,7 +76,7 @@ class Stack:
         ]
 
     def stacked(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """What the stages hand out, one row each, in the order of the slices."""
+        """The other results of the stages, one row each, in the order of the slices."""
         order = reversed(rows) if self.is_reversed else rows
         return [torch.stack(column) for column in zip(*order, strict=True)]
 
@@ -106,7 +106,7 @@ class Stack:
         return found | {id(self.links[-1]): self.num_last}
 
     def resting(self) -> tuple[int, ...]:
-        """For each operand the outputs that may rest on it, a bit for each."""
+        """For each operand, as bits, the outputs that may depend on it."""
         found = [0] * len(self.operands)
         distinct = {id(link): link for link in self.links}
         resting = {key: _places_of_bits(link) for key, link in distinct.items()}
@@ -115,7 +115,7 @@ class Stack:
         behind: tuple[Link | None, list[int]] = None, []
         for link in reversed(self.links):
             if link is behind[0] and state == behind[1]:
-                continue  # It finds what the one behind it found, and changes nothing.
+                continue  # It would find what the stage behind it found, and change nothing.
             behind = link, state
             rows = range(self.num_last, self.num_last + len(link.returned()))
             after = [*state, *(1 << place for place in rows)]

@@ -1,8 +1,8 @@
 """Stacks as torch.compile traces them: a loop of regions, which the graph holds unrolled.
 
-Dynamo cannot follow a schedule, whose actions are worked out as it runs, nor make a region
-under a policy that it meets only now. A graph ends in front of such a stack, and of one
-that is called wrongly: outside a graph it runs, or raises what is wrong.
+Dynamo cannot follow a schedule, whose actions are computed while it runs, nor make a region
+under a policy that it has not met before. The graph ends before such a stack, and before a
+stack that is called wrongly. Outside the graph the stack runs, or raises its own error.
 """
 
 from __future__ import annotations

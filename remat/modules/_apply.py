@@ -121,7 +121,7 @@ def region_of(module: nn.Module) -> Region[..., Any] | None:
 
 
 def _wrapped_by(region: Region[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """What a module's region runs; a shallow copy of a module has the original's."""
+    """The function that a module's region runs; a shallow copy shares the original's."""
     own = region.__wrapped__
     method = getattr(own, "__func__", None)
     return own if method is None else types.MethodType(method, module)
@@ -135,7 +135,7 @@ def _is_of_class(own: Callable[..., Any], module: nn.Module) -> bool:
 def _with_a_forward(
     found: Sequence[tuple[str, nn.Module]], where: Where
 ) -> list[nn.Module]:
-    """The modules that can be called; says so where there is none, or another."""
+    """The modules that can be called; warns of a container, and if nothing matches."""
     callable_ones: list[nn.Module] = []
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):

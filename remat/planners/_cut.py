@@ -221,7 +221,7 @@ def _branched(
 
 
 def _settled(problem: Problem, item: int, option: int | None) -> Problem:
-    """The problem in which it is no question any more how an item is kept."""
+    """The problem in which it is settled how one item is kept."""
     options = () if option is None else (Option(0),)
     items = (*problem.items[:item], options, *problem.items[item + 1 :])
     held = 0 if option is None else problem.items[item][option].size_bytes
@@ -277,7 +277,7 @@ def _walk(
     rank = dict.fromkeys(moves, math.inf)
     while moves:
         best: tuple[float, _Move] | None = None
-        # The worth of a move seldom grows by another: most are not looked at again.
+        # One move seldom makes another worth more: most need no second look.
         for move in sorted(moves, key=lambda each: -rank[each]):
             if best is not None and rank[move] <= best[0]:
                 break
@@ -318,7 +318,7 @@ def _is_saved(state: Outcome, move: _Move) -> bool:
 
 
 def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
-    """Cost spared per byte more; what brings nothing, or goes too far, is worth -inf."""
+    """Cost saved per byte more; -inf for a move that brings nothing, or goes too far."""
     size_bytes, cost = tally.saved_bytes, tally.cost
     before = [(item, tally.settle(item, option)) for item, option in move]
     reached = tally.saved_bytes

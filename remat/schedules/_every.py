@@ -1,4 +1,4 @@
-"""Equal segments: keep a state at the start of each, compute the rest again.
+"""Equal segments: keep a state at the start of each, and recompute the rest.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4, keep the
 ends of about sqrt(n) segments; `torch.utils.checkpoint.checkpoint_sequential` leaves the

@@ -83,17 +83,6 @@ def repeats_of(count: int, snapshots: int) -> int:
     return repeats
 
 
-def extra_evaluations(count: int, snapshots: int) -> int:
-    """t(l, s) of the module's docstring.
-
-    Example:
-        >>> extra_evaluations(10, 3)
-        15
-    """
-    repeats = repeats_of(count, snapshots)
-    return repeats * count - beta(snapshots + 1, repeats - 1)
-
-
 def split_of(count: int, snapshots: int) -> int:
     """How far to advance before the next snapshot.
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 
 from remat import (
     RematWarning,
@@ -31,7 +32,7 @@ from remat.interop import deepspeed, megatron, transformer_engine
 from remat.interop.deepspeed import _Configuration, _Current
 from remat.storage import Keep, Offload
 from tests.random.test_trackers import Tracker
-from tests.support import assert_bitwise
+from tests.support import assert_bitwise, graphs_of_torch_compile
 
 pytestmark = [
     pytest.mark.contract,
@@ -130,6 +131,64 @@ def test_nothing_but_inputs_is_saved(checkpoint: Checkpoint) -> None:
     node: Any = y.grad_fn
     assert [each.shape for each in node.saved_tensors] == [x.shape]
     assert node.saved_tensors[0].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@each_peer
+def test_a_graph_of_torch_compile_holds_a_call(checkpoint: Checkpoint) -> None:
+    """It recomputes there, and registers the tracker of the project that is in use."""
+    torch.compiler.reset()
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    backend, graphs = graphs_of_torch_compile()
+
+    def loss(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: (x @ weight).sin().exp(), x).sum()
+
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+
+    assert_bitwise(torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x))
+    # One of those in the backward is the derivative's own.
+    assert [each["aten.mm.default"] for each in graphs] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_graph_of_torch_compile_registers_a_tracker() -> None:
+    """Which is done while it is compiled."""
+    torch.compiler.reset()
+    tracker = Tracker()
+    x = torch.randn(4, requires_grad=True)
+
+    def get() -> Tracker:
+        return tracker
+
+    fun = torch.compile(
+        lambda x: TE(torch.sin, x, get_rng_state_tracker=get),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    fun(x).sum().backward()
+
+    assert x.grad is not None
+    assert_bitwise(x.grad, x.detach().cos())
+    assert _trackers.is_tracker(tracker)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:storage.Offload:remat.RematWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_waits_in_host_memory_ends_a_graph() -> None:
+    """With `fullgraph=True` the error says why; else it runs between two graphs."""
+    torch.compiler.reset()
+    deepspeed.configure(checkpoint_in_cpu=True)
+    x = torch.randn(4, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        return deepspeed.checkpoint(torch.sin, x.exp()).sum()
+
+    with pytest.raises(Unsupported, match="its inputs wait in a storage"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
+    compiled = torch.compile(loss, backend="aot_eager")
+    assert_bitwise(torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x))
 
 
 @each_peer

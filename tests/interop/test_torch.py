@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.utils.checkpoint as peer
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from remat import (
     ImplicitRandomnessError,
@@ -38,6 +36,7 @@ from tests.support import (
     assert_bitwise,
     assert_close,
     backward_operators,
+    graphs_of_torch_compile,
     run,
     seeded,
 )
@@ -901,22 +900,32 @@ def test_what_cannot_be_traced():
 def test_a_graph_of_torch_compile_holds_a_call(options, num_mm):
     """As it holds torch's own; the function is handed over inside of what is compiled."""
     torch.compiler.reset()
-    graphs: list[Counter[str]] = []
-
-    def count(graph, _):
-        graphs.append(Counter(str(node.target) for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
+    backend, graphs = graphs_of_torch_compile()
 
     def loss(x, y):
         return checkpoint(lambda x: (x @ y).sin().exp(), x, **options).sum()
 
-    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
     compiled = torch.compile(loss, backend=backend, fullgraph=True)
     args = [seeded(4, 4), seeded(4, 4, seed=1)]
 
     assert_bitwise(run(compiled, args), run(loss, args))
     # Two of those in the backward are the derivative's own.
     assert [each["aten.mm.default"] for each in graphs] == [1, num_mm]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_runs_again_ends_a_graph():
+    """It runs between two graphs."""
+    torch.compiler.reset()
+
+    def loss(x):
+        return checkpoint(torch.sin, x.exp(), use_reentrant=False, engine="rerun").sum()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    args = [seeded(4, 4)]
+
+    assert_bitwise(run(compiled, args), run(loss, args))
 
 
 @pytest.mark.parametrize(

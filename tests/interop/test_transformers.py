@@ -255,6 +255,17 @@ def test_held_bytes():
     assert plain > 3 * 10 * hidden
 
 
+def test_a_graph_of_torch_compile_holds_the_layers():
+    """The whole model is one, with the numbers that it has outside."""
+    torch.compiler.reset()
+    model = enable(a_model(functools.partial(llama, attention_dropout=0.0)))
+    outside = gradients(model)
+
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+
+    assert_close(gradients(model), outside)
+
+
 def test_policies():
     """What a policy saves is not recomputed."""
     every_other = enable(

@@ -92,21 +92,29 @@ def test_a_tensor_that_cannot_be_followed_is_an_error(way: Any) -> None:
     assert "test_law_06" in str(error.value)
 
 
+def stepping(get: Callable[[], Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    """A step of a scan that mixes what is reached into the carry."""
+    return lambda c, x: (mix(c, get()), x)
+
+
+def assert_refused_in_stacks(
+    x: Tensor, get: Callable[[], Tensor], schedule: Any
+) -> None:
+    """A scan and a chain name the way out: an argument."""
+    with pytest.raises(CapturedTensorError, match="argument"):
+        scan(stepping(get), x, x.expand(4, 2, 3), schedule=schedule)
+    with pytest.raises(CapturedTensorError, match="argument"):
+        chain([torch.sin, lambda x: mix(x, get())], schedule=schedule)(x)
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("way", [iterator, generator, member_of_a_set, numpy_property])
 @pytest.mark.parametrize("schedule", [None, schedules.Every(2), schedules.Revolve(1)])
 def test_a_stage_that_cannot_be_followed_is_an_error(schedule: Any, way: Any) -> None:
     """In stacks too, by schedule or not."""
     w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1).requires_grad_()
-    get = way(w)
 
-    def step(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return mix(c, get()), x
-
-    with pytest.raises(CapturedTensorError, match="argument"):
-        scan(step, x, x.expand(4, 2, 3), schedule=schedule)
-    with pytest.raises(CapturedTensorError, match="argument"):
-        chain([torch.sin, lambda x: mix(x, get())], schedule=schedule)(x)
+    assert_refused_in_stacks(x, way(w), schedule)
 
 
 @pytest.mark.contract
@@ -177,15 +185,9 @@ def test_what_hides_from_a_stack_is_an_error(schedule: Any) -> None:
     w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)
     get = iterator(w)
 
-    def step(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return mix(c, get()), x
-
-    with pytest.raises(CapturedTensorError, match="argument"):
-        scan(step, x, x.expand(4, 2, 3), schedule=schedule)
-    with pytest.raises(CapturedTensorError, match="argument"):
-        chain([torch.sin, lambda x: mix(x, get())], schedule=schedule)(x)
+    assert_refused_in_stacks(x, get, schedule)
     with disabled():
-        assert_bitwise(scan(step, x, x.expand(1, 2, 3))[0], mix(x, w))
+        assert_bitwise(scan(stepping(get), x, x.expand(1, 2, 3))[0], mix(x, w))
         assert_bitwise(chain([lambda x: mix(x, get())])(x), mix(x, w))
 
 
@@ -376,3 +378,24 @@ def test_a_parameter_that_torchscript_uses_raises(make: Any) -> None:
 
     with pytest.raises(CapturedTensorError, match=r"before torch\.jit\.script"):
         region(seeded(3, 3).requires_grad_())
+
+
+def test_a_tensor_that_a_custom_backward_alone_reaches() -> None:
+    """No mode sees what a backward of the user's takes from its closure."""
+    weight = seeded(3).requires_grad_()
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return gradient * weight
+
+    def fun(x: Tensor) -> Tensor:
+        return cast("Tensor", Scaled.apply(x)).sin()
+
+    text = r"error\.py:\d+: the backward of an autograd.Function reaches a tensor by itself"
+    with pytest.raises(CapturedTensorError, match=f"{text}.*ctx.save_for_backward"):
+        remat(fun)(seeded(3).requires_grad_())

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -51,6 +51,11 @@ def other_helper(x: Tensor) -> Tensor:
 
 def through_a_helper(x: Tensor) -> Tensor:
     return helper(x) + TABLE["scale"]
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
 
 
 class Holder:
@@ -107,6 +112,45 @@ def on_holder(
 ) -> State:
     holder = Holder()
     return (lambda x: scaled(x, read(holder))), (lambda: change(holder))
+
+
+def under(key: Any) -> State:
+    table = {key: 2.0}
+    return (lambda x: scaled(x, table[key])), lambda: table.update({key: 3.0})
+
+
+def keys_swap() -> State:
+    first, second = Holder(), Holder()
+    table = {first: 2.0, second: 3.0}
+
+    def change() -> None:
+        table.clear()
+        table.update({second: 2.0, first: 3.0})
+
+    return (lambda x: scaled(x, table[first])), change
+
+
+def tensor_under_an_object() -> State:
+    holder = Holder()
+    table: dict[Holder, Tensor] = {holder: seeded(3, 3)}
+    return (lambda x: x @ table[holder]), lambda: table.update(
+        {holder: seeded(3, 3, seed=9)}
+    )
+
+
+def class_attribute_appears() -> State:
+    class Bare:
+        pass
+
+    holder: Any = Bare()
+
+    def fun(x: Tensor) -> Tensor:
+        try:
+            return scaled(x, holder.factor)
+        except AttributeError:
+            return scaled(x, 2.0)
+
+    return fun, lambda: setattr(Bare, "factor", 3.0)
 
 
 def method_attribute() -> State:
@@ -354,6 +398,7 @@ CHANGES: dict[str, Callable[[], State]] = {
     "class_attribute": lambda: on_holder(
         lambda h: h.shared, lambda h: setattr(Holder, "shared", 3.0)
     ),
+    "class_attribute_appears": class_attribute_appears,
     "shadowed_class_attribute": lambda: on_holder(
         lambda h: h.shared, lambda h: setattr(h, "shared", 3.0)
     ),
@@ -384,6 +429,14 @@ CHANGES: dict[str, Callable[[], State]] = {
     "list_grows": list_grows,
     "dict_grows": dict_grows,
     "key_appears": key_appears,
+    "under_an_object": lambda: under(Holder()),
+    "under_a_module": lambda: under(nn.Tanh()),
+    "under_a_function": lambda: under(helper),
+    "under_a_named_tuple": lambda: under(Pair(1, 2)),
+    "under_an_object_in_a_tuple": lambda: under((Holder(), "a")),
+    "under_a_tensor": lambda: under(seeded(2)),
+    "keys_swap": keys_swap,
+    "tensor_under_an_object": tensor_under_an_object,
     "tensor_to_none": becomes_none,
     "tensor_shape": tensor_changes_shape,
     "tensor_replaced": tensor_replaced,
@@ -472,6 +525,83 @@ def test_a_backward_finds_the_state_of_its_forward(engine: str, name: str) -> No
 
     assert_bitwise(found, expected)
     assert after is None or torch.equal(fun(x), after)
+
+
+# What changed cannot be put back for these.
+GONE = {
+    *("class_attribute", "class_attribute_appears", "hook_removed"),
+    *("keys_swap", "tensor_to_none", "weak_reference"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - IN_TENSORS - SET_SINCE))
+def test_a_backward_traced_late_finds_the_state_of_its_forward(name: str) -> None:
+    """It sees what the forward saw, or raises; what changed stands there again after it."""
+    fun, change = CHANGES[name]()
+    region = remat(fun)
+    x = seeded(2, 3, seed=3).requires_grad_()
+    cotangent = seeded(3, 2, seed=5).t()
+    modules = [*fun.modules()] if isinstance(fun, nn.Module) else []
+    has_buffers = any(True for each in modules for _ in each.buffers(recurse=False))
+    (expected,) = torch.autograd.grad(fun(x), x, cotangent)
+
+    out = region(x)
+    change()
+    after = None if has_buffers else fun(x).detach()
+    if name in GONE:
+        with pytest.raises(RecomputationError, match="changed after the forward"):
+            torch.autograd.grad(out, x, cotangent)
+    else:
+        assert_bitwise(torch.autograd.grad(out, x, cotangent)[0], expected)
+
+    assert after is None or torch.equal(fun(x), after)
+
+
+class Base:
+    factor = 2.0
+
+    def base(self) -> Any:
+        return self.factor
+
+
+class Dispatching(Base):
+    table: ClassVar = {"factor": 2.0}
+
+    def read(self) -> Any:
+        return FACTOR
+
+
+COMPUTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "global_of_a_method": ("read", lambda patch: patch.setitem(globals(), "FACTOR", 3.0)),
+    "method": ("read", lambda patch: patch.setattr(Dispatching, "read", lambda _: 3.0)),
+    "overridden": (
+        "base", lambda patch: patch.setattr(Dispatching, "base", lambda _: 3.0, raising=False)
+    ),
+    "entry": ("table", lambda patch: patch.setitem(Dispatching.table, "factor", 3.0)),
+    "value": ("factor", lambda patch: patch.setattr(Base, "factor", 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), COMPUTED.values(), ids=COMPUTED)
+def test_what_a_class_has_under_a_computed_name(
+    name: str,
+    change: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`getattr` finds methods and constants of a class that no code mentions."""
+    holder = Dispatching()
+
+    def fun(x: Tensor) -> Tensor:
+        found = getattr(holder, "".join(name))
+        found = found() if callable(found) else found
+        return scaled(x, found["factor"] if isinstance(found, dict) else found)
+
+    region = remat(fun)
+    assert_bitwise(value_and_gradient(region), value_and_gradient(fun))
+
+    change(monkeypatch)
+
+    assert_bitwise(value_and_gradient(region), value_and_gradient(fun))
 
 
 def test_a_context_variable_that_was_unset_cannot_be_again() -> None:

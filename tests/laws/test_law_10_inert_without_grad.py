@@ -267,6 +267,7 @@ REVERSE: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
     "jvp_grad": lambda f: (
         lambda x: torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,))
     ),
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum()),
     "scan": lambda f: torch.func.grad(lambda x: swept(f)(x).sum()),
 }
 
@@ -289,7 +290,9 @@ def test_a_transform_inside_of_inference_mode_is_as_outside(
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", ["grad", "vmap_grad", "grad_grad", "scan"])
+@pytest.mark.parametrize(
+    "name", ["grad", "vmap_grad", "grad_grad", "jvp_grad", "hessian", "scan"]
+)
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_a_transform_takes_what_was_made_in_inference_mode(
     engine: str, name: str

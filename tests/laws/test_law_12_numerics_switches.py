@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, policies, remat
+from remat import chain, checkpoint_name, policies, remat, scan, schedules
 from tests.support import assert_bitwise, pairwise, seeded
 
 bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -38,6 +38,21 @@ def autocast_inside(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             h = torch.sin(h.float() @ w2)
         return torch.sin(h)
+
+
+def written_in_place(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Writes through a view, which takes a second trace, beside a part without autocast."""
+    h = x @ w1
+    h.view(-1).mul_(2)
+    with torch.autocast("cpu", enabled=False):
+        h = torch.sin(h.float() @ w2)
+    return torch.sin(h)
+
+
+def autocast_off(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Computes in single precision whatever is around it."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.sin(torch.tanh(x @ w1) @ w2)
 
 
 def makes_constants(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -96,6 +111,7 @@ FUNS = {
     "mlp": mlp,
     "tied": tied,
     "autocast_inside": autocast_inside,
+    "in_place": written_in_place,
     "constants": makes_constants,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -164,6 +180,78 @@ def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
     assert_bitwise(
         value_and_gradients(region, contextlib.nullcontext, around), expected
     )
+
+
+def read_thrice(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Casts its input three times, as attention does for its queries, keys and values."""
+    return torch.tanh(x @ w1) * (x @ w2) + x @ w1
+
+
+def from_hidden_states(fun: Any) -> Any:
+    """A region that reads what an operator made."""
+    return lambda x, w1, w2: fun(x * 2, w1, w2)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_autocast_casts_a_leaf_once_and_hidden_states_each_time(how: str) -> None:
+    """In one region, in any order of calls: their gradients are summed in other precisions."""
+    region = remat(read_thrice, **OPTIONS[how])
+    around = SWITCHES["autocast"]
+    apart = (lambda fun: fun), from_hidden_states
+    expected = [value_and_gradients(place(read_thrice), around) for place in apart]
+
+    for index in (0, 1, 1, 0, 0, 1):
+        found = value_and_gradients(apart[index](region), around)
+        assert_bitwise(found, expected[index])
+
+
+def test_autocast_casts_captured_tensors_as_it_does_without_a_region() -> None:
+    """A weight that the function reaches by name is one cast, a computed one many."""
+
+    def of(fun: Any, *, is_computed: bool) -> Any:
+        def around(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+            scale = w2 * 2 if is_computed else w2
+            return fun(lambda x, w1: read_thrice(scale, w1, x.t() @ x))(x, w1)
+
+        return around
+
+    for is_computed in (False, True):
+        plain, region = (of(fun, is_computed=is_computed) for fun in (_as_it_is, remat))
+        expected = value_and_gradients(plain, SWITCHES["autocast"])
+
+        assert_bitwise(value_and_gradients(region, SWITCHES["autocast"]), expected)
+
+
+def _as_it_is(fun: Any) -> Any:
+    return fun
+
+
+@pytest.mark.parametrize("schedule", [None, schedules.Every(1)], ids=["none", "every"])
+@pytest.mark.parametrize("how", ["scan", "chain"])
+def test_autocast_casts_each_time_what_a_stack_hands_on(
+    how: str, schedule: Any
+) -> None:
+    """The loop over the same steps is the oracle."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return read_thrice(x, w, w.t()).float()
+
+    def looped(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return step(step(x * 2, w1 + w2), w1 - w2)
+
+    def stacked(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        weights = torch.stack([w1 + w2, w1 - w2])
+        if how == "chain":
+            stages = [lambda x, w=w: step(x, w) for w in weights.unbind()]
+            return chain(stages, schedule=schedule)(x * 2)
+        steps = lambda x, w: (step(x, w), None)  # noqa: E731
+        return scan(steps, x * 2, weights, schedule=schedule)[0]
+
+    expected = value_and_gradients(looped, SWITCHES["autocast"])
+
+    assert_bitwise(value_and_gradients(stacked, SWITCHES["autocast"]), expected)
 
 
 def in_force() -> dict[str, Any]:
@@ -250,6 +338,21 @@ def test_autocast_under_func_grad(engine: str) -> None:
     assert [g.dtype for g in found] == [torch.float32] * 3
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.contract
+def test_a_mapped_region_has_no_further_casts() -> None:
+    """What runs without autocast inside does so under a transform that autocast is around."""
+    x, w1, w2 = (leaf.detach() for leaf in arguments())
+
+    def gradients(fun: Any) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            return fun(x, w1, w2).float().sum()
+
+        with bfloat16:
+            return torch.func.vmap(torch.func.grad(loss))(x)
+
+    assert_bitwise(gradients(remat(autocast_off)), gradients(autocast_off))
 
 
 def test_the_outputs_dtype_follows_autocast() -> None:

@@ -112,15 +112,14 @@ def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
     return Settings(policy_for(policy, engine), rng, engine, Statics(), verify=False)
 
 
+@_compat.constant_for_dynamo
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
     rng = "preserve" if preserve_rng_state else "keys"
     return kind_of(_settings(policy_of(context_fn), rng, engine), "checkpoint(...)")
 
 
-_compat.constant_for_dynamo(_kind)
-
-
+@_compat.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -201,6 +200,7 @@ def checkpoint(
     return options.region
 
 
+@_compat.unseen_by_dynamo
 def checkpoint_sequential(
     functions: nn.Sequential | nn.ModuleList | Sequence[Callable[[Any], Any]],
     segments: int,

@@ -1,7 +1,7 @@
 """Selective checkpointing: torch's policies of operators, as policies of this package.
 
 torch runs the function under two dispatch modes, one that caches outputs of operators and
-one that hands them out again. Here the policy is asked while the function is traced, about
+one that returns them again. Here the policy is asked while the function is traced, about
 each value once, and what it says is what a traced region does: there are no modes.
 """
 
