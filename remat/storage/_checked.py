@@ -1,8 +1,7 @@
-"""What a storage gives, and what it gives back, held against the contract.
+"""Checks what a storage stores and restores against the contract.
 
-A storage may be anybody's. What it makes of a value in breach of the contract would be a
-gradient of other numbers, so each value is checked by its form, and what is not to be
-changed by its version.
+Users may write storages. One that breaks the contract would give a wrong gradient. So the
+form of each value is checked, and the version of each tensor that must not change.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checked:
-    """A way back that has to lead to what was stored.
+    """A decoder whose result is checked against what was stored.
 
     Attributes:
         decode: the way.

@@ -11,6 +11,7 @@ References:
     Network Design. M. Rhu et al., 2016. https://arxiv.org/abs/1602.08124, section 3.
 """
 
+import os
 import tempfile
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -18,6 +19,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from remat._errors import explain
 from remat._lines import warn
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
@@ -156,12 +158,46 @@ def _moved(waiting: Tensor, home: torch.device) -> Stored:
 
 def _in_file(value: Tensor, folder: str) -> Tensor:
     """A copy in a memory-mapped file, which has no name and ends with the tensor."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        mapped = torch.from_file(
-            file.name, shared=True, size=value.nbytes, dtype=torch.uint8, device="cpu"
-        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            _reserve(file.fileno(), value.nbytes)
+            mapped = torch.from_file(
+                file.name,
+                shared=True,
+                size=value.nbytes,
+                dtype=torch.uint8,
+                device="cpu",
+            )
+    except OSError as error:
+        raise _no_file(error, value, folder) from error
     mapped = mapped.view(value.dtype).view(value.shape)
     return mapped.copy_(value)
+
+
+def _reserve(file: int, num_bytes: int) -> None:
+    """Takes the room of a file, where the system can.
+
+    Without it a full disk shows when the mapped memory is written, by a signal that ends
+    the process.
+    """
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        os.posix_fallocate(file, 0, num_bytes)
+
+
+def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
+    """The error of the system's kind, in words."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return OSError(
+        error.errno,
+        explain(
+            where=f"Offload(path={folder!r})",
+            what=f"cannot make a file for a value {dtype}{[*value.shape]} of "
+            f"{value.nbytes} bytes.",
+            why=f"The system says: {error.strerror}.",
+            do="Pass a folder that exists and can be written, on a disk with room for all "
+            "values that wait at one time.",
+        ),
+    )
 
 
 def _warn_of_no_effect(home: torch.device) -> None:

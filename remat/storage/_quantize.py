@@ -36,8 +36,9 @@ class Quantize(AbstractStorage):
 
     Laws: lossy; each number comes back within one step of its group, half a step if
     `stochastic` is off; a group with an infinity or nan comes back as nan; truth values come
-    back exactly, from one bit each; whole and complex numbers are kept as they are. Two are equal when their numbers are and they hold the very same
-    key: a key is a tensor, and tensors have no cheap equality.
+    back exactly, from one bit each; whole and complex numbers are kept as they are, and so is
+    what would wait in no fewer bytes. Two are equal when their numbers are and they hold
+    the very same key: a key is a tensor, and tensors have no cheap equality.
 
     Args:
         bits: the bits of one number: 8, 4 or 2.
@@ -66,10 +67,14 @@ class Quantize(AbstractStorage):
         """Quantizes floating numbers; truth values wait in one bit, others as they are."""
         if value.dtype is torch.bool:
             return _in_one_bit(value)
-        if not value.dtype.is_floating_point or not value.numel():
+        groups = _Groups(self.bits, self.group_size)
+        if (
+            not value.dtype.is_floating_point
+            or groups.size_bytes(value) >= value.nbytes
+        ):
             return Stored.whole(value)
         rounding = None if self.key is None else fold_in(self.key, place.index)
-        return _Groups(self.bits, self.group_size).store(value, rounding)
+        return groups.store(value, rounding)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -148,12 +153,19 @@ class _Groups:
     bits: int
     size: int
 
+    def size_bytes(self, value: Tensor) -> int:
+        """What waits of a value."""
+        num_groups = -(-value.numel() // self.size)
+        return (
+            -(-value.numel() * self.bits // 8) + 2 * num_groups * _kept(value).itemsize
+        )
+
     def store(self, value: Tensor, key: Tensor | None) -> Stored:
         """The packed numbers, the steps and the minima."""
-        is_double = value.dtype is torch.float64
-        rows = self._rows(value.reshape(-1).to(None if is_double else torch.float32))
+        kept = _kept(value)
+        wide = torch.float64 if kept is torch.float64 else torch.float32
+        rows = self._rows(value.reshape(-1).to(wide))
         low, high = rows.aminmax(dim=1, keepdim=True)
-        kept = torch.float64 if is_double else torch.bfloat16
         low = _down(low, kept)
         levels = 2**self.bits - 1
         # In double precision, where the difference of two single numbers is finite.
@@ -174,7 +186,6 @@ class _Groups:
 
         def decode(parts: Sequence[Tensor]) -> Tensor:
             packed, step, low = parts
-            wide = torch.float64 if is_double else torch.float32
             numbers = self._rows(unpack(packed, self.bits, shape.numel()).to(wide))
             found = numbers.mul_(step.to(wide)).add_(low.to(wide))
             # The highest level may lie above the highest number.
@@ -190,6 +201,11 @@ class _Groups:
         if missing:
             flat = torch.cat([flat, flat[-1:].expand(missing)])
         return flat.view(-1, self.size)
+
+
+def _kept(value: Tensor) -> torch.dtype:
+    """The dtype in which the minima and steps of a value's groups are kept."""
+    return torch.float64 if value.dtype is torch.float64 else torch.bfloat16
 
 
 def _down(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -351,7 +351,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
 
 
 def _meet(one: Any, other: Any) -> bool:
-    """Whether two groups have more ranks in common than this one."""
+    """Whether two groups share more ranks than this one."""
     first, second = map(_compat.ranks_of, (one, other))
     return len({*first} & {*second}) > 1
 

@@ -19,6 +19,8 @@ from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Place, Stored
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,15 @@ class Sparse(AbstractStorage):
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """The numbers that are not zero and a bit for each, where that saves enough."""
-        flat = value.reshape(-1)
-        if value.dtype is torch.bool or value.is_complex() or not flat.numel():
+        if value.dtype is torch.bool or value.is_complex() or not value.numel():
             return Stored.whole(value)
-        is_there = flat != 0
-        zeros = flat[~is_there]
-        if value.dtype.is_floating_point and value.dtype.itemsize == 1:
-            zeros = zeros.float()  # torch tells no signs of eight-bit numbers
-        is_negative = zeros.signbit()
-        parts = [flat[is_there], pack(is_there.view(torch.uint8), 1)]
+        # Their bits: torch lacks operators for numbers of eight bits and unsigned ones.
+        flat = _bits_of(value.reshape(-1))
+        is_signed = value.dtype.is_floating_point
+        is_there = (flat & torch.iinfo(flat.dtype).max if is_signed else flat) != 0
+        is_negative = flat[~is_there] != 0
+        numbers = flat[is_there].view(value.dtype)
+        parts = [numbers, pack(is_there.view(torch.uint8), 1)]
         if is_negative.any():
             parts.append(pack(is_negative.view(torch.uint8), 1))
         num_bytes = sum(part.nbytes for part in parts)
@@ -80,14 +82,18 @@ class Sparse(AbstractStorage):
         return Stored(tuple(parts), lambda parts: _spread(parts, shape))
 
 
+def _bits_of(value: Tensor) -> Tensor:
+    return value.view(_INTEGERS[value.itemsize])
+
+
 def _spread(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     numbers, mask, *signs = parts
     places = unpack(mask, 1, shape.numel()).view(torch.bool)
-    full = numbers.new_zeros(shape.numel())
+    bits = _bits_of(numbers)
+    full = bits.new_zeros(shape.numel())
     if signs:
-        num_zeros = shape.numel() - numbers.numel()
-        is_negative = unpack(signs[0], 1, num_zeros).view(torch.bool)
-        zeros = torch.where(is_negative, -0.0, 0.0)
-        full[~places] = zeros.to(numbers.dtype)
-    full[places] = numbers
-    return full.view(shape)
+        num_zeros = shape.numel() - bits.numel()
+        is_negative = unpack(signs[0], 1, num_zeros)
+        full[~places] = is_negative.to(bits.dtype) * torch.iinfo(bits.dtype).min
+    full[places] = bits
+    return full.view(numbers.dtype).view(shape)

@@ -56,7 +56,7 @@ Decode = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Joint(Protocol):
-    """Work that is done for many values at once; hashable, equal ones work together."""
+    """Work that is done for many values at once: for all values whose joints are equal."""
 
     @property
     def num_ahead(self) -> int:
@@ -112,7 +112,7 @@ class Stored:
         return value
 
     def each(self, store: Callable[[Tensor], Stored]) -> Stored:
-        """The same with each tensor that waits stored in turn."""
+        """The same with each waiting tensor stored by another storage."""
         if self.settle is not None:
             self.settle()
         parts = [
@@ -174,7 +174,7 @@ class Restoration:
         return [self._untouched(stored) for stored in self._storeds]
 
     def _untouched(self, stored: Stored) -> Tensor:
-        """The value, of which what waits is as it was: a next backward reads it again."""
+        """The value; raises if `decode` changed a part, which a later backward reads again."""
         before = _compat.versions_below(stored.tensors)
         value = self._value(stored)
         if _compat.versions_below(stored.tensors) == before:
@@ -189,7 +189,7 @@ class Restoration:
         )
 
     def _start(self) -> None:
-        """Begins the work that nothing stands in the way of."""
+        """Begins the work for all values that are ready for it."""
         ready = [each for stored in self._storeds for each in self._ready(stored)]
         groups: dict[_Group, dict[int, tuple[Stored, Tensor]]] = {}
         for stored in ready:
@@ -202,7 +202,7 @@ class Restoration:
             self._flights.append((storeds, joint.start(parts)))
 
     def _ready(self, part: Tensor | Stored) -> Iterator[Stored]:
-        """Values with a joint that is not done yet, though all is below them."""
+        """The values whose parts are all restored, but whose own joint is still to be done."""
         if isinstance(part, Tensor) or id(part) in self._joined:
             return
         below = [each for inner in part.parts for each in self._ready(inner)]

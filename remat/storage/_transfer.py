@@ -1,4 +1,4 @@
-"""From an accelerator to host memory and back, beside what it computes.
+"""Copies between an accelerator and host memory, while the accelerator computes.
 
 A stream for each direction, so that neither copy waits for the other, nor the compute
 stream for either until it reads what came back; page-locked memory, without which copies do
@@ -67,7 +67,7 @@ class Pool:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._free: list[Buffer] = []
-        # Filled by whatever thread collects garbage, and so without a lock.
+        # Any thread that collects garbage may fill it, so it must need no lock.
         self._returned: collections.deque[Buffer] = collections.deque()
         self.size_bytes = 0
         self.num_made = 0
@@ -84,7 +84,7 @@ class Pool:
         with self._lock:
             self._take_back()
             lease = Lease(self._free_buffer(num_bytes) or self._new_buffer(num_bytes))
-        # At the end of the process there is no step left to use it in.
+        # At the end of the process no step is left that could use the memory.
         weakref.finalize(lease, self._returned.append, lease.buffer).atexit = False
         return lease
 

@@ -103,8 +103,11 @@ VALUES = {
         for dtype in (
             *(torch.float64, torch.float16, torch.bfloat16, torch.complex64),
             *(torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn),
+            *(torch.uint16, torch.float8_e5m2fnuz),
         )
     },
+    "one of eight bits": lambda: torch.tensor([0.0, 3.0, -0.0]).to(torch.float8_e5m2),
+    "a key": lambda: key(7),
 }
 
 

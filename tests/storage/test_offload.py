@@ -1,5 +1,7 @@
 """Offloading: to a file that nobody can see, and to where it has no effect."""
 
+import os
+import resource
 import warnings
 from typing import Any
 
@@ -35,9 +37,46 @@ def test_the_default_device_does_not_matter(tmp_path) -> None:
 
 
 def test_a_missing_folder_is_an_error(tmp_path) -> None:
-    """It is not made, and the error names it."""
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        Offload(path=str(tmp_path / "nowhere")).store(torch.ones(3))
+    """It is not made, and the error names it, and says what to do."""
+    folder = str(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError) as error:
+        Offload(path=folder).store(torch.ones(3))
+
+    assert str(error.value) == (
+        f"[Errno 2] Offload(path={folder!r}): cannot make a file for a value float32[3] of "
+        "12 bytes. The system says: No such file or directory. Pass a folder that exists "
+        "and can be written, on a disk with room for all values that wait at one time."
+    )
+
+
+def test_a_full_disk_is_an_error(tmp_path) -> None:
+    """Not the end of the process; no file is left, and the next call is right."""
+    policy = policies.everything_saveable.stored(Offload(path=str(tmp_path)))
+    region = remat(lambda x: (x.sin().cos() * x).sum(), policy=policy)
+    x = torch.randn(10_000, requires_grad=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot make a file .* 40000 bytes"):
+            region(x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert list(tmp_path.iterdir()) == []
+    (found,) = torch.autograd.grad(region(x), x)
+    (plain,) = torch.autograd.grad((x.sin().cos() * x).sum(), x)
+    assert torch.equal(found, plain)
+
+
+def test_the_room_of_a_file_is_taken(tmp_path, monkeypatch) -> None:
+    """Else a disk that is full ends the process when the mapped memory is written."""
+    taken: list[int] = []
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda _, start, size: taken.append(size)
+    )
+    Offload(path=str(tmp_path)).store(torch.ones(3))
+
+    assert taken == [12]
 
 
 @pytest.mark.parametrize(

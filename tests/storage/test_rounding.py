@@ -41,6 +41,24 @@ def test_bytes_that_wait(how: storage.AbstractStorage, value: Tensor, times: flo
     assert held == waiting.stored.size_bytes
 
 
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        (storage.Quantize(8), normal()),
+        (storage.Quantize(2, group_size=1), normal(64)),
+        (storage.Quantize(8, group_size=4), normal(64, dtype=torch.bfloat16)),
+        (storage.Quantize(8), normal(64).to(torch.float8_e5m2)),
+        (storage.Quantize(8, group_size=2), normal(64, dtype=torch.float64)),
+    ],
+    ids=["one number", "groups of one", "16 bits", "8 bits", "64 bits"],
+)
+def test_what_would_not_get_smaller_waits_as_it_is(
+    how: storage.AbstractStorage, value: Tensor
+) -> None:
+    """With a minimum and a step for each group it would take as many bytes, or more."""
+    assert wait(value, how, Place()) is value
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("size", [1, 100, 256, 257, 1000])
 @pytest.mark.parametrize(
@@ -182,11 +200,20 @@ NONLINEAR = {
 }
 
 
-@pytest.mark.parametrize(("slope", "low", "high"), NONLINEAR.values(), ids=NONLINEAR)
-def test_other_operators_are_biased(slope, low: float, high: float) -> None:
-    """Their backward is not linear in what is stored, as docs/storage.md says."""
+@pytest.fixture(scope="module")
+def rounded() -> tuple[Tensor, Tensor]:
+    """A value, and what comes back of it: drawn once for all operators."""
     x = normal(16, 16)
-    found = torch.stack([slope(each) for each in draws(x)])
+    return x, draws(x)
+
+
+@pytest.mark.parametrize(("slope", "low", "high"), NONLINEAR.values(), ids=NONLINEAR)
+def test_other_operators_are_biased(
+    slope, low: float, high: float, rounded: tuple[Tensor, Tensor]
+) -> None:
+    """Their backward is not linear in what is stored, as docs/storage.md says."""
+    x, drawn = rounded
+    found = torch.stack([slope(each) for each in drawn])
     expected = slope(x)
 
     bias = float((found.mean(0) - expected).norm() / expected.norm())
