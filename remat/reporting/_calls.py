@@ -1,4 +1,4 @@
-"""The calls of regions in one step: whose each run of a program was."""
+"""The calls of regions in one step: which call each run of a program belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checklist: what one should know of a step before trusting its recomputation."""
+"""The checklist: what to know of a step before one trusts its recomputation."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def _verdict(is_good: bool) -> str:
 
 
 @final
-class _CopyWatcher(_compat.TorchDispatchMode):
+class _CopyWatcher(_compat.DispatchMode):
     """Remembers the storages that are copies of parameters: casts, clones, transposes."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        super().__init__()
         self._parameters = {_compat.storage_key(each) for each in parameters}
         self.copies: dict[int, Tensor] = {}
 

@@ -20,7 +20,7 @@ from remat._watching import tensors_in
 
 
 @final
-class LiveBytes(_compat.TorchDispatchMode):
+class LiveBytes(_compat.DispatchMode):
     """Counts, while it is active, the bytes of the storages that operators make.
 
     It measures any call, whatever it does: a gradient of `torch.func`, a whole step of
@@ -43,7 +43,7 @@ class LiveBytes(_compat.TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}

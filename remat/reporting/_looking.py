@@ -55,7 +55,7 @@ def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
     analysis = entry.region.analysis(roots)
     found = _read_across(analysis)
     made = _residuals.made_values(
-        analysis, found.saved, "read by a backward step of plain autograd"
+        analysis, found.saved, "a value that the backward reads"
     )
     graph = analysis.joint.graph
     return made + [

@@ -28,7 +28,7 @@ from remat.reporting._records import (
 )
 from remat.reporting._report import Report
 from remat.reporting._step import Step
-from remat.reporting._traced import Foretold, foretold
+from remat.reporting._traced import Foretold, Traced, foretold
 from remat.reporting._waits import Waits
 from remat.reporting._watch import Allocation, Event, Run, StepWatcher
 from remat.storage import Keep
@@ -141,6 +141,7 @@ class _Measurement:
         self.held_sizes = {
             key: held.allocation.size_bytes for key, held in self.held.items()
         }
+        self._returned = self._allocations(outputs)
         self._away = {each.allocation for each in self.held.values() if each.is_away}
         here = set(self.watch.by_key.values()) - self._away
         self.held_bytes = sum(each.size_bytes for each in here)
@@ -160,7 +161,7 @@ class _Measurement:
             if allocation is None:
                 continue  # an argument
             self.readers.setdefault(allocation.key, []).append((place, position))
-            if allocation.key not in self.held:
+            if self._comes_first(place, allocation.key):
                 self.held[allocation.key] = _Held(
                     place,
                     position,
@@ -170,6 +171,12 @@ class _Measurement:
                     is_away or allocation.is_in_file,
                 )
 
+    def _comes_first(self, place: int, key: int) -> bool:
+        """Whether a node counts as the one that holds a storage: the first region's."""
+        known = self.held.get(key)
+        is_region = place in self.calls.at
+        return known is None or (is_region and known.node not in self.calls.at)
+
     def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
         found = [
             self.watch.by_key.get(_compat.key_of(each))
@@ -178,7 +185,7 @@ class _Measurement:
         ]
         return frozenset(each for each in found if each is not None)
 
-    # What is made of it.
+    # What the measurement comes to.
 
     def report(self) -> Report:
         """The figures in a row."""
@@ -188,7 +195,9 @@ class _Measurement:
         self._outside = self._outside_values()
         regions = self._regions()
         groups = [
-            _suggest.Group(calls[0].name, len(calls), traced)
+            _suggest.Group(
+                calls[0].name, len(calls), traced, self._shared(traced, calls)
+            )
             for traced, calls in self.calls.traces
         ]
         held = self._waiting(range(len(self.names)))
@@ -374,13 +383,30 @@ class _Measurement:
         return tuple(sorted(values, key=lambda value: -value.size_bytes))
 
     def _outside_values(self) -> list[HeldValue]:
-        """What no region makes or holds, the largest first."""
+        """What no region makes or holds, and nobody is given, the largest first."""
         found = [
             self._value(held)
             for held in self.held.values()
-            if held.node not in self.calls.at and held.allocation.run is None
+            if held.node not in self.calls.at
+            and held.allocation.run is None
+            and held.allocation not in self._returned
         ]
         return sorted(found, key=lambda value: -value.size_bytes)
+
+    def _shared(self, traced: Traced, calls: Sequence[Call]) -> Counter[int]:
+        """Of each class of a trace, how many calls return it to what holds it anyway."""
+        found: Counter[int] = Counter()
+        held = {each.allocation for each in self.held.values()}
+        for made in held | self._returned:
+            maker = self._caller.get(id(made.run))
+            if maker is None or maker not in calls or made.phase != "forward":
+                continue
+            holders = {place for place, _ in self.readers.get(made.key, ())}
+            number = traced.output_classes.get((made.step, made.item))
+            is_shared = holders - {maker.place} or made in self._returned
+            if number is not None and is_shared:
+                found[number] += 1
+        return found
 
     def _unmatched(self) -> tuple[tuple[str, str], ...]:
         names: dict[Any, set[str]] = {}
@@ -456,7 +482,18 @@ class _Measurement:
 
 def _pooled(part: Tensor) -> Allocation:
     """For what waits in memory that was there before the step, as a pool's is."""
-    return Allocation(id(part), part.nbytes, None, "", (), "forward", None, None)
+    return Allocation(
+        key=id(part),
+        size_bytes=part.nbytes,
+        maker=None,
+        source="",
+        names=(),
+        phase="forward",
+        run=None,
+        step=-1,
+        item=0,
+        node=None,
+    )
 
 
 def _waits(held: _Held, size_bytes: int) -> Waits:

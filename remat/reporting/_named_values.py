@@ -17,6 +17,7 @@ from typing import Any, final
 from torch import Tensor
 
 from remat import _compat, _names
+from remat._errors import RematError, explain
 from remat._graph import Graph, TensorMeta
 from remat._lines import user_line
 from remat._watching import Watcher
@@ -38,7 +39,8 @@ class NamedValue:
         source: the user's "file.py:line" that made it.
         forward: a copy of what the forward computed.
         recomputed: a copy of what the backward computed in its place; None where it did
-            not: the value was saved, or no gradient needs it again.
+            not: the value was saved, or no gradient needs it again. What a scheduled stack
+            runs again, and a transform inside the function, is not followed.
     """
 
     name: str
@@ -98,10 +100,10 @@ class _Seen:
 
 @final
 class _NameWatcher(Watcher):
-    """Copies what has a name."""
+    """Copies values that have a name."""
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        super().__init__()
         self.phase = "forward"
         self.node: int | None = None
         self.runs: list[_Run] = []
@@ -182,7 +184,8 @@ def named_values(
         A tensor that has two names is listed by each.
 
     Raises:
-        RematError: `f` returns nothing that requires grad.
+        RematError: `f` returns nothing that requires grad, or a tensor is on the meta
+            device and has no numbers.
 
     Example:
         >>> import torch
@@ -193,6 +196,7 @@ def named_values(
         (tensor([0., 0.]), tensor([0., 0.]), True)
     """
     step = Step(f, args, kwargs)
+    _check_has_numbers(step)
     with step.kept(), _names.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
@@ -222,6 +226,19 @@ def named_values(
             )
             counts[seen.name] += 1
     return tuple(found)
+
+
+def _check_has_numbers(step: Step) -> None:
+    if any(device.type == "meta" for device in step.devices):
+        raise RematError(
+            explain(
+                where=step.name,
+                what="a tensor is on the meta device.",
+                why="Named values are numbers to compare, and there it has none.",
+                do="Pass tensors on a real device, small ones if memory is short; "
+                "`report` takes meta tensors.",
+            )
+        )
 
 
 @final

@@ -184,7 +184,8 @@ class FrontierPoint:
 
     Attributes:
         added: the value that this point saves beyond the one before, in words.
-        saved_bytes: bytes that the regions would save, arguments apart.
+        saved_bytes: bytes that the regions would save, arguments and what lives anyway
+            (an output that the next region holds) apart.
         recompute_work: what would be recomputed, in FLOPs: by torch's formula where there
             is one, else one for each element that a step makes.
     """
@@ -203,7 +204,8 @@ class Suggestion:
         kind: "save" a value, "drop" one, "wrap" code in a region, or "none".
         value: the value, in words.
         source: the line to change.
-        size_bytes: by how much the held bytes change.
+        size_bytes: by how much the held bytes change; of "wrap" at most, because what the
+            new region takes still waits.
         fraction: by which part of the recomputation's work it changes.
         text: all of this in a sentence.
     """

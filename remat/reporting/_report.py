@@ -52,7 +52,7 @@ class Report(Facts):
         forward_s: seconds in the operators of the forward.
         backward_s: seconds in those of the backward, recomputation included.
         recompute_s: seconds in those that ran again.
-        regions: one row a region; a region is one function at one signature.
+        regions: one row a region: one function under one policy, at all its signatures.
         values: the held values, equal ones of several calls folded, the largest first; the
             text shows ten of them.
         recomputed: the values that regions compute again, likewise.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
 from remat.reporting._records import FrontierPoint, HeldValue, Suggestion
-from remat.reporting._traced import Alternative, Traced
+from remat.reporting._traced import Alternative, Outcome, Traced
 
 # A heuristic: a value whose recomputation takes a smaller part of the regions' forward is
 # not worth its bytes, and one that takes a larger part is.
@@ -24,11 +24,21 @@ class Group:
         name: its name.
         calls: how many calls.
         traced: its trace.
+        shared: of a class, how many calls return it to what holds it anyway: the next
+            region, an operator of torch's, or the caller.
     """
 
     name: str
     calls: int
     traced: Traced
+    shared: Mapping[int, int]
+
+    def saved_bytes(self, outcome: Outcome) -> int:
+        """What all calls would save, beyond what lives anyway."""
+        return sum(
+            size * (self.calls - self.shared.get(number, 0))
+            for number, size in self.traced.saved_sizes(outcome.saved)
+        )
 
 
 def suggest(
@@ -64,7 +74,7 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     text = f"{size} that no region makes are held outside any region"
     text += (
         f", most of it ({show_size(lines[source])}) made at {source}: put the function "
-        "around that line in @remat."
+        "around that line in @remat or, if it calls a model, its layers (modules.apply)."
         if source
         else ", by a backward inside the function: put what it differentiates in @remat."
     )
@@ -98,11 +108,12 @@ def _changes(
         for other in ask(group.traced):
             key = group.name, other.key
             known = found.get(key, _Change(group.name, other, 0, 0))
-            more = other.saved_bytes - group.traced.saved_bytes
-            work = other.work - group.traced.recompute_work
+            now = group.traced.outcome
+            more = group.saved_bytes(other.outcome) - group.saved_bytes(now)
+            work = other.outcome.work - now.work
             found[key] = dataclasses.replace(
                 known,
-                size_bytes=known.size_bytes + group.calls * more,
+                size_bytes=known.size_bytes + more,
                 work=known.work + group.calls * work,
             )
     return list(found.values())
@@ -128,17 +139,18 @@ def _save(groups: Sequence[Group]) -> Suggestion | None:
     near = [each for each in worthy if price(each) <= max(1.1 * least, least)]
     # Of those that cost about the same, one that has a name needs the smallest change.
     best = max(near, key=lambda each: (bool(each.value.names), -each.work))
-    total = sum(group.calls * group.traced.recompute_work for group in groups)
+    total = sum(group.calls * group.traced.outcome.work for group in groups)
     return _as_saving(best, -best.work / total)
 
 
 def _as_saving(change: _Change, fraction: float) -> Suggestion:
     value, more = describe(change.value), change.size_bytes
-    cost = f"costs {show_size(more)}" if more > 0 else f"frees {show_size(-more)}"
+    cost = f"frees {show_size(-more)}" if more < 0 else f"costs {show_size(more)}"
     how = (
         ""
         if change.value.names
-        else " Name it with checkpoint_name, and permit the name."
+        else " Name it with checkpoint_name, and permit the name (in code that is not "
+        "yours, the operator: policies.by_op)."
     )
     text = (
         f"Saving {value} in {change.region} {cost} and cuts {fraction:.0%} of the "
@@ -197,7 +209,7 @@ def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
         traced = groups[place].traced
         saved[place].add(number)
         found = traced.at(saved[place])
-        if found[1] >= now[place][1]:
+        if found.work >= now[place].work:
             saved[place].discard(number)
             continue
         now[place] = found
@@ -212,14 +224,16 @@ def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
     )
 
 
-def _price(group: Group, number: int, nothing: tuple[int, int]) -> float:
-    size, work = group.traced.at({number})
-    return (nothing[1] - work) / max(size, 1)
+def _price(group: Group, number: int, nothing: Outcome) -> float:
+    found = group.traced.at({number})
+    each = group.saved_bytes(found) / group.calls
+    return (nothing.work - found.work) / max(each, 1)
 
 
 def _point(
-    added: str, groups: Sequence[Group], now: Sequence[tuple[int, int]]
+    added: str, groups: Sequence[Group], now: Sequence[Outcome]
 ) -> FrontierPoint:
-    size = sum(each.calls * found[0] for each, found in zip(groups, now, strict=True))
-    work = sum(each.calls * found[1] for each, found in zip(groups, now, strict=True))
+    pairs = [*zip(groups, now, strict=True)]
+    size = sum(each.saved_bytes(found) for each, found in pairs)
+    work = sum(each.calls * found.work for each, found in pairs)
     return FrontierPoint(added, size, work)

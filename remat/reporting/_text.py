@@ -48,9 +48,13 @@ def rich_report(facts: Facts) -> Any:
 
     parts: list[Any] = [Text("\n".join(heading(facts)))]
     for heads, rows in _tables(facts):
-        made = Table(*heads)
+        made = Table()
+        for head in heads:
+            made.add_column(
+                head, overflow="fold"
+            )  # a figure that is cut short is another
         for row in rows:
-            made.add_row(*row)
+            made.add_row(*map(Text, row))  # a name may look like rich's markup
         parts.append(made)
     return Group(*parts, Text("\n".join(notes(facts))))
 

@@ -27,6 +27,20 @@ from remat.storage import AbstractStorage, Keep
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What decisions come to.
+
+    Attributes:
+        saved: the joint graph's values that wait.
+        work: of what is recomputed, see `work_of`.
+    """
+
+    saved: tuple[int, ...]
+    work: int
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
     """Values of a region, decided about otherwise, and what that gives.
 
@@ -34,15 +48,13 @@ class Alternative:
         names: the names of each of them.
         op: the operator that makes each, or one that does.
         source: the user's line.
-        saved_bytes: what all saved values would be, in bytes.
-        work: of what would be recomputed, see `work_of`.
+        outcome: what would be saved and recomputed.
     """
 
     names: tuple[str, ...]
     op: str
     source: str
-    saved_bytes: int
-    work: int
+    outcome: Outcome
 
     @property
     def key(self) -> Hashable:
@@ -71,13 +83,36 @@ class Traced:
         self.analysis: Analysis = region.analysis(roots)
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
-        self._known: dict[frozenset[int], tuple[int, int]] = {}
+        self._known: dict[frozenset[int], Outcome] = {}
         self._waits: dict[int, Waits | None] = {}
 
     @functools.cached_property
-    def saved_bytes(self) -> int:
-        """The bytes of the saved values, as they are."""
-        return _size(self.analysis.joint.graph, self.found.saved)
+    def outcome(self) -> Outcome:
+        """What is saved and recomputed now."""
+        return Outcome(self.found.saved, self._work(self.found.repeats))
+
+    def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The class and the bytes, as they are, of each of some values."""
+        for index in saved:
+            size = _size(self.analysis.joint.graph, (index,))
+            yield self._root_number(index), size
+
+    @functools.cached_property
+    def output_classes(self) -> dict[tuple[int, int], int]:
+        """The class of each output, by the step of the forward program that makes it.
+
+        With the step stands which of the tensors that its operator returned it is. A copy
+        of an output is left out: the value itself lives apart from it.
+        """
+        program = self.region.forward(self._roots, True).program.graph
+        joint, owners = self.analysis.joint, roots(program)
+        found: dict[tuple[int, int], int] = {}
+        for own, ref in zip(program.outputs, joint.outputs, strict=False):
+            assert own is not None
+            value, made = self.analysis.roots[ref.index], owners[own.index]
+            if joint.graph.values[value].op == program.values[made].op:
+                found[_maker(program, made)] = self.analysis.numbers[value]
+        return found
 
     @property
     def state_bytes(self) -> int:
@@ -117,11 +152,6 @@ class Traced:
     def forward_work(self) -> int:
         """Work of the whole forward, see `work_of`."""
         return self._work(self.analysis.forward)
-
-    @functools.cached_property
-    def recompute_work(self) -> int:
-        """Work of what the backward runs again, see `work_of`."""
-        return self._work(self.found.repeats)
 
     def consumers(self, position: int) -> tuple[str, ...]:
         """The backward's operators that read a saved value or an operand.
@@ -178,13 +208,12 @@ class Traced:
         repeated = {self.analysis.numbers[index] for index in found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
-    def at(self, saveable: set[int]) -> tuple[int, int]:
-        """Saved bytes and recomputed work, were these classes permitted."""
+    def at(self, saveable: set[int]) -> Outcome:
+        """What would be saved and recomputed, were these classes permitted."""
         key = frozenset(saveable)
         if key not in self._known:
             found = self._cut(saveable)
-            size = _size(self.analysis.joint.graph, found.saved)
-            self._known[key] = size, self._work(found.repeats)
+            self._known[key] = Outcome(found.saved, self._work(found.repeats))
         return self._known[key]
 
     def saving(self) -> Iterator[Alternative]:
@@ -216,7 +245,7 @@ class Traced:
     def _alternative(self, number: int, saveable: set[int]) -> Alternative:
         view = self.analysis.views[number]
         return Alternative(
-            view.names, self._made_by(number), view.source, *self.at(saveable)
+            view.names, self._made_by(number), view.source, self.at(saveable)
         )
 
     def _made_by(self, number: int) -> str:
@@ -252,6 +281,14 @@ def work_of(graph: Graph, value: Value) -> int:
     if flops:
         return flops
     return sum(_numel(meta) for meta in _metas(value))
+
+
+def _maker(graph: Graph, index: int) -> tuple[int, int]:
+    """The step that makes a value, and which of the step's tensors it is."""
+    value = graph.values[index]
+    if value.op is operator.getitem:
+        return value.args[0].index, value.args[1]
+    return index, 0
 
 
 def _numel(meta: TensorMeta) -> int:

@@ -60,6 +60,8 @@ class Allocation:
         names: what `checkpoint_name` called it.
         phase: "forward" or "backward".
         run: the program that made it; None outside regions.
+        step: which step of the program did, -1 for none.
+        item: which of the tensors that the operator returned.
         node: the number of the autograd node whose backward made it.
     """
 
@@ -70,6 +72,8 @@ class Allocation:
     names: tuple[str, ...]
     phase: str
     run: Run | None
+    step: int
+    item: int
     node: int | None
 
     @property
@@ -122,7 +126,7 @@ class StepWatcher(Watcher):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch's
+        super().__init__()
         self.phase = "forward"
         self.node: int | None = None
         self.time_s = 0.0
@@ -178,9 +182,9 @@ class StepWatcher(Watcher):
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
         if not traits.is_view:  # what a view shows was there before
-            for tensor in tensors_in(result):
+            for item, tensor in enumerate(tensors_in(result)):
                 for storage in storages(tensor):
-                    self._count(storage, func, traits, run)
+                    self._count(storage, func, traits, item)
         return result
 
     @property
@@ -192,14 +196,14 @@ class StepWatcher(Watcher):
         return found
 
     def _count(
-        self, storage: torch.UntypedStorage, op: Any, traits: _Traits, run: Run | None
+        self, storage: torch.UntypedStorage, op: Any, traits: _Traits, item: int
     ) -> None:
         reference = weakref.ref(storage, self._forget)
         known = self._references.get(reference)
         if known is None:
             if traits.is_mutable:
                 return  # it was there before
-            known = self._allocation(storage, op, run)
+            known = self._allocation(storage, op, item)
             self._references[reference] = known
             self.by_key[known.key] = known
             for each in self._stack:
@@ -211,17 +215,28 @@ class StepWatcher(Watcher):
             self._note(known, change)
 
     def _allocation(
-        self, storage: torch.UntypedStorage, op: Any, run: Run | None
+        self, storage: torch.UntypedStorage, op: Any, item: int
     ) -> Allocation:
         source, names = "", ()
+        run = self._stack[-1] if self._stack else None
+        step = -1 if run is None else run.step
         if run is not None and run.step >= 0:
-            value = run.graph.values[run.step]
+            value = run.graph.values[step]
             source, names = value.source, value.names
         elif self.phase == "forward":
             source = user_line()
         key = _compat.key_of(storage)
         return Allocation(
-            key, storage.nbytes(), op, source, names, self.phase, run, self.node
+            key=key,
+            size_bytes=storage.nbytes(),
+            maker=op,
+            source=source,
+            names=names,
+            phase=self.phase,
+            run=run,
+            step=step,
+            item=item,
+            node=self.node,
         )
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:

@@ -40,6 +40,10 @@ class Odd(Exception):
     pass
 
 
+def leaves(x):
+    raise SystemExit(0)
+
+
 def fails_oddly(x):
     raise Odd("neither")
 
@@ -126,6 +130,32 @@ def test_a_terminal_gets_tables(
     assert main(["report", f"{model}:loss", *SIZES]) == 0
 
     assert "│" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
+def test_what_standard_output_cannot_encode_is_escaped(
+    is_terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A name in another alphabet, and rich's borders, do not end the command."""
+    path = tmp_path / "named.py"
+    path.write_text(
+        "from remat import checkpoint_name, policies, remat\n"
+        "f = remat(lambda x: checkpoint_name(x.sin(), 'λ').exp().sin().exp(), "
+        "policy=policies.save_only_these_names('λ'))\n",
+        encoding="utf-8",
+    )
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(narrow, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", narrow)
+
+    assert main(["report", f"{path}:f", "x=2"]) == 0
+    assert main(["report", f"{path}:f", "x=2", "--out", str(tmp_path / "out")]) == 0
+
+    assert b"\\u03bb float32[2]" in narrow.buffer.getvalue()
+    assert "λ float32[2]" in (tmp_path / "out").read_text(encoding="utf-8")
 
 
 def test_compare(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +245,10 @@ def test_compare_draws_the_frontier(model: str, tmp_path: Path) -> None:
         (["no_such_file.py:f"], "there is no file `no_such_file.py`."),
         (["{}:fails", "x=2"], "ValueError: of the user's (a_model.py:"),
         (["{}:fails_oddly", "x=2"], "Odd: neither"),
+        (
+            ["{}:leaves", "x=2"],
+            "sys.exit(0): guard what a script runs by if __name__ ==",
+        ),
         (["{}:loss"], "TypeError: "),
     ],
     ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else None,

@@ -142,3 +142,11 @@ def test_a_value_prints_in_one_line() -> None:
     value = NamedValue("h", 2, "f", 1, "a.py:3", torch.ones(2), None)
 
     assert str(value) == '"h" #2: float32[2] in f, call 1 at a.py:3, not recomputed'
+
+
+def test_meta_tensors_have_no_values() -> None:
+    """The error says what to pass instead."""
+    x = torch.ones(2, device="meta")
+
+    with pytest.raises(RematError, match=r"on the meta device.*`report` takes meta"):
+        named_values(remat(lambda x: checkpoint_name(x.sin(), "a").cos()), x)

@@ -395,6 +395,66 @@ def test_a_line_that_makes_several_values_is_one_suggestion(
     assert before.suggestion.fraction < -0.9
 
 
+def named_tanh(w: Tensor, x: Tensor) -> Tensor:
+    """A layer that ends in the value that is worth saving."""
+    return checkpoint_name(torch.tanh(x @ w), "out")
+
+
+def named_attention(w: Tensor, x: Tensor) -> Tensor:
+    """The same, where the operator that makes it returns more."""
+    q = (x * w[0]).view(1, 2, 8, 8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return checkpoint_name(
+            F.scaled_dot_product_attention(q, q, q).view(16, 8), "out"
+        )
+
+
+@pytest.mark.parametrize("layer", [named_tanh, named_attention])
+@pytest.mark.parametrize(
+    "end",
+    [lambda y: y.sum(), lambda y: y.square().mean(), lambda y: y],
+    ids=["dropped", "held outside", "returned"],
+)
+def test_an_output_that_lives_anyway_costs_nothing(layer: Any, end: Any) -> None:
+    """The next region holds it as its input, the loss or the caller the last one."""
+    w, x = torch.eye(8) + 0.1, torch.linspace(-1, 1, 128).view(16, 8)
+
+    def step(policy: policies.AbstractPolicy) -> Report:
+        region: Any = remat(layer, policy=policy)
+        return report(lambda w, x: end(region(w, region(w, region(w, x)))), w, x)
+
+    before = step(policies.nothing_saveable)
+    after = step(policies.save_only_these_names("out"))
+
+    assert before.suggestion.value == "`out`"
+    assert after.held_bytes - before.held_bytes == before.suggestion.size_bytes
+    assert after.frontier[0].saved_bytes == 0
+    everything = step(policies.everything_saveable)
+    most = before.frontier[-1].saved_bytes
+    assert everything.held_bytes - before.held_bytes == most
+
+
+def test_what_a_region_reads_too_is_held_by_it() -> None:
+    """A value that plain autograd holds and a region takes is not to be wrapped."""
+    region = remat(lambda x: x.sin().sin())
+
+    found = report(lambda x: region(x.exp()).sum(), torch.ones(64))
+
+    assert found.outside_bytes == 0
+    assert found.regions[0].held_bytes == found.regions[0].predicted_held_bytes == 256
+    assert found.values[0].region == found.regions[0].name
+    assert found.values[0].consumers[0] == "ExpBackward0"
+    assert found.suggestion.kind != "wrap"
+
+
+def test_what_is_returned_is_not_to_be_wrapped() -> None:
+    """It lives on, whether or not plain autograd holds it."""
+    found = report(lambda x: x.sin().exp(), torch.ones(64))
+
+    assert found.outside_bytes == 256
+    assert found.suggestion.kind == "none"
+
+
 def test_a_suggestion_is_not_taken_back() -> None:
     """Where it was followed, the next one is not to undo it."""
 
@@ -931,6 +991,22 @@ def test_rich_shows_the_same(attention: Report) -> None:
 
     assert "mlp_up" in capture.get()
     assert "each, x 3" in capture.get()
+
+
+def test_names_that_look_like_markup_are_shown_whole() -> None:
+    """A name is no instruction to rich, and a narrow table cuts no figure short."""
+    console = pytest.importorskip("rich.console").Console(width=40, record=True)
+    save = remat(
+        lambda x: checkpoint_name(checkpoint_name(x.sin(), "h[i]"), "[/x]").exp().sin(),
+        policy=policies.save_only_these_names("*"),
+    )
+    with console.capture() as capture:
+        console.print(report(lambda x: save(x).sum(), torch.ones(16)))
+
+    text = "".join(capture.get().split())
+    assert "h[i]" in text
+    assert "[/x]" in text
+    assert "…" not in text
 
 
 def test_repr_is_code(attention: Report) -> None:
