@@ -830,6 +830,33 @@ def bindings(op: Any) -> Iterator[Callable[..., Any]]:
             yield found
 
 
+@functools.cache
+def out_variant(op: Any) -> tuple[OpOverload, str] | None:
+    """The operator that writes what `op` returns into a tensor, and that argument's name.
+
+    Only where both forms are one kernel, as torch's "structured" operators are: of others
+    the writing form has no kernel for meta tensors, or copies what the first form returns.
+    Obsolete when torch has a public name for the pair.
+    """
+    for name in op.overloadpacket.overloads():
+        found: OpOverload = getattr(op.overloadpacket, name)
+        *given, written = schema_of(found).arguments or (None,)
+        if written is None or not written.is_out or not _are_alike(given, op):
+            continue
+        if all(map(found.has_kernel_for_dispatch_key, _WITH_STRUCTURED_KERNELS)):
+            return found, written.name
+    return None
+
+
+_WITH_STRUCTURED_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
+
+
+def _are_alike(arguments: Sequence[Any], op: Any) -> bool:
+    """Whether these are declared as the arguments of an operator are."""
+    declared = [(each.name, str(each.type)) for each in schema_of(op).arguments]
+    return [(each.name, str(each.type)) for each in arguments] == declared
+
+
 def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
     """A fresh mode for one trace: real tensors are refused.
 

@@ -79,7 +79,7 @@ def _candidates(graph: Graph, index: int) -> Iterator[_Composite]:
             yield from _products(graph, inner.index)
         if middle.op in _VIEWS:
             yield _Composite(
-                Tensor.view, (middle.args[0], value.args[1]), (inner.index,)
+                _aten.view.default, (middle.args[0], value.args[1]), (inner.index,)
             )
 
 

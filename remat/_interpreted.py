@@ -24,7 +24,6 @@ from remat._graph import Graph, Value, replace_refs
 _OVERLOADS: dict[Any, Any] = {
     torch.matmul: torch.ops.aten.matmul.default,
     F.linear: torch.ops.aten.linear.default,
-    Tensor.view: torch.ops.aten.view.default,
 }
 
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may

@@ -1,8 +1,9 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
-as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`). For a
-`Watcher`, the same function reports each step before it runs. Inside an outer trace, the
+as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`). Where no
+dispatch mode listens, some steps are one call (`_composites`) and some write over what is no
+longer read (`_reuse`). For a `Watcher`, the same function reports each step before it runs. Inside an outer trace, the
 graph is interpreted instead, so that each operator keeps its name and its line there.
 """
 
@@ -36,6 +37,7 @@ from remat._bindings import bindings_of
 from remat._composites import fold
 from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
 from remat._holding import held_back
+from remat._reuse import reusing
 
 # About this many operators save what a call of the interpreter costs: a heuristic.
 _FOR_INTERPRETER = 32
@@ -156,7 +158,17 @@ class Program:
         folded = fold(self.graph)
         if _overhead.dominates(folded, fewest_steps=_FOR_INTERPRETER):
             return _interpreted.function_of(folded) or self._compiled(folded)
-        return self._compiled(folded)
+        reused = reusing(folded)
+        if reused is folded:
+            return self._compiled(folded)
+        sparing = self._compiled(reused)
+
+        def run(inputs: list[Tensor]) -> list[Any]:
+            # What a subclass returns may have no memory to write over.
+            is_plain = all(map(_compat.is_plain, inputs))
+            return (sparing if is_plain else self._run)(inputs)
+
+        return run
 
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:

@@ -49,7 +49,7 @@ LAYERS = (
     ("_trace",),
     ("_dynamic", "_leaks", "_redraws"),
     ("_merge", "_partition", "_derived"),
-    ("_backend", "_bindings", "_drawing", "_holding", "_interpreted"),
+    ("_backend", "_bindings", "_drawing", "_holding", "_interpreted", "_reuse"),
     ("_composites",),
     ("_program",),
     ("_costs", "_peak"),
