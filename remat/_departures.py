@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator
+from typing import final
 
 
 class _Count:
@@ -37,6 +38,29 @@ def departing() -> Generator[None]:
         yield
     finally:
         _add(-1)
+
+
+@final
+class Block(threading.local):
+    """A kind of such a block, which a thread may be in more than once.
+
+    Attributes:
+        depth: how many of its kind this thread is in.
+    """
+
+    def __init__(self) -> None:
+        # On the instance, where Dynamo notices a change.
+        self.depth = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Generator[None]:
+        """One more, until the `with` statement ends."""
+        self.depth += 1
+        try:
+            with departing():
+                yield
+        finally:
+            self.depth -= 1
 
 
 def _add(number: int) -> None:

@@ -8,17 +8,11 @@ there will be no second derivative, and the cotangents are freed at once.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Generator
 
-from remat._departures import departing
+from remat._departures import Block
 
-
-class _Switch(threading.local):
-    depth = 0
-
-
-_switch = _Switch()
+_block = Block()
 
 
 @contextlib.contextmanager
@@ -45,14 +39,10 @@ def first_order() -> Generator[None]:
         >>> slope
         tensor([1., 1., 1.])
     """
-    _switch.depth += 1
-    try:
-        with departing():
-            yield
-    finally:
-        _switch.depth -= 1
+    with _block.entered():
+        yield
 
 
 def is_first_order() -> bool:
     """Whether this thread wants no second derivative of the regions it calls."""
-    return _switch.depth > 0
+    return _block.depth > 0

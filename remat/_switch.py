@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Generator
 
 import torch
 
-from remat._departures import departing
+from remat._departures import Block
 
-
-class _Switch(threading.local):
-    def __init__(self) -> None:
-        # On the instance, where Dynamo notices a change.
-        self.depth = 0
-
-
-_switch = _Switch()
+_block = Block()
 _DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 
@@ -40,17 +32,13 @@ def disabled() -> Generator[None]:
         >>> y.grad_fn.name()
         'SinBackward0'
     """
-    _switch.depth += 1
-    try:
-        with departing():
-            yield
-    finally:
-        _switch.depth -= 1
+    with _block.entered():
+        yield
 
 
 def is_disabled() -> bool:
     """Whether regions are switched off on this thread."""
-    return _DISABLED or _switch.depth > 0 or torch.compiler.is_exporting()
+    return _DISABLED or _block.depth > 0 or torch.compiler.is_exporting()
 
 
 def is_inert() -> bool:
