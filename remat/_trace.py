@@ -23,7 +23,6 @@ from torch import Tensor, fx
 from remat import _collectives, _compat, _import_fx, _in_place, _streams, _wrapped
 from remat._errors import RematError, TraceError, explain
 from remat._graph import Graph, Ref, TensorMeta, Value, check
-from remat._handed_out import choose, with_own_memory
 from remat._import_fx import Note
 from remat._lines import (
     checkpointed_by_torch,
@@ -35,6 +34,7 @@ from remat._lines import (
     untraceable,
 )
 from remat._numerics import Numerics
+from remat._output_aliases import choose_outputs, copy_custom_views
 from remat._running import (
     Running,
     UserCalls,
@@ -260,8 +260,8 @@ class _Run:
         _require_known(returned)
         self.num_returned = len(returned)
         given = [*operands, *running.leaves]
-        returned = with_own_memory(given, returned)
-        self.chosen, self.same = choose(given, returned)
+        returned = copy_custom_views(given, returned)
+        self.chosen, self.same = choose_outputs(given, returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
         self.placements = list(map(_compat.placement, outputs))
         self.differentiable = [out.requires_grad for out in outputs]
@@ -284,12 +284,12 @@ class _Run:
     def _gradients(
         self,
         operands: list[Tensor],
-        handed_out: list[Tensor],
+        chosen: list[Tensor],
         layout: tuple[TensorMeta | None, ...],
     ) -> list[Tensor | None]:
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
-        for output, meta in zip(handed_out, layout, strict=True):
+        for output, meta in zip(chosen, layout, strict=True):
             if meta is None:
                 continue
             # A given cotangent is an input even where no gradient comes of it.

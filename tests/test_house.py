@@ -45,7 +45,7 @@ LAYERS = (
     ("_captures", "_collectives", "_indexing"),
     ("_signature",),
     ("_guards", "_hooked", "_sharded"),
-    ("_handed_out", "_running"),
+    ("_output_aliases", "_running"),
     ("_trace",),
     ("_dynamic", "_leaks", "_redraws"),
     ("_merge", "_partition", "_derived"),

@@ -1,10 +1,10 @@
-"""Chooses the outputs of a region among the tensors that its function returned.
+"""Which of the tensors that a function returned are outputs of its region, and which aliases.
 
-The outputs share no memory. A returned tensor that shares the memory of an operand or of
-another returned tensor is no output: the caller makes it again, as a view, and its
-derivative is then a view's. A user's `autograd.Function` or hook may define another
-derivative, even for an argument that it returns (to reverse a gradient, or to add that of an
-auxiliary loss). Such a tensor is copied.
+Outputs share no memory. A returned tensor that shares the memory of an operand or of another
+returned tensor is an alias: the caller makes it again, as a view, and its derivative is
+then a view's. A user's `autograd.Function` or hook may define another derivative, even for
+an argument that it returns (to reverse a gradient, or to add that of an auxiliary loss).
+Such a custom view is copied. The words are those of AOTAutograd, which sorts outputs alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from remat import _compat
 
 
-def with_own_memory(
+def copy_custom_views(
     operands: Sequence[Tensor], returned: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Copies tensors that share memory, but whose derivative is not that of a view.
@@ -72,10 +72,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return _compat.placement(tensor) is None
 
 
-def choose(
+def choose_outputs(
     operands: list[Tensor], returned: list[Tensor | None]
 ) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
-    """Chooses which returned tensors are outputs; the others are made again from these.
+    """Chooses which returned tensors are outputs; aliases are made again from these.
 
     A tensor that shares its storage with an operand, or with a returned tensor that owns
     it, is made again from that one, so that the caller's in-place changes stay visible. A
