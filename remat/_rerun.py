@@ -1,20 +1,16 @@
 """`engine="rerun"`: functions that cannot be traced run again, in Python, in the backward.
 
-This is for branches on values, opaque kernels, and shapes that depend on data. The same rules
-hold as for traced regions (`_bind`): derivatives are regions again, made from the pullback,
-the pushforward or the map of the function, and each runs the function again on its operands.
-Generators, registered trackers and module buffers are put back to where the forward found
-them meanwhile.
-
-A run records a graph for autograd and throws it away, as the backward does, so that
-kernels that look at `requires_grad` choose alike in both.
+This is for branches on values, opaque kernels, and shapes that depend on data. Here a call
+becomes a flat function of the tensors that it reaches, and that function a region
+(`_rerun_region`). Generators, registered trackers and module buffers are put back to where
+the forward found them whenever it runs again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, final
 
 import torch
@@ -23,19 +19,17 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures, _compat, _sharded, _wrapped
-from remat._any_region import Asked, Batched, Call, WithoutProgram
+from remat._any_region import Call
 from remat._bind import bind
-from remat._derived import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._errors import MutationError, SavedTensorModifiedError, explain
-from remat._forward import Results
-from remat._function import Roots
 from remat._hidden import require_nothing_hidden
 from remat._lines import mutates, user_line
 from remat._numerics import Numerics
-from remat._resting import guard_against_others, require_own, resting, variables
+from remat._rerun_region import Rerun
+from remat._resting import require_own
 from remat._run_state import RunState
 from remat._running import depth, lift, running_again, uninitialized
-from remat._trace import Flat, View
+from remat._trace import Flat
 
 
 def call(
@@ -47,61 +41,134 @@ def call(
         ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
     """
     _wrapped.require_no_engine(fun)
-    survey = _captures.survey((fun, args, dict(kwargs)))
-    arguments = _Arguments(args, kwargs)
-    given = arguments.tensors
-    engine = _sharded.Engine.reached(survey)
-    managed = engine.managed if engine else []
-    beyond = _beyond(survey, [*given, *managed])
-    captured = [*filter(_compat.is_followed, beyond)]
-    if engine:
-        captured.append(engine.anchor)
-    operands = [*given, *captured]
-    if not any(map(_compat.requires_grad_anywhere, operands)):
+    reach = _Reach.of(fun, args, kwargs)
+    operands = reach.operands
+    wanted = tuple(map(_compat.requires_grad_anywhere, operands))
+    if not any(wanted):
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
-    result = _Result()
-    # A trace around would take these looks for the user's own.
-    with _compat.without_torch_function():
-        constants = _Constants(survey, [*operands, *managed])
-        buffers = _buffers(survey, given)
-    state = RunState(
-        buffers, [*operands, *managed], draws=rng == "preserve", engine=engine
-    )
-    numerics = Numerics.current()
+    flat = _FlatCall.of(fun, reach, draws=rng == "preserve")
+    function = _cast_alike(flat, operands)
+    region = Rerun(function, function, wanted, flat.state)
+    lifted = [lift(each) for each in operands]
+    return flat.result.tree(bind(Call(region, (fun,), flat.numerics), lifted))
 
-    def flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Reach:
+    """The tensors that a call reaches.
+
+    Attributes:
+        survey: of all that the function and its arguments hold.
+        arguments: those that are passed.
+        beyond: those that are not, less `managed`.
+        engine: of the modules among them that `fully_shard` drives, if there are any.
+        managed: the parameters that this engine gathers and frees.
+        operands: those that the region takes: passed first, then captured.
+    """
+
+    survey: _captures.Survey
+    arguments: _Arguments
+    beyond: list[Tensor]
+    engine: _sharded.Engine | None
+    managed: list[Tensor]
+    operands: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Reach:
+        """What a call of `fun` reaches.
+
+        Raises:
+            TraceError: a parameter has yet to be made.
+        """
+        survey = _captures.survey((fun, args, dict(kwargs)))
+        arguments = _Arguments(args, kwargs)
+        engine = _sharded.Engine.reached(survey)
+        managed = engine.managed if engine else []
+        beyond = _beyond(survey, [*arguments.tensors, *managed])
+        operands = [*arguments.tensors, *filter(_compat.is_followed, beyond)]
+        if engine:
+            operands.append(engine.anchor)
+        return cls(survey, arguments, beyond, engine, managed, operands)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlatCall:
+    """A call as a flat function of its operands, which runs as often as it is asked.
+
+    Attributes:
+        fun: the user's function.
+        reach: what the call reaches.
+        constants: what must still have its numbers when it runs again.
+        state: what each run starts from.
+        numerics: the switches that each run is under.
+        result: how what the last run returned is made from its tensors.
+    """
+
+    fun: Callable[..., Any]
+    reach: _Reach
+    constants: _Constants
+    state: RunState
+    numerics: Numerics
+    result: _Result
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> _FlatCall:
+        """A call that has not run yet, under the switches in force."""
+        followed = [*reach.operands, *reach.managed]
+        # A trace around would take these looks for the user's own.
+        with _compat.without_torch_function():
+            constants = _Constants(reach.survey, followed)
+            buffers = _buffers(reach.survey, reach.arguments.tensors)
+        state = RunState(buffers, followed, draws=draws, engine=reach.engine)
+        return cls(fun, reach, constants, state, Numerics.current(), _Result())
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs the function on other operands."""
         # The operands are kept, so that no new tensor can have the id of one of them.
-        stand_ins = dict(zip(map(id, operands), tensors, strict=True))
-        new_args, new_kwargs = arguments.of(stand_ins)
-        is_again = state.before is not None
-        substituted = _Substituted(stand_ins, state, constants, is_pure=not beyond)
-        with (
-            survey.in_place(but=managed) if is_again else contextlib.nullcontext(),
-            engine.running() if engine else _wrapped.refused(),
-            running_again(substituted.met) if beyond else contextlib.nullcontext(),
-            substituted,
-            numerics.applied(),
-            _compat.own_parametrizations(),
-        ):
+        stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
+        args, kwargs = self.reach.arguments.of(stand_ins)
+        is_again = self.state.before is not None
+        with self._substituting(stand_ins, is_again):
             if is_again:
-                constants.require_unchanged(state.found)
-            returned = result.apart(fun(*new_args, **new_kwargs))
+                self.constants.require_unchanged(self.state.found)
+            returned = self.result.apart(self.fun(*args, **kwargs))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again:
-                require_own(found, tensors, engine)
+                require_own(found, tensors, self.reach.engine)
             else:
-                constants.settle(state.used, state.kept)
-                state.used.clear()
+                self.constants.settle(self.state.used, self.state.kept)
+                self.state.used.clear()
             return found
 
-    wanted = tuple(map(_compat.requires_grad_anywhere, operands))
-    function = _cast_alike(flat, operands)
-    region = Rerun(function, function, wanted, state)
-    lifted = [lift(each) for each in operands]
-    return result.tree(bind(Call(region, (fun,), numerics), lifted))
+    @contextlib.contextmanager
+    def _substituting(
+        self, stand_ins: Mapping[int, Tensor], is_again: bool
+    ) -> Generator[None]:
+        """Inside, each operand is replaced, and all else is as in the first run."""
+        reach = self.reach
+        substituted = _Substituted(
+            stand_ins, self.state, self.constants, is_pure=not reach.beyond
+        )
+        met = substituted.met
+        with (
+            reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
+            reach.engine.running() if reach.engine else _wrapped.refused(),
+            running_again(met) if reach.beyond else _NOTHING,
+            substituted,
+            self.numerics.applied(),
+            _compat.own_parametrizations(),
+        ):
+            yield
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
@@ -116,21 +183,6 @@ def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
         )
 
     return run if any(each_time) else function
-
-
-def rerun_of(
-    function: Flat, requires_grad: tuple[bool, ...], resting: tuple[int, ...]
-) -> Rerun:
-    """The region of a flat function that changes nothing and draws from keys alone.
-
-    Args:
-        function: tensors in, tensors out; regions that it binds stay regions.
-        requires_grad: for each tensor that it takes whether it is differentiated.
-        resting: for each the outputs that rest on it, a bit for each.
-    """
-    state = RunState((), ())
-    state.resting = resting
-    return Rerun(function, function, requires_grad, state)
 
 
 def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
@@ -389,166 +441,3 @@ def _modified(label: str) -> SavedTensorModifiedError:
             do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
         )
     )
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Rerun(WithoutProgram):
-    """A region without programs.
-
-    Attributes:
-        run: what the forward runs.
-        function: the same, differentiable: derivatives are made from it.
-        requires_grad: for each tensor that it takes whether it is differentiated.
-        state: what is put back around each run.
-        returned: how what it returns is made from the outputs; None means they are it.
-        all_flow: whether every output has a gradient, whatever a run's graph says.
-        is_primal: whether it returns what the user's function does, or that in tangents
-            or mapped: what `state.resting` tells of. Gradients rest on others.
-        num_leading: nothing comes before the operands.
-    """
-
-    run: Flat
-    function: Flat
-    requires_grad: tuple[bool, ...]
-    state: RunState
-    returned: tuple[View, ...] | None = None
-    all_flow: bool = False
-    is_primal: bool = True
-    num_leading: int = 0
-
-    def views(self, roots: Roots) -> tuple[View, ...] | None:
-        """How what it returns is made from the outputs."""
-        return self.returned
-
-    @property
-    def keeps(self) -> bool:
-        """False: the forward saves nothing for the backward."""
-        return False
-
-    @property
-    def runs_first(self) -> bool:
-        """Whether a run tells what the outputs depend on: that of gradients leaves no graph."""
-        return not self.all_flow
-
-    def forward(
-        self, roots: Roots, save: bool
-    ) -> Callable[[Sequence[Tensor], Numerics], Results]:
-        """Runs the function on tensors that no transform has wrapped."""
-
-        def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
-            with (
-                _compat.torch_function_as(self.state.torch_functions),
-                _compat.without_inference_mode(),
-            ):
-                leaves = [
-                    _compat.leaf_of(tensor).requires_grad_(wanted)
-                    for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
-                ]
-                with self.state.around(), torch.enable_grad():
-                    # None, which `Flat` allows, is not an output: `_zeros_for_none`, `_Result`.
-                    outputs = [each for each in self.run(leaves) if each is not None]
-            bits = resting(outputs, leaves, self.state.engine)
-            guard_against_others(leaves)
-            if self.state.resting is None and self.is_primal:
-                self.state.resting = bits
-            # Unseen by a trace around it, which would take these for the user's own.
-            with _compat.without_torch_function():
-                found = [_compat.detached(each) for each in outputs]
-            if self.all_flow:
-                return Results(found)
-            flows = tuple(each.requires_grad for each in outputs)
-            return Results(found, flows=flows, reached=tuple(map(bool, bits)))
-
-        return run
-
-    def vjp(self, roots: Roots, asked: Asked) -> Rerun:
-        """The region of the gradients; an operand that no output depends on has none."""
-        outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
-        wanted = [index for index, each in enumerate(asked.wanted) if each]
-        rests = self.state.resting if self.is_primal else None
-        pulled = sum(1 << index for index in outputs)
-        # What follows the operands, such as tangents, is always reached.
-        unreached = {k for k, each in enumerate(rests or ()) if not each & pulled}
-        given = [index for index in wanted if index not in unreached]
-        pull = Pull(outputs, tuple(given), len(self.requires_grad))
-        # Under create_graph torch uses other formulas, which are not the same to the bit.
-        first = pullback(self.function, pull, create_graph=False)
-        again = pullback(self.function, pull)
-        engine = self.state.engine
-        if engine and engine.called:
-            first, again = _accumulating(self.function, pull, engine), _sharded.twice
-        views = tuple(
-            View(given.index(index), None, None, False)
-            if index in given
-            else View(None, None, None, True)
-            for index in wanted
-        )
-        return Rerun(
-            _zeros_for_none(first, pull),
-            _zeros_for_none(again, pull),
-            (*self.requires_grad, *(True for _ in pull.outputs)),
-            self.state,
-            returned=views,
-            all_flow=True,
-            is_primal=False,
-        )
-
-    def jvp(
-        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[Rerun, None]:
-        """The region of the outputs' tangents."""
-        pushed = pushforward(self.function, None, has_tangent)
-        wanted = (*self.requires_grad, *(True for has in has_tangent if has))
-        return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
-
-    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
-        """The region of the mapped function."""
-        # This is how torch runs a function if reverse mode is taken per example.
-        wanted = [index for index, each in enumerate(self.requires_grad) if each]
-        function = tracked(self.function, wanted) if save else self.function
-        over = mapped(function, None, batch, 0)
-        region = Rerun(
-            over, over, self.requires_grad, self.state, is_primal=self.is_primal
-        )
-        return Batched(region, None)
-
-
-def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
-    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        found = function(tensors)
-        return [
-            torch.zeros_like(tensors[index]) if gradient is None else gradient
-            for index, gradient in zip(pull.wanted, found, strict=True)
-        ]
-
-    return run
-
-
-def _accumulating(function: Flat, pull: Pull, engine: _sharded.Engine) -> Flat:
-    """(operands, ..., cotangents) -> the gradients, by a backward inside a backward.
-
-    It leaves the gradients of gathered parameters where the engine's hooks look for them.
-    """
-
-    def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        given = tensors[len(tensors) - len(pull.outputs) :]
-        accumulates = engine.accumulates(given)
-        operands = tensors[: pull.num_operands]
-        wanted = [operands[index] for index in pull.wanted]
-        outputs = [each for each in function(operands) if each is not None]
-        pairs = [
-            (outputs[index], _compat.detached(cotangent))
-            for index, cotangent in zip(pull.outputs, given, strict=True)
-            if outputs[index].requires_grad
-        ]
-        differentiable = [output for output, _ in pairs]
-        inputs = [each for each in wanted if each.requires_grad]
-        if accumulates:
-            met = (variable for variable, _ in variables(differentiable))
-            inputs += filter(engine.stands_for, met)
-        if pairs and inputs:
-            _compat.backward(differentiable, [each for _, each in pairs], inputs)
-        return [leaf.grad for leaf in wanted]
-
-    return gradients

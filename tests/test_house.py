@@ -63,7 +63,7 @@ LAYERS = (
     ("_region",),
     ("_shortage",),
     ("_backward",),
-    ("_bind",),
+    ("_bind", "_rerun_region"),
     ("_rerun", "_entry"),
     ("_advice", "_families", "_residuals", "_options", "_in_graph"),
     ("_routes",),

@@ -32,7 +32,7 @@ from remat import (
 from remat._any_region import Call
 from remat._bind import bind
 from remat._numerics import Numerics
-from remat._rerun import rerun_of
+from remat._rerun_region import rerun_of
 from remat._trace import Flat
 from tests.support import (
     LiveBytes,

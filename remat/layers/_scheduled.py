@@ -28,7 +28,7 @@ from remat._errors import SavedTensorModifiedError, explain
 from remat._forward import Results
 from remat._function import Roots
 from remat._numerics import Numerics
-from remat._rerun import Rerun, rerun_of
+from remat._rerun_region import Rerun, rerun_of
 from remat._trace import View
 from remat.layers._executor import Executor
 from remat.layers._stack import Stack

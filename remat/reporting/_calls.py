@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 from remat import _captures
 from remat._graph import Graph
 from remat._region import Region
-from remat._rerun import Rerun
+from remat._rerun_region import Rerun
 from remat._shortage import name_of
 from remat.reporting._held import Node
 from remat.reporting._traced import Traced
