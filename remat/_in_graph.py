@@ -28,6 +28,7 @@ from remat._entry import Entry
 from remat._errors import RematError, explain
 from remat._function import Roots
 from remat._lines import with_lines
+from remat._switch import is_disabled
 from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -108,6 +109,9 @@ def call(
         kwargs: those by keyword.
         part: tells apart those of its kind that may stay apart by themselves.
     """
+    # Dynamo cannot trace a question about inference mode, but grad mode is off there too.
+    if is_disabled() or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
     name = key + part
     why = _why_apart(key, name)
     if why:

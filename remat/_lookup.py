@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from torch import Tensor
+
 from remat import _captures, _compat
 from remat._advice import advise, advise_once
 from remat._cache import Cache
@@ -22,8 +24,8 @@ from remat._lines import warn
 from remat._numerics import Numerics
 from remat._options import Settings
 from remat._routes import Found, holding
-from remat._running import known_inside
-from remat._signature import Signature, labels
+from remat._running import known_inside, set_aside
+from remat._signature import Signature, Statics, labels, sign
 
 
 @final
@@ -126,6 +128,28 @@ class Lookup:
         with _compat.one_trace_at_a_time():
             missed = self._missed(signature, roots, numerics, args, kwargs)
             return self._keep(entries, self._make(make_entry, missed), missed)
+
+    def find_aside(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
+        """The trace of a call that is only looked at, what it is of, and its captured tensors.
+
+        It is found outside any outer trace. Where no tensor requires a gradient, every
+        floating one among the arguments does.
+        """
+        # The tensors may be stand-ins: an outer trace must not take them for captured ones.
+        with set_aside():
+            signature = sign(self.fun, args, kwargs, self.settings.statics)
+            signature.require_traceable()
+            roots = (self.fun, *signature.objects)
+            numerics = Numerics.current()
+            if not (
+                signature.wants_gradient
+                or self.reaches_gradient(signature, roots, numerics)
+            ):
+                signature = _all_wanted(signature)
+            entry, captured = self.find(signature, roots, numerics, args, kwargs)
+            return entry, roots, captured
 
     def _missed(
         self,
@@ -253,3 +277,23 @@ class Lookup:
                     why=f"Its inputs are {', '.join(entry.labels)}.",
                     do="Correct the path, or leave it out.",
                 )
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    if not _compat.is_fake(tensor):
+        return tensor.detach().requires_grad_()
+    # A stand-in was made outside the transforms and the trace around this call.
+    with _compat.isolated():
+        return tensor.detach().requires_grad_()
+
+
+def _all_wanted(signature: Signature) -> Signature:
+    """The signature with every floating tensor to be differentiated."""
+    tensors = tuple(
+        _as_leaf(tensor)
+        if tensor.is_floating_point() or tensor.is_complex()
+        else tensor
+        for tensor in signature.tensors
+    )
+    args, kwargs = signature.layout.arguments(tensors, signature.objects)
+    return sign(lambda: None, args, kwargs, Statics())

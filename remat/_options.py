@@ -87,6 +87,46 @@ class Settings:
     dynamic_shapes: bool = False
 
 
+def settings_of(
+    *,
+    policy: PolicyLike,
+    saved_inputs: SavedInputs,
+    rng: str | None,
+    engine: str,
+    backend: str | None,
+    dynamic_shapes: bool,
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+    verify: bool,
+    **unknown: Any,
+) -> Settings:
+    """Checks the options of `remat`.
+
+    Raises:
+        PolicyError: `policy` is not a policy, or cannot be used with this engine.
+        TypeError: an option is unknown, or of a wrong type.
+        ValueError: an option has a value that it cannot have.
+    """
+    require_known(unknown, _NAMES)
+    require_choice("rng", rng, (None, "keys", "preserve"))
+    require_choice("engine", engine, ("trace", "rerun"))
+    require_choice("backend", backend, (None, "inductor"))
+    require_compilable(backend, engine, verify)
+    require_choice("dynamic_shapes", dynamic_shapes, (False, True))
+    require_traced(dynamic_shapes, engine)
+    return Settings(
+        policy_for(policy, engine),
+        rng,
+        engine,
+        statics_of(static_argnums, static_argnames),
+        verify,
+        backend,
+        inputs_for(saved_inputs, engine),
+        dynamic_shapes,
+    )
+
+
+_NAMES = inspect.getfullargspec(settings_of).kwonlyargs
 _OF_OTHERS: dict[str, tuple[str, str]] = {
     "fun": ("The function is passed by position.", "Write remat(fun, ...)."),
     "prevent_cse": (

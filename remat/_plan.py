@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, cast, final
 
 from remat import _costs, _plan_text, _planning
-from remat._api import undecided
+from remat._decorated import undecided
 from remat._errors import PolicyError, explain
 from remat._operators import made_by
 from remat._options import require_choice

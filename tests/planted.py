@@ -12,9 +12,9 @@ import torch
 from hypothesis import Phase, given, settings
 
 from remat import (
-    _api,
     _bind,
     _compat,
+    _decorated,
     _entry,
     _graph,
     _in_place,
@@ -184,14 +184,14 @@ def hunt(bug, kind, *, shrink):
             error.add_note(repr(case))
             raise
 
-    _api._caches.clear()
+    _decorated._caches.clear()
     try:
         with bug():
             hunted()
     except Exception as error:  # noqa: BLE001  # whatever was found is the answer
         return error
     finally:
-        _api._caches.clear()
+        _decorated._caches.clear()
     return None
 
 

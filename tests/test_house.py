@@ -69,6 +69,8 @@ LAYERS = (
     ("_routes",),
     ("_cache",),
     ("_lookup",),
+    ("_decorated",),
+    ("_made_in_graph",),
     ("_api",),
     ("_plan_text",),
     ("_plan",),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from remat import _api, _bind, disabled, first_order, random, remat
+from remat import _bind, _decorated, disabled, first_order, random, remat
 from tests.support import seeded
 
 pytestmark = pytest.mark.contract
@@ -62,13 +62,13 @@ class Layer(nn.Module):
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each call that is looked up."""
     seen: list[int] = []
-    call = _api.Region._call
+    call = _decorated.Region._call
 
     def counted(region: Any, args: Any, kwargs: Any) -> Any:
         seen.append(1)
         return call(region, args, kwargs)
 
-    monkeypatch.setattr(_api.Region, "_call", counted)
+    monkeypatch.setattr(_decorated.Region, "_call", counted)
     return seen
 
 

@@ -1,7 +1,7 @@
 """What the drop-ins share: one call of a function as a region.
 
 The peers take a function at each call, so a region is made at each call too. That costs
-microseconds: traces belong to a function's code and to the options (`_api`), so that a
+microseconds: traces belong to a function's code and to the options (`_decorated`), so that a
 lambda, a bound method or a closure that is made anew at each step finds the last one's.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
-from remat._api import BoundRegion, Region, RematModule, call_in_graph, kind_of
+from remat import _compat, _in_graph
+from remat._decorated import BoundRegion, Region, RematModule, kind_of
 from remat._errors import SideEffectError, explain
 from remat._options import InputStorages, Settings, inputs_for
 from remat._running import is_running
@@ -76,7 +76,7 @@ def call_as_region(
         inputs_for(storage, "rerun")
         return function(*args, **kwargs)
     if is_dynamo_compiling():
-        return call_in_graph(_KIND, function, args, dict(kwargs))
+        return _in_graph.call(_KIND, function, args, dict(kwargs))
     return Region(function, _settings(storage))(*args, **kwargs)
 
 

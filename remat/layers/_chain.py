@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast, final
 from torch import Tensor
 
 from remat import _compat
-from remat._api import Region, RematModule, is_of_module, remat
+from remat._api import remat
+from remat._decorated import Region, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, explain
 from remat._graph import TensorMeta
 from remat.layers import _unrolled

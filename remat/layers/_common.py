@@ -11,8 +11,8 @@ from torch import Tensor
 
 from remat import _captures, _compat
 from remat._any_region import Call
-from remat._api import Region, RematModule
 from remat._bind import bind_all
+from remat._decorated import Region, RematModule
 from remat._entry import Entry
 from remat._errors import (
     ImplicitRandomnessError,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._api import Region, is_of_module, remat
+from remat._api import remat
+from remat._decorated import Region, is_of_module
 from remat._errors import CarryError, explain
 from remat._graph import TensorMeta
 from remat._lines import warn

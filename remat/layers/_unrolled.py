@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
-from remat._api import Region, RematModule, call_in_graph, is_of_module
+from remat import _compat, _in_graph
+from remat._decorated import Region, RematModule, is_of_module
 from remat._errors import explain
 from remat._options import Settings
 from remat._signature import Statics
@@ -87,7 +87,7 @@ def _is_region(f: object) -> bool:
 def _region(f: Callable[..., Any], *args: Any) -> Any:
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
-    return call_in_graph(kind, f, args, {}, name)
+    return _in_graph.call(kind, f, args, {}, name)
 
 
 def _require_plain(what: str, policy: object, schedule: object) -> None:

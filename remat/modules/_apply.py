@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from remat._api import Region, remat
+from remat._api import remat
+from remat._decorated import Region
 from remat._errors import TraceError, explain
 from remat._lines import warn
 from remat.modules._where import Where, matching

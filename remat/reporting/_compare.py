@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast, final
 
 from remat import policies
-from remat._api import Region, remat
+from remat._api import remat
+from remat._decorated import Region
 from remat._errors import RematError, explain
 from remat._shortage import name_of
 from remat._switch import disabled

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from remat import _api, _residuals, storage
-from remat._api import Region
+from remat import _residuals, storage
+from remat._decorated import BoundRegion, Region, RematModule, plain_region
 from remat._entry import Entry
 from remat._function import Roots
 from remat._partition import Analysis, Cut, cut
@@ -43,9 +43,9 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     References:
         `jax.ad_checkpoint.print_saved_residuals`.
     """
-    if isinstance(f, (Region, _api.BoundRegion, _api.RematModule)):
+    if isinstance(f, (Region, BoundRegion, RematModule)):
         return f.saved_residuals(*args, **kwargs)
-    region = _api.plain_region(f)
+    region = plain_region(f)
     entry, roots = region.entry_of(args, kwargs)
     return _residuals_of_plain(entry, roots)
 

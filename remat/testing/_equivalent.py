@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _api, _compat
+from remat import _compat
+from remat._decorated import BoundRegion, Region, RematModule
 from remat._errors import explain
 from remat.testing._calls import Arguments, Flattened
 from remat.testing._compare import NotEquivalentError, require_same
@@ -133,7 +134,7 @@ def assert_equivalent(
 
 
 def _promises_bits(g: object) -> bool:
-    regions = (_api.Region, _api.BoundRegion, _api.RematModule)
+    regions = (Region, BoundRegion, RematModule)
     return isinstance(g, regions) and g.settings.backend is None
 
 

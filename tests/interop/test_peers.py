@@ -22,7 +22,7 @@ from remat import (
     SideEffectError,
     TraceError,
     _ahead,
-    _api,
+    _decorated,
     _lookup,
     _trackers,
     random,
@@ -275,7 +275,7 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
     monkeypatch.setattr(
         _lookup, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
     )
-    monkeypatch.setattr(_api, "_caches", {})
+    monkeypatch.setattr(_decorated, "_caches", {})
     for _ in range(3):
         layer, x = Layer(), torch.randn(4, requires_grad=True)
         y = checkpoint(made(layer), x)

@@ -20,7 +20,7 @@ from remat import (
     RematWarning,
     SideEffectError,
     TraceError,
-    _api,
+    _decorated,
     _lookup,
 )
 from remat.interop.torch import (
@@ -826,7 +826,7 @@ def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
     make_entry, traces = _lookup.make_entry, []
-    monkeypatch.setattr(_api, "_caches", {})
+    monkeypatch.setattr(_decorated, "_caches", {})
     monkeypatch.setattr(
         _lookup, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
     )

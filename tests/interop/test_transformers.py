@@ -14,7 +14,7 @@ from remat import (
     RematWarning,
     SideEffectError,
     TraceError,
-    _api,
+    _decorated,
     _lookup,
     modules,
     policies,
@@ -158,7 +158,7 @@ def gradients(model, *, seed=0, **changes):
 def traces(monkeypatch):
     """Counts the traces that are made, where none is kept from before."""
     made, make_entry = [], _lookup.make_entry
-    monkeypatch.setattr(_api, "_caches", {})
+    monkeypatch.setattr(_decorated, "_caches", {})
     monkeypatch.setattr(
         _lookup, "make_entry", lambda *args: made.append(1) or make_entry(*args)
     )

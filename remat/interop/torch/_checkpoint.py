@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
-from remat._api import Region, call_in_graph, kind_of
+from remat import _compat, _in_graph
+from remat._decorated import Region, kind_of
 from remat._errors import ImplicitRandomnessError, explain
 from remat._lines import warn
 from remat._options import Settings, policy_for, require_choice
@@ -92,7 +92,7 @@ class Options:
         """Calls a function as a region with these options."""
         if is_dynamo_compiling():
             kind = _kind(self.context_fn, self.preserve_rng_state, self.engine)
-            return call_in_graph(kind, function, args, kwargs)
+            return _in_graph.call(kind, function, args, kwargs)
         if self.use_reentrant and kwargs:
             raise ValueError(
                 f"checkpoint(use_reentrant=True) takes no keyword arguments for the "
