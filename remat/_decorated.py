@@ -22,10 +22,7 @@ from remat._function import Roots
 from remat._hidden import require_nothing_hidden
 from remat._lookup import Lookup
 from remat._numerics import Numerics
-from remat._options import (
-    Settings,
-    why_out_of_graphs,
-)
+from remat._options import Settings, why_out_of_graphs
 from remat._program import Program
 from remat._residuals import Residual, residuals_of_region
 from remat._routes import MISSED

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import final
 
 from remat._dynamic import Fixed
-from remat._entry import Entry, OpenEntry
+from remat._entry import Entry
+from remat._first_call import OpenEntry
 from remat._function import Roots
 from remat._graph import TensorMeta
 from remat._lines import warn

@@ -15,9 +15,10 @@ from remat import _captures, _compat
 from remat._advice import advise, advise_once
 from remat._cache import Cache
 from remat._dynamic import CANNOT_OPEN
-from remat._entry import Entry, Options, make_entry, make_open_entry
+from remat._entry import Entry
 from remat._errors import RematError, TraceError
 from remat._families import Family
+from remat._first_call import Options, make_entry, make_open_entry
 from remat._function import Roots
 from remat._graph import named
 from remat._lines import warn

@@ -65,6 +65,7 @@ LAYERS = (
     ("_backward",),
     ("_bind", "_rerun_region"),
     ("_rerun", "_entry"),
+    ("_first_call",),
     ("_advice", "_families", "_residuals", "_options", "_in_graph"),
     ("_routes",),
     ("_cache",),
