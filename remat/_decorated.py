@@ -322,6 +322,14 @@ class BoundRegion:
             return self.__wrapped__.__code__
         return getattr(self._region, name)
 
+    def __reduce__(self) -> Any:
+        """Pickles as Python's bound methods do: by its object and its name."""
+        return getattr, (self.__self__, self._region.__name__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion:
+        """Binds to a copy of its object, as a copy of a bound method is."""
+        return BoundRegion(self._region, copy.deepcopy(self.__self__, memo))
+
 
 class RematModule(nn.Module):
     """A module decorated with `remat`: its parameters, buffers and children are shared.

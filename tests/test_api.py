@@ -4,6 +4,7 @@
 instances. Keeps `__wrapped__`, name, doc, signature, types; pickles where `fun` does."
 """
 
+import copy
 import functools
 import inspect
 import pickle
@@ -214,12 +215,25 @@ def test_a_region_made_by_a_call_pickles_where_its_function_does() -> None:
     """`remat(fun, ...)` comes back as an equal region, options included."""
     region = remat(double_sine, policy=policies.save_only_these_names("a"))
 
-    copy = pickle.loads(pickle.dumps(region))
+    again = pickle.loads(pickle.dumps(region))
 
-    assert copy.__wrapped__ is double_sine
+    assert again.__wrapped__ is double_sine
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)
-        assert_bitwise(grads(copy, [seeded(3)]), grads(double_sine, [seeded(3)]))
+        assert_bitwise(grads(again, [seeded(3)]), grads(double_sine, [seeded(3)]))
+
+
+@pytest.mark.parametrize("form", ["method", "bound", "class"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [lambda region: pickle.loads(pickle.dumps(region)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deepcopy"],
+)
+def test_a_decorated_method_pickles_with_its_object(form: str, duplicate: Any) -> None:
+    """What a decorated method of an object is comes back, and so do copies of it."""
+    region, fun = FORMS[form]
+
+    assert_bitwise(grads(duplicate(region), [seeded(3)]), grads(fun, [seeded(3)]))
 
 
 @pytest.mark.contract
