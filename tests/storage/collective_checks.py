@@ -103,3 +103,19 @@ def check_what_no_graph_shows_is_refused(mesh: Any) -> None:
         TraceError, match=r"runs c10d\.reduce_.*Use all_reduce, broadcast"
     ):
         remat(function)(torch.ones(3, requires_grad=True))
+
+
+def check_parts_of_unlike_shapes_are_refused_on_every_rank(mesh: Any) -> None:
+    """The shape of one rank's part broadcasts to all: it went on, and met nobody."""
+    lengths = range(1, mesh.size() + 1)
+
+    def function(x: Tensor) -> Tensor:
+        found = [x.new_empty(length, 3) for length in lengths]
+        dist.all_gather(found, x.detach().sin())
+        return (x * torch.cat(found).sum(0)).sin()
+
+    x = torch.ones(lengths[mesh.get_local_rank()], 3, requires_grad=True)
+    with pytest.raises(
+        TraceError, match=r"parts of unlike shapes, \[1, 3\], \[2, 3\].*Pad the parts"
+    ):
+        remat(function)(x)
