@@ -320,7 +320,9 @@ def _targets(
         found += _compat.tensor_leaves(args[:1])
     if name in _TRACKING:
         running = (kwargs.get("running_mean"), kwargs.get("running_var"))
-        found += _compat.tensor_leaves((args[1:3], running))
+        # torch's own functions take weight and bias first, those of `F` last.
+        first = 3 if func in _WEIGHTS_FIRST else 1
+        found += _compat.tensor_leaves((args[first : first + 2], running))
     return found
 
 
@@ -335,6 +337,7 @@ _ASSIGNING = frozenset(
 _HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 # They write to statistics without telling: no version changes.
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
+_WEIGHTS_FIRST = frozenset({torch.batch_norm, torch.instance_norm})
 
 
 @final

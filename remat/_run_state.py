@@ -149,7 +149,9 @@ class RunState:
         taken = _Randomness.take(self.devices)
         start = dataclasses.replace(taken, explicit=self.explicit)
         host = _host.states()
-        self._kept = [(each, each.clone()) for each in self.buffers]
+        # A graph that is made meanwhile has no use for these looks, and no numbers for them.
+        with _compat.unrecorded():
+            self._kept = [(each, each.clone()) for each in self.buffers]
         self.start = start
         try:
             yield
@@ -159,11 +161,12 @@ class RunState:
         self.before = start
         self.host = None if host == _host.states() else host
         # batch_norm changes its statistics but not their version: compare the numbers.
-        self.found = [
-            (buffer, old)
-            for buffer, old in self._kept
-            if not _compat.same_bits(buffer, old)
-        ]
+        with _compat.unrecorded():
+            self.found = [
+                (buffer, old)
+                for buffer, old in self._kept
+                if not _compat.same_bits(buffer, old)
+            ]
         self._kept = []
 
     @contextlib.contextmanager

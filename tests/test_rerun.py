@@ -258,6 +258,37 @@ def test_inside_a_traced_region_it_is_refused_or_right() -> None:
     assert_bitwise(found, grads(lambda x: branches(x.sin()).sin(), [seeded(4)]))
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_a_gradient_is_linearized_beside_data() -> None:
+    """`linearize` traces real tensors, whose numbers it does not tell."""
+    region, data = remat(lambda x, w: (x @ w).tanh(), engine="rerun"), seeded(5, 3)
+    w = seeded(3, 3, seed=1)
+
+    def mapped(fun: Any) -> Any:
+        gradient = grad(lambda w: fun(data, w).sum())
+        return torch.func.linearize(gradient, w)[1](w.cos())
+
+    assert_close(mapped(region), mapped(region.__wrapped__))
+
+
+@pytest.mark.parametrize("tracks", [True, False], ids=["training", "at rest"])
+@pytest.mark.parametrize("norm", [torch.batch_norm, torch.instance_norm])
+def test_torchs_own_normalizations(norm: Any, tracks: bool) -> None:
+    """They take weight and bias in front of the statistics: these were taken for them."""
+
+    def normed(mean: Tensor, variance: Tensor) -> Callable[..., Tensor]:
+        settings = (tracks, 0.1, 1e-5, False)
+        return lambda x, w, b: norm(x, w, b, mean, variance, *settings).sin()
+
+    def statistics() -> list[Tensor]:
+        return [torch.zeros(3).double(), torch.ones(3).double()]
+
+    args = [seeded(2, 3, 5), seeded(3, seed=1), seeded(3, seed=2)]
+    own, others = statistics(), statistics()
+    found = grads(remat(normed(*own), engine="rerun"), args)
+    assert_bitwise([*found, *own], [*grads(normed(*others), args), *others])
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_traced_region_that_hands_out_what_it_gives(transform: Any) -> None:
