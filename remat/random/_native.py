@@ -7,12 +7,17 @@ torch 2.15, and on other devices older ones may draw other numbers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from remat import _compat
 from remat.random import _portable
+
+# (out, keys, two bounds or moments) -> out
+_Draw = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
 
 def serves(device: torch.device) -> bool:
@@ -26,18 +31,24 @@ def _agrees(device: torch.device) -> bool:
     # The offset is next to where its low word overflows.
     keys = torch.tensor([[7, 2**32 - 2], [2**63 + 5, 1]], dtype=torch.uint64)
     keys = keys.to(device)
-    out = torch.empty(2, 9, device=device)
-    found = [uniform(out, keys, 0.0, 1.0).clone(), normal(out, keys, 0.0, 1.0).clone()]
-    known = [
-        _portable.uniform(out, keys, 0.0, 1.0).clone(),
-        _portable.normal(out, keys, 0.0, 1.0).clone(),
+
+    def drawn(by: _Draw, dtype: torch.dtype, first: float, second: float) -> Tensor:
+        return by(torch.empty(2, 9, dtype=dtype, device=device), keys, first, second)
+
+    kinds = [
+        (uniform, _portable.uniform, torch.float32, (0.0, 1.0)),
+        (integers, _portable.integers, torch.int32, (-5, 1000)),
+        (integers, _portable.integers, torch.int64, (-5, 10**15)),
     ]
+    normals = [drawn(by, torch.float32, 0.0, 1.0) for by in (normal, _portable.normal)]
+    halves = [by(keys, 3).view(torch.int64) for by in (split, _portable.split)]
     return (
-        torch.equal(found[0], known[0])
-        and torch.allclose(found[1], known[1], rtol=1e-5, atol=1e-6)
-        and torch.equal(
-            split(keys, 3).view(torch.int64), _portable.split(keys, 3).view(torch.int64)
+        torch.equal(*halves)
+        and all(
+            torch.equal(drawn(own, dtype, *bounds), drawn(known, dtype, *bounds))
+            for own, known, dtype, bounds in kinds
         )
+        and torch.allclose(*normals, rtol=1e-5, atol=1e-6)
     )
 
 

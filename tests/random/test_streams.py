@@ -200,15 +200,34 @@ def test_pieces_are_one_stream(num_keys: int, count: int, dtype: torch.dtype) ->
         assert torch.equal(found[row, :7], alone[0])
 
 
+@pytest.mark.parametrize("kind", ["split", "uniform", "normal", "integers"])
 def test_a_device_whose_kernels_draw_other_numbers_is_not_served(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel is trusted with is checked on a few numbers first."""
+    for name in ("split", "uniform", "normal", "integers"):
+        monkeypatch.setattr(_native, name, getattr(_portable, name))
+    agrees = _native._agrees.__wrapped__
 
-    def other(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
-        return out.fill_(0.5)
+    assert agrees(torch.device("cpu"))
+    own = getattr(_portable, kind)
+    others = {"split": lambda *args: own(*args).flip(1)}
+    other = others.get(kind, lambda *args: own(*args).neg_())
+    monkeypatch.setattr(_native, kind, other)
+    assert not agrees(torch.device("cpu"))
 
-    monkeypatch.setattr(_native, "uniform", other)
-    monkeypatch.setattr(_native, "normal", other)
 
-    assert not _native._agrees.__wrapped__(torch.device("cpu"))
+@pytest.mark.parametrize(
+    "name", ["portable", pytest.param("native", marks=needs_kernels)]
+)
+@pytest.mark.parametrize(
+    "span", [1000, 2**40 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1], ids=hex
+)
+def test_integers_are_remainders_of_bits(name: str, span: int) -> None:
+    """Without sign, whatever the range: the smallest number, and the bits modulo it."""
+    draws, key = IMPLEMENTATIONS[name](), random.key(21)
+    bits = draws.bits(key, (64,), torch.uint64).tolist()
+
+    found = draws.randint(key, (64,), torch.uint64, 1, 1 + span).tolist()
+
+    assert found == [(1 + each % span) % 2**64 for each in bits]
