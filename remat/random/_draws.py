@@ -250,7 +250,7 @@ def require_fit(function: str, shape: list[int], **given: float | Tensor) -> Non
         if not isinstance(each, Tensor):
             continue
         sizes = list(each.shape)
-        ends = shape[max(len(shape) - len(sizes), 0) :]
+        ends = shape[len(shape) - len(sizes) :]
         if len(sizes) <= len(shape) and all(
             size in (1, end) for size, end in zip(sizes, ends, strict=True)
         ):

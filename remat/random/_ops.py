@@ -133,13 +133,14 @@ def _mask(
     key: Tensor, shape: Sequence[int], p: float, value: float, dtype: torch.dtype
 ) -> Tensor:
     """`value` with probability `p`, else 0."""
+    is_single = dtype == torch.float32
 
     def draw(by: ModuleType, out: Tensor, keys: Tensor) -> None:
-        # Piece by piece, so that no second tensor of the size of the first is held.
+        # Piece by piece, so that no second tensor of the size of the first is held. A piece
+        # is contiguous: it is whole rows, or a part of one.
         num_blocks = -(-out.shape[1] // _BLOCK)
         for rows, first, count in tiles(out.shape[0], num_blocks, out.device):
             target = out[rows, first * _BLOCK : (first + count) * _BLOCK]
-            is_single = dtype == torch.float32 and target.is_contiguous()
             u = target if is_single else torch.empty_like(target, dtype=torch.float32)
             by.uniform(u, advanced(keys[rows], first), 0.0, 1.0).lt_(p)
             if not is_single:

@@ -230,11 +230,6 @@ class _Sizes:
         self.state = [0, *(-(-stage.output_bytes // unit) for stage in stages)]
         self.record = [-(-stage.record_bytes // unit) for stage in stages]
 
-    def run(self, start: int, stage: int) -> int:
-        """What a stage needs while it runs, if state `start` is there in any case."""
-        taken = 0 if stage == start else self.state[stage]
-        return taken + self.state[stage + 1]
-
 
 @final
 class _LeastBytes:
@@ -259,11 +254,10 @@ class _LeastBytes:
         best = sizes.record[start] + sizes.state[start + 1]
         if start < stop:
             best += self._least[start + 1, stop]
-        choice, running = _RECORD, 0
+        choice = _RECORD
         for middle in range(start + 1, stop + 1):
-            running = max(running, sizes.run(start, middle - 1))
+            # A backward over stages holds at least what a run through them does.
             needed = max(
-                running,
                 sizes.state[middle] + self._least[middle, stop],
                 self._least[start, middle - 1],
             )
@@ -305,13 +299,10 @@ class _Planner:
         rest = self._costs[start + 1, stop] if start < stop else None
         best: Any = self._shifted(rest, kept) + (sums[start + 1] - sums[start])
         choice: Any = np.zeros(self._slots + 1, dtype=np.int16)
-        running = 0
         for middle in range(start + 1, stop + 1):
-            running = max(running, sizes.run(start, middle - 1))
             cost = self._shifted(self._costs[middle, stop], sizes.state[middle])
             cost += self._costs[start, middle - 1]
             cost += sums[middle] - sums[start]
-            cost[:running] = np.inf
             choice[cost < best] = middle
             best = np.minimum(best, cost)
         self._costs[start, stop], self._choices[start, stop] = best, choice

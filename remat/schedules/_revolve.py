@@ -72,7 +72,7 @@ class Revolve(AbstractSchedule):
 
 def beta(snapshots: int, repeats: int) -> int:
     """The most stages that can be pulled back with none advanced over more often."""
-    return math.comb(snapshots + repeats, repeats) if repeats >= 0 else 0
+    return math.comb(snapshots + repeats, repeats)
 
 
 def repeats_of(count: int, snapshots: int) -> int:
@@ -84,7 +84,7 @@ def repeats_of(count: int, snapshots: int) -> int:
 
 
 def split_of(count: int, snapshots: int) -> int:
-    """How far to advance before the next snapshot.
+    """How far to advance before the next snapshot, where stages and snapshots are several.
 
     With r as above, any m is optimal for which the first m stages need no more than r - 1
     more repeats and the others, with a snapshot less, no more than r and no less than
@@ -92,7 +92,7 @@ def split_of(count: int, snapshots: int) -> int:
     """
     repeats = repeats_of(count, snapshots)
     most = count - beta(snapshots - 1, repeats - 1)
-    return max(1, min(beta(snapshots, repeats - 1), most, count - 1))
+    return min(beta(snapshots, repeats - 1), most)
 
 
 def reverse(start: int, stop: int, snapshots: int) -> Iterator[Action]:
