@@ -654,20 +654,25 @@ STATICS = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize("values", STATICS.values(), ids=STATICS)
-@pytest.mark.parametrize("way", ["argument", "global", "attribute"])
+@pytest.mark.parametrize(
+    "way", ["argument", "whole_argument", "set", "global", "attribute"]
+)
 def test_equal_values_of_unlike_kinds_differ(way: str, values: tuple[Any, ...]) -> None:
     """-0.0 is not 0.0, and 1, 1.0 and True are three values, wherever they stand."""
     holder = Holder()
     funs: dict[str, Fun] = {
         "argument": scaled,
+        "whole_argument": scaled,
+        "set": lambda x, values: scaled(x, *values),
         "global": lambda x, _: scaled(x, FACTOR),
         "attribute": lambda x, _: scaled(x, holder.value),
     }
-    region = remat(funs[way])
+    region = remat(funs[way], static_argnums=1 if way == "whole_argument" else ())
 
     for value in values * 2:
         set_global("FACTOR", value)()
         holder.value = value
-        arguments = (value,) if way == "argument" else (None,)
+        passed = {"argument": value, "whole_argument": value, "set": {value}}
+        arguments = (passed.get(way),)
         plain = value_and_gradient(funs[way], *arguments)
         assert_bitwise(value_and_gradient(region, *arguments), plain)

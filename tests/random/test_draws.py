@@ -240,6 +240,14 @@ REFUSED: dict[str, Any] = {
         r"random\.uniform\(key, shape\) draws numbers of shape \(2,\), to which minval, of "
         r"shape \(3,\), does not broadcast\. Pass the shape of the result\.",
     ),
+    "smallest numbers of another shape": (
+        lambda: random.truncated_normal(KEY, (2,), lower=torch.zeros(3)),
+        r"random\.truncated_normal.*shape \(2,\), to which lower, of shape \(3,\)",
+    ),
+    "largest numbers of more dimensions": (
+        lambda: random.truncated_normal(KEY, (2,), upper=torch.ones(1, 2)),
+        r"random\.truncated_normal.*shape \(2,\), to which upper, of shape \(1, 2\)",
+    ),
     "means of more dimensions": (
         lambda: random.normal(KEY, (), mean=torch.zeros(3)),
         r"random\.normal.*shape \(\), to which mean, of shape \(3,\)",

@@ -50,6 +50,15 @@ def test_mapped_keys(draw: Callable[[Tensor], Tensor], dim: int) -> None:
 
 
 @each_draw
+def test_no_keys_are_mapped_to_no_numbers(draw: Callable[[Tensor], Tensor]) -> None:
+    """Of the shape and dtype that the numbers of a key have."""
+    found, one = vmap(draw)(KEYS[:0]), draw(KEYS[0])
+
+    assert found.shape == (0, *one.shape)
+    assert found.dtype == one.dtype
+
+
+@each_draw
 def test_twice_mapped_keys(draw: Callable[[Tensor], Tensor]) -> None:
     """vmap in vmap, the outer one over the last dimension."""
     table = vmap(lambda key: random.split(key, 2))(KEYS)

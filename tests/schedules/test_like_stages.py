@@ -204,6 +204,16 @@ def test_replay_refuses(actions: list[Action], why: str):
         replay(actions, like(2))
 
 
+def test_replay_tells_what_waits_for_the_backward():
+    """Records and kept states when the sweep is over: neither the first state nor the last."""
+    stages = [Stage(output_bytes=10**k, record_bytes=10 ** (k + 3)) for k in range(3)]
+    whole = replay([*map(Record, range(3)), *map(Backward, (2, 1, 0))], stages)
+    single = replay(Revolve(1).actions(stages), stages)
+
+    assert (whole.held_bytes, whole.most_snapshots) == (111_011, 0)
+    assert (single.held_bytes, single.most_snapshots) == (100_010, 1)
+
+
 def test_ledger_starts_at_the_first_state():
     """The first state is current and the caller's; nothing is kept."""
     ledger = Ledger()

@@ -366,9 +366,10 @@ def check_a_second_cut_over_the_same_ranks_is_refused(mesh: Any) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     for replicated in ("check", "trust"):
         once = Shard(mesh, replicated=replicated)
-        region = remat(torch.sin, saved_inputs=once >> Sparse(0) >> once)
-        with pytest.raises(ValueError, match="another `Shard` over the same ranks"):
-            region(x)
+        for twice in (once >> Sparse(0) >> once, Sparse(0) >> once >> once):
+            region = remat(torch.sin, saved_inputs=twice)
+            with pytest.raises(ValueError, match="another `Shard` over the same ranks"):
+                region(x)
 
 
 def check_the_demos_gpt_trains_sharded_quantized_and_in_files(mesh: Any) -> None:

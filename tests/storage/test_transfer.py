@@ -148,6 +148,7 @@ def test_no_copy_reads_what_is_not_written() -> None:
     fake.compute.do()
     host = fake.lane.send(torch.ones(3))
     assert fake.there.has_seen(fake.compute)
+    assert not fake.compute.has_seen(fake.there)
     fake.compute.do()
     end = fake.lane.fetch([host])
     assert fake.back.has_seen(fake.there)

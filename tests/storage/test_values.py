@@ -216,6 +216,26 @@ def test_senseless_values_are_refused(code: str):
     assert str(caught.value) == VALUE_ERRORS[code]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count", "waits"),
+    [
+        (torch.float32, 46, 192),
+        (torch.float32, 47, 256),
+        (torch.bool, 1, 64),
+        (torch.complex128, 1, 1024),
+    ],
+    ids=str,
+)
+def test_sparse_takes_what_spares_enough(dtype: torch.dtype, count: int, waits: int):
+    """The numbers and a bit for each of 64 places, or else the whole value."""
+    value = (torch.arange(64) < count).to(dtype)
+
+    stored = Sparse(min_saving=0.25).store(value)
+
+    assert stored.size_bytes == waits
+    assert torch.equal(stored.restore(), value)
+
+
 def test_a_mesh_is_needed():
     """What is no mesh is refused by type."""
     with pytest.raises(TypeError) as caught:
