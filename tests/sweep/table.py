@@ -11,10 +11,10 @@ from tests.sweep.rows import WAYS, Row
 OUTCOMES = ("equal", "close", "excused", "FAILED")
 
 _PROD = """\
-for a plain tensor torch looks whether a factor is zero and, if none is, divides the product by
-each; for any other tensor, also under `torch.func.grad`, it multiplies the factors before with
-those after. A trace cannot look: a region has the bits of plain `torch.func.grad`, not those of
-plain `.backward()`."""
+for a plain tensor, torch tests whether a factor is zero and, if none is, divides the product by
+each factor; for any other tensor, also under `torch.func.grad`, it multiplies the factors before
+each one with those after it. A trace cannot test values, so a region has the bits of plain
+`torch.func.grad`, not those of plain `.backward()`."""
 
 #: Why cells are neither equal nor excused, by operator.
 EXPLANATIONS = {"prod": _PROD, "masked.prod": _PROD}
@@ -22,8 +22,8 @@ EXPLANATIONS = {"prod": _PROD, "masked.prod": _PROD}
 INTRODUCTION = """\
 # Operators
 
-Every entry of torch's own list of operators (`op_db`) that has a gradient in double precision
-on a CPU, called through a region and beside it plainly: {samples} samples each, under the
+Every operator in torch's own list (`op_db`) that has a gradient in double precision on a CPU,
+called through a region and compared with the plain call: {samples} samples each, under the
 policies `nothing_saveable` and `everything_saveable`. torch {version}. This page is printed by
 
 ```sh
@@ -32,11 +32,11 @@ python -m tests.sweep --out docs/operators.md
 
 in a clone with the `dev` extra, in about {minutes} minutes on one core.
 
-- **traced**: `@remat` as it is. **preserve**: the operator draws random numbers, and needs
-  `rng="preserve"`; it is traced as well. **rerun**: it looks at the values of a tensor, or takes a
-  sparse one, and needs `engine="rerun"`. An operator counts where its most demanding sample does.
-- **equal**: the same bits under `.backward()` and `torch.func.grad`, the same to rounding under
-  the other transforms. **close**: the same to rounding where bits were asked for. **excused**:
+- **traced**: works with `@remat` as it is. **preserve**: draws random numbers, and needs
+  `rng="preserve"`; it is traced too. **rerun**: looks at the values of a tensor, or takes a sparse
+  one, and needs `engine="rerun"`. An operator is counted by its most demanding sample.
+- **equal**: the same bits under `.backward()` and `torch.func.grad`, and the same to rounding under
+  the other transforms. **close**: the same to rounding, where equal bits were required. **excused**:
   the plain function raises too. **FAILED**: anything else.
 """
 
@@ -50,9 +50,9 @@ def page(rows: Sequence[Row], samples: int, minutes: float) -> str:
         head,
         "## How operators become regions\n",
         *ways(rows),
-        "\n## What became of each transform\n",
+        "\n## Results by transform\n",
         *transforms(rows),
-        "\n## Not plainly traced\n",
+        "\n## Operators that need an option\n",
         *others(rows),
         "\n## Cells that are neither equal nor excused\n",
         *differences(rows),
