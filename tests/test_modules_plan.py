@@ -122,7 +122,7 @@ def test_a_plan_names_what_it_chose() -> None:
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("nope.*", "there is no block"),
+        ("nope.*", "found no blocks"),
         ("layers.**", "is a part of"),
         (lambda name, _: name == "layers", "was called 0 times"),
     ],

@@ -674,7 +674,7 @@ def _combinations() -> list[Any]:
 def test_a_budget_combines_through_allow_only() -> None:
     """Any other combination raises, and says how to write what was meant."""
     for combine in _combinations():
-        with pytest.raises(PolicyError, match="solved over the whole program"):
+        with pytest.raises(PolicyError, match="decides over the whole program"):
             combine()
     value = policies.Value(None, (), (2,), torch.float32, 8)
     with pytest.raises(PolicyError, match="was asked about it alone"):

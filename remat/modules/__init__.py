@@ -1,4 +1,4 @@
-"""Regions in a model that is there already: `apply` puts them in, `remove` takes them out."""
+"""Regions in an existing model: `apply` puts them in, `remove` takes them out."""
 
 from remat.modules._apply import apply, remove
 from remat.modules._plan import ModulePlan, ModulePlanRow, plan

@@ -1,9 +1,9 @@
 """Puts a region in place of a module's `forward`, and takes it out again.
 
-The region stands in the *instance*, as the attribute `forward`. The class stays, and with
-it `isinstance`, `type(module)`, parameter names, `state_dict`, and what other tools put on
-a module by changing its class (`fully_shard`, parametrizations), before or after. A
-module's own hooks run in `nn.Module.__call__`, around the region: once a call.
+The region is the attribute `forward` of the *instance*. The class does not change, nor
+do `isinstance`, `type(module)`, parameter names, `state_dict`, and what other tools do
+by changing a module's class (`fully_shard`, parametrizations), before or after. A
+module's own hooks run in `nn.Module.__call__`, around the region, once per call.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _M = TypeVar("_M", bound=nn.Module)
 def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _M:
     """Makes modules of a model recompute, in place.
 
-    Each module that matches gets a region around its `forward`, as if its class had been
-    written with `@remat`. Nothing else of it changes: parameters and their names,
-    `state_dict`, class, `train()`, `to()`, `copy.deepcopy` and pickling are as before. Equal
-    modules share one trace. A module's own hooks run around its region, once a call; hooks
-    of modules *inside* it are part of what is traced, and run as Python once a trace.
+    Each module that matches gets a region around its `forward`, as if its class had
+    been written with `@remat`. Nothing else of it changes: parameters and their names,
+    `state_dict`, class, `train()`, `to()`, `copy.deepcopy` and pickling are as before.
+    Equal modules share one trace. A module's own hooks run around its region, once per
+    call. Hooks of modules *inside* it are traced, so their Python runs once per trace.
 
-    Matches may nest: the outer region's policy then decides what crosses to its backward,
-    and the inner ones bound the peak of its recomputation. A module that has a region
-    already gets one with the new options in its place.
+    Matches may nest: the outer region's policy then decides what is held for its
+    backward, and the inner regions bound the peak of its recomputation. A region that a
+    module already has is replaced by one with the new options.
 
     Args:
         model: the model, which may itself match.
@@ -110,7 +110,7 @@ def _require_count(every: Any) -> None:
     is_count = isinstance(every, int) and not isinstance(every, bool)
     if not is_count or every < 1:
         raise (ValueError if is_count else TypeError)(
-            f"modules.apply(every={every!r}): takes each `every`-th match, a whole number "
+            f"modules.apply(every={every!r}): `every` takes each n-th match, an int "
             "from 1 on."
         )
 
@@ -129,7 +129,7 @@ def _wrapped_by(region: Region[..., Any], module: nn.Module) -> Callable[..., An
 
 
 def _is_of_class(own: Callable[..., Any], module: nn.Module) -> bool:
-    """Whether this is the `forward` that the module has without an attribute."""
+    """Whether this is the class's `forward`, which the module has without a region."""
     return own == type(module).forward.__get__(module)
 
 
@@ -144,7 +144,7 @@ def _with_a_forward(
         if type(module).forward is nn.Module.forward:
             _warn(
                 f"`{name}`, a {type(module).__name__}, has no `forward`.",
-                "It is a container whose parts are called one by one.",
+                "It is a container, of which only the parts are called.",
                 f'Name the parts: "{name}.*".' if name else 'Name the parts: "*".',
                 where,
             )
@@ -166,8 +166,8 @@ def _scripted(name: str, module: nn.Module, where: Where) -> TraceError:
         explain(
             where=f"modules.apply(where={where!r})",
             what=f"matches `{name}`, a {type(module).__name__}.",
-            why="TorchScript's interpreter runs its forward, and shows a region neither the "
-            "operators nor the gradients of its parameters.",
+            why="TorchScript's interpreter runs its forward, and hides its operators and the "
+            "gradients of its parameters from a region.",
             do="Use the module from before torch.jit.script, or exclude it from "
             "`where`.",
         )

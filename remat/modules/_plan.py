@@ -1,4 +1,4 @@
-"""One budget for the blocks of a model: how much of it each block gets, and for what."""
+"""Splits one budget among the blocks of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat.policies._sizes import parse_size, show_size
 @final
 @dataclasses.dataclass(frozen=True)
 class ModulePlanRow:
-    """What one block of a model got.
+    """The share of one block of a model.
 
     Attributes:
         name: its qualified name.
@@ -37,7 +37,7 @@ class ModulePlanRow:
 @final
 @dataclasses.dataclass(frozen=True)
 class ModulePlan:
-    """What `modules.plan` chose, and put in the model.
+    """What `modules.plan` chose and applied to the model.
 
     Laws: `saved_bytes <= budget_bytes`.
 
@@ -51,7 +51,7 @@ class ModulePlan:
 
     @property
     def saved_bytes(self) -> int:
-        """What one call of the model holds because of the plan; inputs of blocks apart."""
+        """What one call of the model holds by the plan, without inputs of blocks."""
         return sum(row.plan.saved_bytes for row in self.rows)
 
     @property
@@ -96,15 +96,15 @@ class _Block:
 def plan(
     model: nn.Module, *, budget: int | float | str, where: Where | None = None
 ) -> Callable[..., ModulePlan]:
-    """Makes the blocks of a model recompute what fits a budget for the whole model, in place.
+    """Makes the blocks of a model recompute within one budget for the model, in place.
 
-    The model is called once on tensors without data, to see what each block gets; no
-    parameter, buffer or generator changes. Then each block's frontier of bytes and cost is
-    computed, equal blocks once, and the budget is split among them so that the least is
-    recomputed in all. Where equal blocks get unequal shares, the later ones get more.
+    The model is called once on tensors without data, to see the inputs of each block;
+    no parameter, buffer or generator changes. Then each block's frontier of bytes and
+    cost is computed (once for equal blocks), and the budget is split so that the total
+    recomputation is least. If equal blocks get unequal shares, the later ones get more.
 
-    Laws: what all blocks together hold from forward to backward beyond their inputs stays
-    within the budget; a larger budget never costs more.
+    Laws: what all blocks together hold from forward to backward, without their inputs,
+        stays within the budget; a larger budget never costs more.
 
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
@@ -120,7 +120,7 @@ def plan(
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach them
             exactly once each, or `budget` is not a size.
-        BudgetError: the blocks hold more whatever they save.
+        BudgetError: the blocks hold more even if they save nothing.
 
     Example:
         >>> import torch
@@ -164,7 +164,7 @@ def plan(
     return planned
 
 
-#: A budget, in bytes, that everything fits.
+#: A budget, in bytes, into which everything fits.
 _ANY = 2**62
 
 
@@ -211,12 +211,12 @@ def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]
     if found and not nested:
         return found
     outer, inner = nested[0] if nested else ("", "")
-    what = f"`{inner}` is a part of `{outer}`." if nested else "there is no block."
+    what = f"`{inner}` is a part of `{outer}`." if nested else "found no blocks."
     raise ValueError(
         explain(
             where=f"modules.plan(where={where!r})",
             what=what,
-            why="A budget is split among blocks of which none holds another.",
+            why="A budget is split among blocks that do not contain each other.",
             do='Name the blocks, as in where="layers.*".',
         )
     )
@@ -245,7 +245,7 @@ def _called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[_Block]:
-    """The blocks with what they get in a call of the model, which runs on fake tensors."""
+    """The blocks with their arguments in one call of the model, on fake tensors."""
     calls: dict[str, list[_Block]] = {name: [] for name, _ in named}
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
@@ -266,7 +266,7 @@ def _called(
                 explain(
                     where=f"modules.plan: the block `{name}`",
                     what=f"was called {len(found)} times in one call of the model.",
-                    why="A block's share of the budget is meant for one call.",
+                    why="A block's share of the budget is for one call.",
                     do="Name blocks that are called once, or use modules.apply.",
                 )
             )

@@ -1,4 +1,4 @@
-"""Which modules of a model are meant: by class, by name, or by a predicate."""
+"""Finds modules of a model by class, by name, or by a predicate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"modules.apply looks for modules in an nn.Module, not in {model!r}, of type "
-            f"{type(model).__name__}. A function becomes a region by remat(function)."
+            f"{type(model).__name__}. To make a function a region, use remat(function)."
         )
     matches = _matcher(where)
     found: dict[int, tuple[str, nn.Module]] = {}

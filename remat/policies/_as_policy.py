@@ -1,4 +1,4 @@
-"""What may stand where a policy is wanted, and what to say about everything else."""
+"""Turns what a user passes as a policy into one, or says why that is not possible."""
 
 import inspect
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class FromCallable(AbstractPolicy):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """None: what a function looks for cannot be seen from outside."""
+        """None: nothing tells which names a function looks for."""
         return ()
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class FromCallable(AbstractPolicy):
 def from_callable(
     function: Callable[[Value], bool | Save | Recompute],
 ) -> AbstractPolicy:
-    """Makes a policy that can be combined of a function of a value.
+    """Makes a policy that can be combined from a function of a value.
 
     Laws: `from_callable(f) == from_callable(g)` exactly if `f == g`; the policy pickles
     where the function does.
@@ -55,7 +55,7 @@ def from_callable(
             same for equal values.
 
     Returns:
-        The policy; `function` itself where it is such a policy already.
+        The policy; `function` itself if it is an `AbstractPolicy` already.
 
     Raises:
         PolicyError: `function` cannot be called with a value or hashed, or is a class or
@@ -75,7 +75,7 @@ def from_callable(
 
 
 def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
-    """Makes a policy of what a user passed as one.
+    """Makes a policy from what a user passed as one.
 
     Args:
         policy: None for `nothing_saveable`, a policy, or a function of a value.
@@ -135,7 +135,7 @@ def _diagnose(candidate: object) -> tuple[str, str]:
             )
         case AbstractStorage():
             return (
-                "A storage says how a value waits, not which values do.",
+                "A storage says how values are kept, not which.",
                 f"Pass `policies.everything_saveable.stored({candidate!r})`.",
             )
         case _ if _makes_policies(candidate):
@@ -155,7 +155,7 @@ def _diagnose(candidate: object) -> tuple[str, str]:
             )
         case _ if not _takes_one(cast("Callable[..., Any]", candidate)):
             return (
-                "It is called with one `Value`, and nothing else.",
+                "A policy is called with one `Value` and nothing else.",
                 "Write it as `def policy(value)`, of `value.op`, `value.names`, "
                 "`value.shape` and so on. One of torch's, `(ctx, op, *args, **kwargs)`, "
                 "goes into `create_selective_checkpoint_contexts` of "
@@ -163,7 +163,7 @@ def _diagnose(candidate: object) -> tuple[str, str]:
             )
         case _ if not _is_hashable(candidate):
             return (
-                "It cannot be hashed, and a traced program is looked up by its policy.",
+                "It cannot be hashed, but traced programs are looked up by their policy.",
                 "Give its class `__hash__`, or pass a function.",
             )
         case _:

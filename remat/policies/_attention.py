@@ -21,8 +21,8 @@ def save_attention_outputs(value: Value, /) -> bool:
 
     These are the values that `scaled_dot_product_attention` or `flex_attention` makes,
     in any backend. Where torch has no fused kernel, attention is a chain of plain
-    operators, and each value in it may be saved: the scores then take a row and a
-    column for each token, and a fused backend or `checkpoint_name` is better.
+    operators, and each value in it may be saved, the quadratic scores included: use a
+    fused backend or `checkpoint_name` there.
 
     Example:
         >>> from remat import policies

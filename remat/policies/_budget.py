@@ -37,8 +37,9 @@ class Budget(WholeProgram):
     Attributes:
         size: bytes; a float, a fraction of what is saved without remat; "auto"; or a
             `Memory`.
-        allow: what may be saved, and how; None for anything, as it is.
-        is_part: whether the size is a fraction: in Python all, 1.0, equals one byte, 1.
+        allow: what may be saved, and how; None for anything, with `Keep()`.
+        is_part: whether the size is a fraction; without this, 1.0 (all) and 1 (one byte)
+            would be equal.
     """
 
     size: int | float | str | Memory
@@ -79,28 +80,29 @@ class Budget(WholeProgram):
 
 
 def budget(size: Size, allow: object = None) -> AbstractPolicy:
-    """Saves, within so many bytes, the values that spare the most recomputation.
+    """Saves the values that avoid the most recomputation within a number of bytes.
 
     What counts is what a call of the region holds from its forward to its backward
-    because of the policy: the values that it saves, as `saved_residuals` lists them, in
-    the form in which they wait. States of generators and copies of changed buffers count
-    too, where the function has some; they are held whatever is saved. Arguments do not
-    count: they are the caller's, and wait under every policy.
+    because of the policy: the saved values, as `saved_residuals` lists them, in the
+    form in which they are stored. Generator states and copies of changed buffers count
+    too; they are held whatever is saved. Arguments do not count: they belong to the
+    caller, and are held under every policy.
 
-    The choice is made once for each trace, over the whole program, by the solver and the
-    costs that are the defaults of `plan`, which shows the choice, and offers others. It is
-    within a certified gap of the best choice, not always the best.
+    The choice is made once for each trace, over the whole program, with the default
+    solver and costs of `plan`, which shows the choice and has other options. It is
+    within a certified gap of the optimum, but not always optimal.
 
     Laws: the bytes held never exceed the budget; a larger budget never costs more.
 
     Args:
         size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a fraction of
-            what is saved without remat; "auto" for what the device, or the process, has
-            free, with a tenth in reserve; or a function from the device to its free
-            bytes, for "auto" to go by. Each is meant for one call of the region.
+            what is saved without remat; "auto" for the free memory of the device, or of
+            the process on a CPU, minus a tenth in reserve; or a function from the
+            device to its free bytes, which "auto" then uses. The size applies to one
+            call of the region.
         allow: what may be saved, and how: a policy, or a function of a value that may
             also return a storage, or a tuple of storages to choose from. None means
-            anything, as it is.
+            anything, with `Keep()`.
 
     Returns:
         The policy. It combines with no other one: `allow` says what it may save.
@@ -108,7 +110,8 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
     Raises:
         PolicyError: `size` is not a size, or `allow` not a policy.
         ValueError: `size` is negative, a float outside (0, 1], or cannot be read.
-        BudgetError: at the first call, if more bytes are held whatever is saved.
+        BudgetError: at the first call, if more bytes are held even when nothing is
+            saved.
 
     Example:
         >>> from remat import policies
@@ -127,7 +130,7 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
             explain(
                 where=where,
                 what=f"got {allow!r}.",
-                why="It is solved over the whole program, not value by value.",
+                why="It decides over the whole program, not value by value.",
                 do="Pass a policy that decides about single values.",
             )
         )

@@ -1,10 +1,10 @@
-"""The policy that looks at what made a value: an operator, or a torch function.
+"""The policy that decides by the operator or the torch function that made a value.
 
 All targets become globs of names, which print, compare and pickle. The number of dots
-says what a glob is matched with: `aten.mm.default` with an overload, `aten.mm` with an
-operator, and `mm` with the bare name of an operator of ATen and with the name of the
-torch function that the user called. An operator that torch takes apart before a trace sees
-it, such as `aten.linear`, stands for the function.
+says what a glob matches: `aten.mm.default` an overload, `aten.mm` an operator, and `mm`
+the bare name of an ATen operator or the torch function that the user called. An
+operator that torch decomposes before a trace sees it, such as `aten.linear`, stands for
+the function.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def _is_known(name: str) -> bool:
 
 
 def _is_taken_apart(name: str) -> bool:
-    """Whether this names an operator of ATen that no trace shows: others are its parts."""
+    """Whether this names an ATen operator that torch decomposes before a trace."""
     match name.split("."):
         case ["aten", packet, *overload]:
             operator = getattr(torch.ops.aten, packet, None)
@@ -146,7 +146,7 @@ def _is_taken_apart(name: str) -> bool:
 
 
 def _deciding_overloads(operator: Any) -> list[str]:
-    """The overload that tells of all, or each one where none is so (`aten.softmax`)."""
+    """The overload that speaks for all, or each one if none does (`aten.softmax`)."""
     overloads: list[str] = getattr(operator, "overloads", list)()
     return ["default"] if "default" in overloads else overloads
 

@@ -73,7 +73,7 @@ def by_size(
             explain(
                 where="by_size(min_bytes=..., max_bytes=...)",
                 what=f"got {low} and {high} bytes.",
-                why="No size lies between them, so that nothing would be saved.",
+                why="No size lies between them, so nothing would be saved.",
                 do="Swap the two.",
             )
         )

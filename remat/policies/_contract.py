@@ -1,13 +1,13 @@
-"""The contract of policies: which values of the forward wait for the backward.
+"""The contract of policies: which values of the forward are saved for the backward.
 
-A policy is a function from a value to a decision. It is a frozen value itself: it
+A policy is a function from a value to a decision. It is an immutable object itself: it
 compares, hashes and pickles, and its repr is the code that makes it. It may be asked
-about one value any number of times, in any order, and must answer the same each time;
-it never sees a tensor.
+about a value any number of times, in any order, and must answer the same each time; it
+never sees a tensor.
 
-`|`, `&`, `~` and `.stored` make policies of policies. Looked at as sets of saved values,
-they are the union, the intersection and the complement; the storage comes from the left
-operand where it saves, and a complement saves with `Keep()`.
+`|`, `&`, `~` and `.stored` combine policies. `|`, `&` and `~` are the union, the
+intersection and the complement of the sets of saved values. The storage comes from the
+left operand if that saves the value; a complement saves with `Keep()`.
 """
 
 import abc
@@ -56,9 +56,9 @@ class Value:
         source: the user's line that makes the value, as in `"model.py:41"`, or `""`.
         function: the outermost torch function that the user called to make the value, as
             in `"scaled_dot_product_attention"` or `"linear"`, or `""` if unknown.
-        args: what the operator took by position: an `Operand` for each tensor, a tuple
-            for each list, anything else as it is.
-        kwargs: what it took by keyword, likewise, as pairs.
+        args: the operator's positional arguments: an `Operand` for each tensor, a tuple
+            for each list, anything else unchanged.
+        kwargs: its keyword arguments in the same form, as pairs.
 
     Example:
         >>> import torch
@@ -222,8 +222,8 @@ class AbstractPolicy(abc.ABC):
             explain(
                 where=f"the policy {self!r}",
                 what="was asked whether it is true.",
-                why="`p or q` and `p and q` pick one operand, and `not p` is a bool: "
-                "none combines.",
+                why="`p or q` and `p and q` pick one operand, and `not p` is a bool; "
+                "none of these combines policies.",
                 do="Write `p | q`, `p & q` or `~p`; to test for None, write `p is "
                 "None`.",
             )
@@ -231,7 +231,7 @@ class AbstractPolicy(abc.ABC):
 
 
 class WholeProgram(AbstractPolicy):
-    """The base of policies that weigh all values of a program against each other.
+    """The base of policies that decide about all values of a program together.
 
     They cannot be asked about a single value, and so cannot be combined.
     """
@@ -244,7 +244,7 @@ class WholeProgram(AbstractPolicy):
             explain(
                 where=str(value),
                 what=f"the policy {self!r} was asked about it alone.",
-                why="It is solved over the whole program: whether one value is saved "
+                why="It decides over the whole program: whether one value is saved "
                 "depends on all others.",
                 do="Pass it as the policy of a region, by itself.",
             )
@@ -335,7 +335,7 @@ class Complement(AbstractPolicy):
     """Recomputes what the operand saves, and keeps what it recomputes.
 
     Args:
-        policy: the policy to turn around.
+        policy: the policy to invert.
 
     Raises:
         PolicyError: the operand is not an `AbstractPolicy`.
@@ -357,7 +357,7 @@ class Complement(AbstractPolicy):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of the operand: a typing error in one shows here too."""
+        """The globs of the operand, so that a misspelled one is reported here too."""
         return self.policy.globs
 
     def __repr__(self) -> str:
@@ -406,7 +406,7 @@ class Stored(AbstractPolicy):
 
 
 def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
-    """Asks a policy about a value, and takes only answers that have a meaning.
+    """Asks a policy about a value, and checks its answer.
 
     Args:
         policy: any callable of a value.
@@ -456,7 +456,7 @@ def require_storage(storage: object, where: str) -> None:
             what=f"got `{shown}`, which is not a storage value.",
             why=f"`{shown}` is a class and a storage must be an instance."
             if is_class
-            else "An instance of a class of `storage` says how a value waits.",
+            else "A storage must be an instance of a class of `storage`.",
             do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
         )
     )
@@ -488,7 +488,7 @@ def _diagnose(answer: object) -> tuple[str, str, str]:
         case AbstractStorage():
             return (
                 f"{answer!r}",
-                "A storage says how a value waits, not that it is saved.",
+                "A storage says how a value is kept, not that it is saved.",
                 f"Return `Save({answer!r})`, or `Recompute()` to drop the value.",
             )
         case AbstractPolicy():
@@ -533,7 +533,7 @@ def _require_policies(symbol: str, *operands: object) -> None:
 
 def _not_combinable(operand: object, symbol: str) -> PolicyError:
     if isinstance(operand, WholeProgram):
-        why = "It is solved over the whole program, not value by value."
+        why = "It decides over the whole program, not value by value."
         do = "Say what it may save, and how, with `budget(size, allow=policy)`."
     elif callable(operand) and not isinstance(operand, type):
         why = "A plain callable does not say how it combines, compares or prints."

@@ -1,10 +1,9 @@
-"""Policies that save what matrix units make: worth most for the bytes that they take.
+"""Policies that save the outputs of matrix products, which save the most work per byte.
 
-A matrix product of n x n matrices costs n times its size in operations, so saving its
-output saves more recomputation a byte than saving anything elementwise does.
-
-What these leave alone: the products inside attention. There a product's output has a
-row and a column for each token, which is what recomputation is meant to avoid.
+A product of n x n matrices costs n operations for each element of its output, so saving
+it avoids more recomputation per byte than saving an elementwise result. These policies
+leave out the products inside attention, whose outputs grow with the square of the
+sequence; not keeping these is the point of recomputation.
 """
 
 from remat.policies._contract import AbstractPolicy, Value

@@ -1,7 +1,7 @@
 """Policies that look at the names that `checkpoint_name` gives.
 
-A value may have several names, since all aliases of a value are one value; it counts as
-one of "these names" when any of its names matches any of the globs.
+A value may have several names, because all aliases of a value are one value. It has one
+of "these names" if any of its names matches any of the globs.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from remat.policies._contract import AbstractPolicy, Value
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _ByNames(AbstractPolicy):
-    """What is decided by globs of names, and called like the function that makes it."""
+    """A policy by globs of names, which prints as the function that makes it."""
 
     MAKER = ""  # each class has its own; with an annotation it would count as a field
     _globs: tuple[str, ...]
@@ -135,7 +135,7 @@ def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
 
     References:
         JAX has it under the same name in `jax.checkpoint_policies`, where it has no
-        effect, since the value before its name is saved instead; here they are one.
+        effect, because JAX saves the unnamed value instead; here both are one value.
     """
     return SaveAnythingExceptTheseNames(globs)
 
@@ -159,8 +159,7 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
             explain(
                 where=where,
                 what=f"got {glob!r}, of type {type(glob).__name__}.",
-                why="Each name, or glob of names, is a string and an argument of its "
-                "own.",
+                why="Each name or glob is a string and a separate argument.",
                 do="Unpack the collection: `*names`."
                 if is_collection
                 else 'Pass strings, as in `"attn", "mlp_*"`.',

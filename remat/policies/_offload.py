@@ -1,8 +1,8 @@
 """JAX's policies that offload, with JAX's arguments.
 
-JAX names memories: `"device"`, and in the host's memory `"pinned_host"` and
-`"unpinned_host"`. Here these are storage values. A memory that is not known is refused;
-JAX takes it for `"device"`, and nothing is offloaded.
+JAX has names for memories: `"device"`, and `"pinned_host"` and `"unpinned_host"` for
+host memory. Here these are storage values. An unknown memory is refused; JAX treats it
+as `"device"`, and offloads nothing.
 """
 
 from collections.abc import Iterable
@@ -181,7 +181,7 @@ def _require_memory(where: str, memory: str, known: tuple[str, ...]) -> None:
         explain(
             where=where,
             what=f"the memory {memory!r} is not known here.",
-            why='Values leave the memory "device" and wait in the memory of the host.',
+            why='Values move from the memory "device" to host memory.',
             do=f"Pass {choices}.",
         )
     )
@@ -193,7 +193,7 @@ def _require_disjoint(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Non
         raise ValueError(
             explain(
                 where=f"{_BOTH}(...)",
-                what=f"{common} stand among the names to save and those to offload.",
+                what=f"{common} are among both the names to save and the names to offload.",
                 why="A value is either kept as it is or offloaded.",
                 do="Leave each name in one of the two.",
             )

@@ -29,10 +29,10 @@ def bare_name(op: object) -> str:
 
 
 def function_name(function: object) -> str:
-    """Returns how the torch function that a user called is named in `Value.function`.
+    """Returns the name in `Value.function` of the torch function that a user called.
 
-    Laws: a method, an operator of Python, reflected or not, and the variant that works
-    in place have the name of the function that they stand for.
+    Laws: a method, a Python operator (reflected or not) and an in-place variant have
+        the name of the function that they stand for.
 
     Args:
         function: a function of torch, or a method of its tensors.

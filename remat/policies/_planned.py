@@ -13,10 +13,10 @@ from remat.storage import AbstractStorage
 class Planned(WholeProgram):
     """Saves certain values of one program; `plan(...)` makes it, as `Plan.policy`.
 
-    Values are meant by their place in the program, not by their names. So the policy
-    holds for the program that was planned, and refuses another one. What is derived from
-    the planned function under a transform (its tangents, or the function mapped where
-    reverse mode is taken of that) is planned again, for the same bytes.
+    Values are identified by their position in the program, not by name. So the policy
+    is valid for the planned program only, and refuses others. Functions that a
+    transform derives from the planned one (its tangents, or the mapped function if
+    reverse mode is taken of that) are planned again, within the same bytes.
 
     Args:
         fingerprint: of the forward that was planned.
@@ -39,7 +39,7 @@ class Planned(WholeProgram):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """None: values are meant by their places."""
+        """None: values are identified by their positions."""
         return ()
 
     def __repr__(self) -> str:

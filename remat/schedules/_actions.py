@@ -1,4 +1,4 @@
-"""What an executor of a schedule can be told to do.
+"""The actions of a schedule.
 
 A stack has the stages 0 .. n-1 and the states 0 .. n: stage i takes state i to state i+1.
 The executor has one *current* state, kept states, and *records*: what the backward of a
@@ -54,7 +54,7 @@ class Restore:
 @final
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forgets a kept state."""
+    """Frees a kept state."""
 
     state: int
 

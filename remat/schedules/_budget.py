@@ -1,4 +1,4 @@
-"""The cheapest schedule of unlike stages within a budget of bytes.
+"""The cheapest schedule of different stages within a budget of bytes.
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory", 2019,
@@ -13,10 +13,10 @@ if the stages that run fit in m with their states (their Theorem 1, for schedule
 a state until it is used, which the authors call memory persistent). Gradients and the
 temporaries within a stage are not counted here.
 
-Bytes are counted in slots: exactly where their greatest common divisor allows, else each
-size is rounded up and the budget down, so that the budget is kept in any case. Rounding
-may cost a schedule that would just fit; equal segments (`Every`) are therefore tried in
-exact bytes too, and so is the schedule that holds least.
+Bytes are counted in slots: exactly if their greatest common divisor allows it;
+otherwise each size is rounded up and the budget down, so that the budget is kept in any
+case. Rounding may exclude a schedule that just fits. So equal segments (`Every`), and
+the schedule that holds least, are also tried in exact bytes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _SLOTS = 1000  # a heuristic: a chain of 100 stages is planned in a few seconds
 class Budget(AbstractSchedule):
     """The least recomputation that keeps states and records within a size.
 
-    Laws: `replay(...).peak_bytes` is at most the size, in whole bytes; no `Every(k)` that
-    fits costs less; where bytes need no rounding, no schedule that keeps each state until
-    it is used does.
+    Laws: `replay(...).peak_bytes` is at most the size; no `Every(k)` that fits costs
+        less; if bytes need no rounding, no schedule that keeps each state until it is
+        used costs less.
 
     Args:
         size: an int in bytes, a string like `"512MiB"`, or a float in (0, 1], a fraction of
@@ -79,7 +79,7 @@ class Budget(AbstractSchedule):
     """
 
     size: int | float | str
-    # All, 1.0, equals one byte, 1, in Python.
+    # Tells 1.0 (all) from 1 (one byte), which are equal in Python.
     is_part: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class _Written:
         self.actions: list[Action] = []
 
     def keep(self, start: int, middle: int, *, is_kept: bool) -> None:
-        """Goes on to a state that is kept; the one that it starts from is, too."""
+        """Advances to a state that is kept, from a state that is kept too."""
         if not is_kept:
             self.actions.append(Snapshot(start))
         self.actions += [Advance(start, middle), Snapshot(middle)]
@@ -192,7 +192,7 @@ class _Part:
 
 
 def _write(choice: Choice, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
-    """The actions of the choices, which are asked for each part."""
+    """The actions of the choices for each part."""
     written = _Written()
     pending: list[_Part | Backward] = [part]
     while pending:
@@ -267,7 +267,7 @@ class _LeastBytes:
         self._choices[start, stop] = choice
 
     def actions(self) -> tuple[Action, ...]:
-        """What it does."""
+        """The actions of this schedule."""
         part = _Part(0, self._count - 1, self.needed, False, True)
         return _write(lambda s, t, _: self._choices[s, t], part, self._sizes)
 

@@ -1,8 +1,8 @@
-"""What a schedule is: a rule from described stages to a list of actions.
+"""The contract of schedules: a rule from described stages to a list of actions.
 
-A schedule is a frozen value whose `repr` rebuilds it. It sees no tensor: a stage is
-described by what it costs and how much it holds. What its actions mean stands in
-`_actions`, whether they are legal says `replay`.
+A schedule is an immutable object whose `repr` rebuilds it. It sees no tensor: a stage
+is described by its cost and its bytes. `_actions` defines the actions, and `replay`
+checks that they are legal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stage:
 
 
 class AbstractSchedule(abc.ABC):
-    """A rule that says what a stack of stages holds and what it computes again.
+    """A rule for which states a stack of stages keeps and what it recomputes.
 
     Laws: `actions` is a pure function, its result passes `replay`, and it runs the
     backward of each stage once.

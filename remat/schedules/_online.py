@@ -5,11 +5,12 @@ adjoint calculation", SIAM Journal on Scientific Computing 31(4), 2009, algorith
 https://doi.org/10.1137/080727890; see also Stumm and Walther, "New algorithms for optimal
 online checkpointing", 2010, https://doi.org/10.1137/080742439.
 
-Each kept state has a level. The newest state is always kept, at level 0 where there is
-room, or where an older one is *dispensable*: one that a later state of a higher level
-makes superfluous. Where there is neither, the newest takes the place of the one before it,
-a level higher. States of high levels so stay where Revolve would want them. When the sweep
-has ended, each gap between kept states is pulled back by Revolve, with what is free.
+Each kept state has a level. The newest state is always kept. It gets level 0 if there
+is room, or if an older state is *dispensable*, which means that a later state of a
+higher level makes it superfluous. Otherwise the newest state replaces the one before
+it, one level higher. So states of high levels stay where Revolve would put them. After
+the sweep, Revolve runs the backward of each gap between kept states, with the snapshots
+that are free.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class Kept:
 class Online(AbstractSchedule):
     """Keeps at most `snapshots` states, wherever the stages end.
 
-    Laws: what it keeps at a state depends on nothing that
-    comes after; at most `snapshots` states are kept, the first one among them; one stage
-    is recorded at any time. Each stage is run at most once more often than `Revolve` would
-    run any: at most r + 2 times, r the least with beta(snapshots, r) at least the length.
+    Laws: what it keeps at a state does not depend on later stages; at most `snapshots`
+        states are kept, including the first; one stage is recorded at any time. Each
+        stage runs at most once more than the most that `Revolve` would run any stage:
+        at most r + 2 times, where r is the least with beta(snapshots, r) at least the
+        length.
 
     Args:
         snapshots: states that may be kept at one time, at least 1, the first one counted.
@@ -69,7 +71,7 @@ class Online(AbstractSchedule):
     def arrive(
         self, kept: tuple[Kept, ...], state: int
     ) -> tuple[tuple[Action, ...], tuple[Kept, ...]]:
-        """What to do where a state is current that is not the last, and what is kept then.
+        """The action at a current state that is not the last, and what is kept then.
 
         Args:
             kept: what is kept so far, by state; nothing at state 0.

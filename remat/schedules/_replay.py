@@ -1,4 +1,4 @@
-"""Replays a list of actions without a tensor: is each legal, and what do all cost?
+"""Replays a list of actions without tensors: checks them, and adds up their costs.
 
 The executor of `remat.layers` asks the same ledger before each action, so that a list
 that replays is a list that runs.
@@ -25,7 +25,7 @@ from remat.schedules._contract import Stage
 
 @final
 class Ledger:
-    """Where the run of a schedule stands; refuses an action that cannot be done.
+    """The state of a schedule's run; refuses an action that is not legal.
 
     Attributes:
         current: the current state, None after a backward.
@@ -98,7 +98,7 @@ def _refused(action: Action, why: str) -> ScheduleError:
         explain(
             where=f"the action {action}",
             what="cannot be done.",
-            why=f"Where it stands, {why}.",
+            why=f"At this point, {why}.",
             do="Correct the schedule's actions: schedules.replay checks them.",
         )
     )
@@ -107,7 +107,7 @@ def _refused(action: Action, why: str) -> ScheduleError:
 @final
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a list of actions comes to.
+    """The totals of a list of actions.
 
     Attributes:
         evaluations: runs of a stage, the recording ones included.
@@ -129,7 +129,7 @@ class Replay:
 
 @final
 class _Meter:
-    """Adds up what a replay costs and holds."""
+    """Adds up the cost and the bytes of a replay."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages

@@ -1,4 +1,4 @@
-"""Revolve: the fewest evaluations for a given number of snapshots, like stages.
+"""Revolve: the fewest evaluations of equal stages for a given number of snapshots.
 
 Griewank and Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software
 26(1), 2000, https://doi.org/10.1145/347837.347846. To pull back l stages with s snapshots,
@@ -34,9 +34,10 @@ from remat.schedules._contract import AbstractSchedule, Stage, require_count
 class Revolve(AbstractSchedule):
     """Keeps at most `snapshots` states, and recomputes as little as that permits.
 
-    Laws: l stages run l + t(l, s) times in all, which is the least there is; at most
-    `snapshots` states are kept, the first one among them, and one stage is recorded at
-    any time, so that memory does not depend on l. The last stage is recorded in the sweep.
+    Laws: l stages run l + t(l, s) times in all, which is the minimum; at most
+        `snapshots` states are kept, including the first, and one stage is recorded at
+        any time, so memory does not depend on l. The last stage is recorded in the
+        sweep.
 
     Args:
         snapshots: states that may be kept at one time, at least 1, the first one counted.
@@ -71,7 +72,7 @@ class Revolve(AbstractSchedule):
 
 
 def beta(snapshots: int, repeats: int) -> int:
-    """The most stages that can be pulled back with none advanced over more often."""
+    """The most stages that can be reversed if none runs ahead more than r times."""
     return math.comb(snapshots + repeats, repeats)
 
 

@@ -1,4 +1,4 @@
-"""Bytes: those of a tensor, and small whole numbers, several to a byte."""
+"""The bytes of a tensor, and small integers packed several to a byte."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """The memory of a contiguous tensor of any dtype, as uint8 of one dimension."""
+    """The memory of a contiguous tensor of any dtype, as uint8 of shape (n,)."""
     # A dimension of size 1 may have any stride, by which torch refuses to view the dtype.
     return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers below 2**bits, uint8 of shape (n,), as bytes, the first in the lowest bits."""
+    """Packs numbers below 2**bits, uint8 of shape (n,), lowest bits first."""
     if bits == 8:
         return numbers
     per_byte = 8 // bits

@@ -17,8 +17,8 @@ class Cast(AbstractStorage):
     """Keeps the value in another floating dtype.
 
     Laws: lossy; each number comes back within half a unit in the last place of `dtype`,
-    where it is in that dtype's range; the dtype that comes back is the value's own. Whole
-    numbers, complex ones and those of a dtype that is not wider are kept as they are.
+        if it is in that dtype's range; the value's dtype is restored. Integers, complex
+        numbers and values of a dtype that is not wider are kept unchanged.
 
     Args:
         dtype: the floating dtype in which the value waits.
@@ -47,7 +47,7 @@ class Cast(AbstractStorage):
             raise refuse(
                 "Cast(dtype=...)",
                 self.dtype,
-                why="A cast to it would not round numbers but cut them.",
+                why="A cast to it would truncate numbers instead of rounding them.",
                 do="Pass a floating dtype such as torch.bfloat16, or use `Quantize`.",
             )
 

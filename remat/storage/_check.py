@@ -22,7 +22,7 @@ def require_type(
             where=argument,
             what=f"got {answer!r}, of type {type(answer).__name__}.",
             why="A storage value is compared, hashed and printed, so its arguments "
-            "are not converted silently.",
+            "are not converted.",
             do=f"Pass {wanted}.",
         )
     )

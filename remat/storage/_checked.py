@@ -1,7 +1,8 @@
 """Checks what a storage stores and restores against the contract.
 
-Users may write storages. One that breaks the contract would give a wrong gradient. So the
-form of each value is checked, and the version of each tensor that must not change.
+Users may write storages, and one that breaks the contract would give wrong gradients.
+So the shape, dtype and device of each value are checked, and the version of each tensor
+that must not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Stores(Protocol):
 
 
 def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
-    """What a storage makes of a value, with a way back that is checked.
+    """What a storage makes of a value, with a decoder that is checked.
 
     Args:
         storage: how it is to wait.
@@ -79,7 +80,7 @@ class _Checked:
             explain(
                 where=f"a value {_form(self.shape, self.dtype, self.device)} in {self.name}",
                 what=f"came back from its storage as {came}.",
-                why="The backward reads it as what was stored.",
+                why="The backward needs the value as it was stored.",
                 do="Have `decode` return the shape, dtype and device of the value that "
                 "`store` was given.",
             )
@@ -108,7 +109,7 @@ def _require_stored(storage: _Stores, found: object) -> None:
         explain(
             where=f"{type(storage).__name__}.store",
             what=what,
-            why="What waits are tensors, with a way back to the value.",
+            why="A stored value is a tuple of tensors and a function that decodes them.",
             do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
             "is kept as it is.",
         )
@@ -121,7 +122,7 @@ def _changed(storage: _Stores, value: Tensor) -> RematError:
             where=f"{type(storage).__name__}.store",
             what=f"changed the value {_form(value.shape, value.dtype, value.device)} that "
             "it was given.",
-            why="It is the caller's, or what the region computes with.",
+            why="It belongs to the caller, or the region still computes with it.",
             do="Change a copy: value.clone().",
         )
     )

@@ -1,8 +1,8 @@
 """The contract of storage: how a saved value waits between forward and backward.
 
-A storage value says *how* a value is kept; a policy says *which*. It is a frozen value:
-two of them are the same when their class and their arguments are, and the repr is the
-code that makes it. It holds no value of the program and does no work by itself.
+A storage says *how* a value is kept; a policy says *which*. A storage is an immutable
+object: two are equal if their classes and their arguments are, and the repr is the code
+that makes it. It holds no tensor of the program.
 
 What each class promises for a value that it stores and gives back:
 
@@ -30,7 +30,7 @@ from remat.storage._stored import FIRST, Place, Stored
 
 
 class AbstractStorage(abc.ABC):
-    """The base of the values that say how a saved value waits for the backward.
+    """The base of the classes that say how a saved value waits for the backward.
 
     Laws: storages of one class with the same arguments are equal and hash alike; `repr`
     is the code that makes the value; `(a >> b) >> c == a >> (b >> c)`.
@@ -50,15 +50,15 @@ class AbstractStorage(abc.ABC):
 
     @abc.abstractmethod
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """Takes a value apart into what waits.
+        """Turns a value into the tensors that wait.
 
         Args:
             value: a contiguous tensor of any shape and dtype, not to be changed.
             place: which of a region's values it is, and in which call.
 
         Returns:
-            What waits, and the way back. Where the storage does not apply to a value, or
-            would save nothing, that is the value itself.
+            The tensors that wait, and their decoder. If the storage does not apply to
+            the value, or would save nothing, this is the value itself.
 
         Example:
             >>> import torch
@@ -114,7 +114,7 @@ class Chain(AbstractStorage):
         return all(link.is_exact for link in self.links)
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """Stores the value, then each tensor that is left of it."""
+        """Stores the value, then each resulting tensor."""
         stored = Stored.whole(value)
         for link in self.links:
             here = dataclasses.replace(place, joints=tuple(stored.joints))

@@ -1,10 +1,10 @@
 """Offloading: a saved value waits in other memory and comes back before it is read.
 
-The literature calls it swapping or activation offloading: vDNN [1] moves feature maps to
-pinned host memory over PCIe while other layers run, and fetches them ahead of use;
-torch has `torch.autograd.graph.save_on_cpu`, without prefetch. Between an accelerator and
-host memory copies run on streams of their own (`_transfer`); between two accelerators, and
-to files, on the stream that computes.
+The literature calls this swapping or activation offloading: vDNN [1] moves feature maps
+to pinned host memory over PCIe while other layers run, and prefetches them; torch has
+`torch.autograd.graph.save_on_cpu`, without prefetch. Copies between an accelerator and
+host memory run on separate streams (`_transfer`); copies between two accelerators, and
+to files, run on the compute stream.
 
 References:
     [1] vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
@@ -39,9 +39,10 @@ class Offload(AbstractStorage):
         pin: whether host memory is page-locked, so that copies overlap with compute.
         min_bytes: smaller values stay where they are.
         max_bytes: larger values stay where they are; None for no bound.
-        prefetch: how many regions ahead of the backward values in host memory are on
-            their way back; each holds its values on the device meanwhile. 0 fetches them
-            when they are read. It has no effect on what waits elsewhere.
+        prefetch: how many regions ahead of the backward values are copied back from
+            host memory; each then holds its values on the device until its backward. 0
+            fetches them when they are read. It has no effect on values that wait
+            elsewhere.
         path: the folder of the files, or None for memory.
 
     Raises:
@@ -96,7 +97,7 @@ class Offload(AbstractStorage):
         )
 
     def takes(self, size_bytes: int, home: torch.device) -> bool:
-        """Whether a value of so many bytes waits elsewhere than where it is.
+        """Whether `store` moves a value of this size.
 
         Args:
             size_bytes: of the value.
@@ -157,7 +158,7 @@ def _moved(waiting: Tensor, home: torch.device) -> Stored:
 
 
 def _in_file(value: Tensor, folder: str) -> Tensor:
-    """A copy in a memory-mapped file, which has no name and ends with the tensor."""
+    """A copy in a memory-mapped file without a name, which is freed with the tensor."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             _reserve(file.fileno(), value.nbytes)
@@ -175,17 +176,17 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
 
 
 def _reserve(file: int, num_bytes: int) -> None:
-    """Takes the room of a file, where the system can.
+    """Allocates the space of a file, where the system can.
 
-    Without it a full disk shows when the mapped memory is written, by a signal that ends
-    the process.
+    Otherwise a full disk would show only when the mapped memory is written, by a signal
+    that ends the process.
     """
     if hasattr(os, "posix_fallocate"):  # macOS has none
         os.posix_fallocate(file, 0, num_bytes)
 
 
 def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
-    """The error of the system's kind, in words."""
+    """An error of the system's type, in words."""
     dtype = str(value.dtype).removeprefix("torch.")
     return OSError(
         error.errno,
@@ -193,7 +194,7 @@ def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
             where=f"Offload(path={folder!r})",
             what=f"cannot make a file for a value {dtype}{[*value.shape]} of "
             f"{value.nbytes} bytes.",
-            why=f"The system says: {error.strerror}.",
+            why=f"The system reports: {error.strerror}.",
             do="Pass a folder that exists and can be written, on a disk with room for all "
             "values that wait at one time.",
         ),

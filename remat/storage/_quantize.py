@@ -1,7 +1,7 @@
-"""Quantizing: a saved value waits as integers of few bits, with a scale a group.
+"""Quantizing: a saved value waits as integers of a few bits, with a scale per group.
 
-ActNN [1] and GACT [2] store activations so; the rounding may be random, so that its
-mean is the value and gradients stay unbiased ([1], section 3).
+ActNN [1] and GACT [2] store activations this way. The rounding may be random, so that
+its expectation is the value, and gradients stay unbiased ([1], section 3).
 
 References:
     [1] ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
@@ -31,20 +31,22 @@ _BITS = (8, 4, 2)
 class Quantize(AbstractStorage):
     """Keeps the value as integers, with one scale for each group of numbers.
 
-    A group's minimum and step are kept in bfloat16 (in float64 for float64), rounded so that
-    the group's numbers lie between the levels, and numbers are rounded after that.
+    A group's minimum and step are kept in bfloat16 (in float64 for float64). They are
+    rounded first, so that the levels still enclose the group's numbers; then the
+    numbers are rounded.
 
-    Laws: lossy; each number comes back within one step of its group, half a step if
-    `stochastic` is off; a group with an infinity or nan comes back as nan; truth values come
-    back exactly, from one bit each; whole and complex numbers are kept as they are, and so is
-    what would wait in no fewer bytes. Two are equal when their numbers are and they hold
-    the very same key: a key is a tensor, and tensors have no cheap equality.
+    Laws: lossy; each number comes back within one step of its group, or half a step if
+        `stochastic` is off; a group with an infinity or nan comes back as nan; booleans
+        come back exactly, from one bit each; integers and complex numbers are kept
+        unchanged, and so are values that would need no fewer bytes. Two instances are
+        equal if their numbers are, and if they hold the same key object: a key is a
+        tensor, and tensors have no cheap equality.
 
     Args:
         bits: the bits of one number: 8, 4 or 2.
         group_size: how many numbers share a scale.
         stochastic: whether numbers are rounded at random, unbiased.
-        key: the key of the random rounding, of `remat.random`; None where it is off.
+        key: the key of `remat.random` for the random rounding; None if it is off.
 
     Raises:
         TypeError: an argument is of another type.
@@ -64,7 +66,7 @@ class Quantize(AbstractStorage):
     is_exact: ClassVar[bool] = False
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """Quantizes floating numbers; truth values wait in one bit, others as they are."""
+        """Quantizes floating numbers, packs booleans, keeps other values."""
         if value.dtype is torch.bool:
             return _in_one_bit(value)
         groups = _Groups(self.bits, self.group_size)
@@ -109,7 +111,7 @@ def _check_bits(bits: int) -> None:
         raise refuse(
             "Quantize(bits=...)",
             bits,
-            why="Numbers are packed whole into bytes, and one bit keeps the sign alone.",
+            why="Only these pack evenly into bytes and keep more than the sign.",
             do="Pass 8, 4 or 2.",
         )
 
@@ -119,7 +121,7 @@ def _check_randomness(stochastic: bool, key: torch.Tensor | None) -> None:
         raise refuse(
             "Quantize(stochastic=...)",
             stochastic,
-            why="Random rounding needs a key: nothing draws from a hidden generator.",
+            why="Random rounding needs a key, because it uses no hidden generator.",
             do="Pass `key=remat.random.key(seed)`, or `stochastic=False`.",
         )
     if key is not None and not stochastic:
@@ -161,7 +163,7 @@ class _Groups:
         )
 
     def store(self, value: Tensor, key: Tensor | None) -> Stored:
-        """The packed numbers, the steps and the minima."""
+        """The packed numbers, the steps and the minima of the groups."""
         kept = _kept(value)
         wide = torch.float64 if kept is torch.float64 else torch.float32
         rows = self._rows(value.reshape(-1).to(wide))
@@ -180,7 +182,8 @@ class _Groups:
         numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
         packed = pack(numbers.view(-1)[: value.numel()], self.bits)
         if packed.untyped_storage().nbytes() > packed.nbytes:
-            # Eight bits are packed as they are, and would wait with what filled the row.
+            # Eight bits are packed as they are: a view would keep the padding of the
+            # row too.
             packed = packed.clone()
         shape, dtype = value.shape, value.dtype
 
@@ -196,7 +199,7 @@ class _Groups:
         return Stored((packed, step, low), decode)
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Groups as rows; the last one is filled up with its own last number."""
+        """Groups as rows; the last row is padded with its last number."""
         missing = -flat.numel() % self.size
         if missing:
             flat = torch.cat([flat, flat[-1:].expand(missing)])

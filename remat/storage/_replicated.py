@@ -1,4 +1,4 @@
-"""Whether all ranks of a group hold the same value: one small collective says."""
+"""Compares a value over the ranks of a group with one small collective."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,8 +23,8 @@ _CHUNK = 2**20  # words that are hashed at a time, so that little memory is need
 def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> None:
     """Raises on every rank unless all ranks of the group hold the same value.
 
-    What is sent is a record of fixed size, so that ranks whose values differ in shape or
-    dtype meet in it too.
+    The collective sends a record of fixed size, so that it also works if the values
+    differ in shape or dtype.
 
     Args:
         value: this rank's value, contiguous, of any shape and dtype.
@@ -55,7 +55,7 @@ def _differs(
         explain(
             where=f"value {place.index} of a region, {_shown(one)} on rank 0, kept by `Shard`",
             what=differ,
-            why="Each rank would keep its part, and the backward would read a mixture of "
+            why="Each rank would keep its part, and the backward would read a mix of the ranks' "
             "values.",
             do="Make the ranks' inputs equal (one seed, one batch, a broadcast), or leave "
             "this value out of what is sharded.",
@@ -78,10 +78,10 @@ def _shown(record: list[int]) -> str:
 
 
 def _hash(value: Tensor) -> Tensor:
-    """A number that another change of the bits would give once in 2**64, about.
+    """A hash of the bits, which two different values share about once in 2**64.
 
-    The words of the value, each times an odd number that its place scrambles, are summed
-    in whole numbers that wrap around: a change of one word always shows.
+    The sum of the value's words, each multiplied by an odd number that depends on its
+    position, in integers that wrap around: a change of one word always shows.
     """
     flat = bytes_of(value)
     whole = flat.numel() // 8 * 8
@@ -97,7 +97,7 @@ def _hash(value: Tensor) -> Tensor:
 
 
 def _multipliers(words: Tensor) -> Tensor:
-    """Odd numbers, one for each place; the constants are those of splitmix64, halved."""
+    """Odd numbers, one per position; the constants are those of splitmix64, halved."""
     places = torch.arange(1, words.numel() + 1, device=words.device)
     mixed = places * 0x1E3779B97F4A7C15
     mixed = (mixed ^ mixed >> 30) * 0x3F58476D1CE4E5B9

@@ -1,12 +1,12 @@
 """Sharding: each rank keeps its part of a value that all ranks of a mesh hold.
 
-Megatron-LM names it distributed saved activations [1]; ZeRO-R names it partitioned
-activation checkpointing [2]. It is worth its place where a value is the same on all
-ranks, as an input of a tensor-parallel layer is.
+Megatron-LM calls this distributed saved activations [1]; ZeRO-R calls it partitioned
+activation checkpointing [2]. It is for values that are the same on all ranks, such as
+the input of a tensor-parallel layer.
 
-A part is a copy: the caller's tensor is neither cut nor kept alive. Any size will do; the
-parts of the last ranks are filled up with zeros, which are cut off again. The parts of one
-region's values of one dtype come back in one collective.
+A part is a copy: the caller's tensor is neither truncated nor kept alive. Any size
+works: the parts of the last ranks are padded with zeros, which are removed again. One
+collective gathers all values of a region that have the same dtype.
 
 References:
     [1] Reducing Activation Recomputation in Large Transformer Models. V. Korthikanti et
@@ -45,21 +45,21 @@ _CHECKED_CALLS = 8  # of each function: several layers, or a first step and some
 class Shard(AbstractStorage):
     """Keeps one rank's part of a replicated value, and gathers it back.
 
-    Laws: exact where the value is the same on all ranks of the mesh. Of n elements
-    ceil(n / t) wait on each of t ranks; with a pattern, the axis that it cuts is
-    ceil(length / t) long. Axes are the value's own: a dimension that `vmap(grad)` adds is
-    not among them. A replicated DTensor waits likewise and comes back as one; one
-    that is sharded along this mesh is kept as it is.
+    Laws: exact if the value is the same on all ranks of the mesh. Each of t ranks keeps
+        ceil(n / t) of n elements; with a pattern, the axis that it cuts has length
+        ceil(length / t). Axes are the value's own, without dimensions that `vmap(grad)`
+        adds. A replicated DTensor is sharded too and comes back as a DTensor; one that
+        is already sharded along this mesh is kept unchanged.
 
     Args:
         mesh: a mesh of one dimension, as in `mesh["tp"]`.
-        pattern: the value's axes as einops writes them, one of them named as the mesh's
-            dimension, as in `"batch (tp seq) d"`; None flattens the value and pads it.
-            `(seq tp)` deals the axis out in turn.
+        pattern: the value's axes in einops' notation, one of them with the name of the
+            mesh dimension, as in `"batch (tp seq) d"`; None flattens the value and pads
+            it. `(seq tp)` interleaves the axis over the ranks.
         replicated: `"check"` compares the ranks' values in the first eight calls of a
-            function, and raises `NotReplicatedError` on all ranks where one differs;
-            `"trust"` does not. What a policy saves in a region that is given DTensors, or
-            returns one, may be a part of one, and is compared in every call.
+            function, and raises `NotReplicatedError` on all ranks if they differ;
+            `"trust"` does not. In a region that takes or returns DTensors, a value that
+            a policy saves may be part of one, and is compared in every call.
 
     Raises:
         TypeError: `mesh` is not a device mesh, or `pattern` not a string.
@@ -87,7 +87,7 @@ class Shard(AbstractStorage):
     is_exact: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """A copy of this rank's part, which the others' complete when it is restored."""
+        """Keeps a copy of this rank's part; restoring gathers all parts."""
         spread = _compat.placement(value)
         if spread is not None:
             part = self.store(_compat.local_part(value).contiguous(), place.of(spread))
@@ -144,7 +144,7 @@ class Shard(AbstractStorage):
             raise refuse(
                 "Shard(replicated=...)",
                 self.replicated,
-                why="A value is only sharded where all ranks hold the same one.",
+                why="Sharding needs the same value on all ranks.",
                 do='Pass "check" to compare the ranks, or "trust" to trust them.',
             )
 
@@ -181,7 +181,7 @@ def _check_pattern(pattern: object, name: str | None) -> None:
         raise refuse(
             argument,
             pattern,
-            why="The mesh's dimension has no name, so no axis can be it.",
+            why="The mesh dimension has no name, so no axis of the pattern can refer to it.",
             do="Make the mesh with `mesh_dim_names=...`, or pass None.",
         )
     try:
@@ -205,7 +205,7 @@ def _check_pattern(pattern: object, name: str | None) -> None:
         raise refuse(
             argument,
             pattern,
-            why=f'"{name}" stands between other names, and nothing tells their '
+            why=f'"{name}" is between other names, so there is no way to tell their '
             "lengths.",
             do=f'Write it first or last in its axis, as in "batch ({name} seq) d".',
         )
@@ -240,7 +240,7 @@ def _not_of_the_mesh(shard: Shard) -> ValueError:
     return refuse(
         "Shard(mesh=...)",
         shard.mesh,
-        why="This rank is not among its ranks, and has no part to keep.",
+        why="This rank is not in the mesh, so it has no part to keep.",
         do="Pass a mesh of which this rank is one, or leave `Shard` out on this rank.",
     )
 
@@ -249,9 +249,9 @@ def _cut_before(shard: Shard) -> ValueError:
     return refuse(
         "Shard(mesh=...)",
         shard.mesh,
-        why="It comes after another `Shard` over the same ranks in a chain: what waits on "
-        "each of them is another part, and no longer the same value.",
-        do="Leave one of the two out; over two dimensions of a mesh, shard over each once.",
+        why="It follows another `Shard` over the same ranks in a chain: each of them already "
+        "holds a different part, no longer the same value.",
+        do="Remove one of the two; a chain may shard once over each of two mesh dimensions.",
     )
 
 
@@ -271,8 +271,9 @@ class _Cut:
 
     Attributes:
         shape: of the value.
-        axis: which dimension is cut; None cuts the value as one row of numbers.
-        is_dealt: whether neighbors go to different ranks, or stay together.
+        axis: which dimension is cut; None cuts the flattened value.
+        is_dealt: whether the axis is interleaved over the ranks instead of cut in
+            blocks.
     """
 
     shape: torch.Size
@@ -280,7 +281,7 @@ class _Cut:
     is_dealt: bool
 
     def part(self, value: Tensor, size: int, rank: int) -> Tensor:
-        """A copy of the numbers of one rank of `size`, filled up to equal lengths."""
+        """A copy of the part of one of `size` ranks, padded to equal lengths."""
         axis = self.axis or 0
         rows = (value.reshape(-1) if self.axis is None else value).movedim(axis, 0)
         length = -(-len(rows) // size)
@@ -310,11 +311,11 @@ class _Gather:
 
     @property
     def num_ahead(self) -> int:
-        """One gather travels while a region computes; more would only wait in line."""
+        """One gather overlaps with a region's computation; more would only queue up."""
         return 1
 
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Begins to gather; the result waits and gives each part, of all ranks, stacked."""
+        """Starts the gather; the result waits and returns each value's parts, stacked."""
         size = self.mesh.size()
         rows = [bytes_of(part) for part in parts]
         row = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -334,7 +335,7 @@ class _Gather:
 
 
 def _is_cut(shard: Shard, place: Place) -> bool:
-    """Whether the ranks of a mesh hold unlike parts of a DTensor.
+    """Whether the ranks of a mesh hold different parts of a DTensor.
 
     Raises:
         NotReplicatedError: they hold the terms of a sum.
@@ -363,7 +364,7 @@ def _partial(shard: Shard, place: Place) -> NotReplicatedError:
             where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
             f"placed as {spread.placements}, stored by {shard!r}",
             what="is partial: each rank holds one term of a sum.",
-            why="No rank holds the value of which it could keep a part.",
+            why="No rank holds the whole value, so none can keep a part of it.",
             do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
         )
     )

@@ -1,6 +1,6 @@
-"""Sparse storage: of a value with many zeros only the rest and its places wait.
+"""Sparse storage: only the nonzero numbers of a value and their positions wait.
 
-Gist [1] stores the outputs of ReLU so, in compressed sparse rows.
+Gist [1] stores the outputs of ReLU this way, in compressed sparse rows.
 
 References:
     [1] Gist: Efficient Data Encoding for Deep Neural Network Training. A. Jain et al.,
@@ -25,15 +25,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @final
 @dataclass(frozen=True, slots=True)
 class Sparse(AbstractStorage):
-    """Keeps the numbers that are not zero and a bit for each place.
+    """Keeps the nonzero numbers, and one bit for each position.
 
-    Laws: exact, to the last bit: where zeros are negative, as dropout makes them of negative
-    numbers, each zero's sign waits in a bit more. Truth values and complex numbers are kept
-    as they are.
+    Laws: exact, to the last bit: if there are negative zeros, as dropout makes from
+        negative numbers, the signs of zeros are kept in another bit each. Booleans and
+        complex numbers are kept unchanged.
 
     Args:
-        min_saving: the fraction of the value's bytes that must be spared for it to be
-            stored so, from 0 to below 1; a value that would spare less is kept as it is.
+        min_saving: the fraction of the value's bytes that must be saved, from 0 to
+            below 1; a value for which this saves less is kept unchanged.
 
     Raises:
         TypeError: `min_saving` is not a number.
@@ -58,12 +58,12 @@ class Sparse(AbstractStorage):
             raise refuse(
                 argument,
                 self.min_saving,
-                why="It is the fraction of the bytes that is spared, and none spares all.",
+                why="It is the fraction of the bytes to be saved, which is never all of them.",
                 do=f"Pass {wanted}.",
             )
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
-        """The numbers that are not zero and a bit for each, where that saves enough."""
+        """Keeps the nonzero numbers and their positions, if that saves enough."""
         if value.dtype is torch.bool or value.is_complex() or not value.numel():
             return Stored.whole(value)
         # Their bits: torch lacks operators for numbers of eight bits and unsigned ones.

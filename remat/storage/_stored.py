@@ -1,8 +1,8 @@
-"""What a storage made of one value: the tensors that wait, and the way back.
+"""A stored value: the tensors that wait, and how to decode them.
 
-Some ways back are taken by many values at once, as one collective brings the parts of all
-sharded values of a region: `Restoration` walks all of them together, and may be started
-long before its values are read.
+Some values are restored together, as when one collective gathers all sharded values of
+a region. `Restoration` restores a set of values together, and can be started long
+before they are read.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Joint(Protocol):
             parts: what waits of each value.
 
         Returns:
-            What waits for the end of the work and gives a tensor for each.
+            A function that waits for the end of the work and returns a tensor for each.
         """
         ...
 
@@ -145,17 +145,17 @@ class Stored:
 
 
 def first(parts: Sequence[Tensor]) -> Tensor:
-    """The way back from a value that is its own only part."""
+    """Decodes a value that is its own only part."""
     return parts[0]
 
 
 @final
 class Restoration:
-    """Several stored values on their way back, in as few steps as their joints allow.
+    """Restores several stored values in as few steps as their joints allow.
 
-    What waits is walked from the innermost storage outwards; at each level all values
-    with equal joints are brought back by one piece of work. That of the first level is
-    under way when this is made.
+    Stored values are decoded from the innermost storage outwards. At each level, all
+    values with equal joints are restored by one piece of work. That of the first level
+    starts when this is made.
     """
 
     def __init__(self, storeds: Sequence[Stored]) -> None:
@@ -182,8 +182,8 @@ class Restoration:
         raise RematError(
             explain(
                 where="the `decode` of a storage",
-                what="changed a part that waits.",
-                why="A second backward would read it again.",
+                what="changed one of the stored parts.",
+                why="A second backward would read the changed part.",
                 do="Change a copy: parts[0].clone().",
             )
         )

@@ -1,12 +1,12 @@
 """Copies between an accelerator and host memory, while the accelerator computes.
 
-A stream for each direction, so that neither copy waits for the other, nor the compute
-stream for either until it reads what came back; page-locked memory, without which copies do
-not overlap, from a pool that is used again in each step, as locking pages is slow. The
-scheme is vDNN's (`_offload`).
+There is a stream for each direction, so that neither copy waits for the other, and the
+compute stream waits only when it reads what came back. Copies overlap only with
+page-locked memory, which comes from a pool that is reused in each step, because locking
+pages is slow. The scheme is vDNN's (`_offload`).
 
-What runs when is said to the device's streams alone: the host never waits, except where
-another storage is to read what was sent (`Lane.settle`).
+Only the device's streams order the work: the host never waits, except when another
+storage reads what was sent (`Lane.settle`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Buffer:
 
 @final
 class Lease:
-    """The use of a buffer, which goes back to its pool when this is let go."""
+    """The use of a buffer, which returns to its pool when this is freed."""
 
     __slots__ = ("__weakref__", "buffer")
 
@@ -131,7 +131,7 @@ def _size_of(buffer: Buffer) -> int:
 
 @final
 class Driver:
-    """What is asked of an accelerator: `torch.cuda`, or a module with its interface."""
+    """The interface of an accelerator: `torch.cuda`, or a module like it."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -156,7 +156,7 @@ class Driver:
 
 @final
 class Lane:
-    """The way from one device to host memory, and back.
+    """Copies between one device and host memory, in both directions.
 
     Attributes:
         pool: the host memory.
@@ -170,7 +170,7 @@ class Lane:
         self.pool = pool
 
     def send(self, value: Tensor) -> Tensor:
-        """Begins to copy a contiguous value to host memory; the copy is not there yet."""
+        """Starts to copy a contiguous value to host memory; does not wait for it."""
         lease = self.pool.lease(value.nbytes)
         memory = lease.buffer.memory[: value.nbytes]
         host: Any = memory.view(value.dtype).view(value.shape)
@@ -188,7 +188,7 @@ class Lane:
         self._there.synchronize()
 
     def fetch(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Begins to copy values back; the result has the stream that computes wait."""
+        """Starts to copy values back; the result makes the compute stream wait."""
         self._back.wait_stream(self._there)
         with self._driver.running_on(self._back):
             found = [part.to(self._device, non_blocking=True) for part in parts]
@@ -227,7 +227,7 @@ class Fetch:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether copies from a device can run beside its computing."""
+    """Whether copies from a device can overlap with its computation."""
     if device.type in ("cpu", "meta"):
         return False
     return hasattr(torch.get_device_module(device), "Stream")
@@ -248,7 +248,8 @@ def lane_of(device: torch.device, pin: bool) -> Lane:
 def release_host_memory() -> None:
     """Drops the page-locked host memory of `Offload` in which nothing waits.
 
-    It is kept for the next step otherwise: at most as much as was in use at one time.
+    Otherwise it is kept for the next step; it is never more than was in use at one
+    time.
 
     Example:
         >>> from remat import storage

@@ -533,7 +533,7 @@ BAD_ANSWERS: dict[str, tuple[Any, str]] = {
     ),
     "storage": (
         Sparse(),
-        "Sparse(min_saving=0.25). A storage says how a value waits, not that it is "
+        "Sparse(min_saving=0.25). A storage says how a value is kept, not that it is "
         "saved. Return `Save(Sparse(min_saving=0.25))`, or `Recompute()` to drop the "
         "value.",
     ),
@@ -674,7 +674,7 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "storage": (
         Keep(),
-        "got Keep(). A storage says how a value waits, not which values do. Pass "
+        "got Keep(). A storage says how values are kept, not which. Pass "
         "`policies.everything_saveable.stored(Keep())`.",
     ),
     "factory": (
@@ -791,8 +791,8 @@ def test_policies_have_no_truth():
 
     assert message == (
         "the policy save_matmul_outputs: was asked whether it is true. `p or q` and `p "
-        "and q` pick one operand, and `not p` is a bool: none combines. Write `p | q`, "
-        "`p & q` or `~p`; to test for None, write `p is None`."
+        "and q` pick one operand, and `not p` is a bool; none of these combines "
+        "policies. Write `p | q`, `p & q` or `~p`; to test for None, write `p is None`."
     )
 
 
@@ -803,9 +803,8 @@ def test_a_storage_must_be_an_instance():
         "a class and a storage must be an instance. Pass `storage.Offload()`."
     )
     assert message_of(PolicyError, save_matmul_outputs.stored, "cpu") == (
-        "save_matmul_outputs.stored(...): got `'cpu'`, which is not a storage value. An "
-        "instance of a class of `storage` says how a value waits. Pass "
-        "`storage.Keep()`."
+        "save_matmul_outputs.stored(...): got `'cpu'`, which is not a storage value. A "
+        "storage must be an instance of a class of `storage`. Pass `storage.Keep()`."
     )
 
 
@@ -815,7 +814,7 @@ def test_a_storage_must_be_an_instance():
 )
 def test_names_are_strings(make: Any):
     """A list of names is told to be unpacked, anything else to be a string."""
-    why = "Each name, or glob of names, is a string and an argument of its own."
+    why = "Each name or glob is a string and a separate argument."
     where = f"{make.__name__}(*globs)"
 
     assert message_of(PolicyError, make, ["a", "b"]) == (
@@ -840,7 +839,7 @@ def both(**changes: Any) -> AbstractPolicy:
 
 
 BOTH = "save_and_offload_only_these_names"
-MEMORY = 'Values leave the memory "device" and wait in the memory of the host.'
+MEMORY = 'Values move from the memory "device" to host memory.'
 HOSTS = 'Pass "pinned_host" or "unpinned_host".'
 
 
@@ -865,8 +864,8 @@ def test_lists_of_names_have_nothing_in_common():
     message = message_of(ValueError, both, names_which_can_be_offloaded=["c", "a"])
 
     assert message == (
-        f"{BOTH}(...): ['a'] stand among the names to save and those to offload. A value "
-        "is either kept as it is or offloaded. Leave each name in one of the two."
+        f"{BOTH}(...): ['a'] are among both the names to save and the names to "
+        "offload. A value is either kept as it is or offloaded. Leave each name in one of the two."
     )
 
 

@@ -710,5 +710,5 @@ def check_a_rank_outside_of_the_mesh_is_told_so(mesh: Any) -> None:
     first = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
     if mesh.get_local_rank() == 0:
         return
-    with pytest.raises(ValueError, match=r"This rank is not among its ranks"):
+    with pytest.raises(ValueError, match=r"This rank is not in the mesh"):
         Shard(first).store(torch.ones(3))

@@ -44,7 +44,7 @@ def test_a_missing_folder_is_an_error(tmp_path) -> None:
 
     assert str(error.value) == (
         f"[Errno 2] Offload(path={folder!r}): cannot make a file for a value float32[3] of "
-        "12 bytes. The system says: No such file or directory. Pass a folder that exists "
+        "12 bytes. The system reports: No such file or directory. Pass a folder that exists "
         "and can be written, on a disk with room for all values that wait at one time."
     )
 

@@ -156,7 +156,7 @@ def test_wrong_types_are_refused(code: str):
 
     message = str(caught.value)
     assert message.startswith(f"{where}: got ")
-    assert f". {LONG}converted silently. Pass {wanted}." in message
+    assert f". {LONG}converted. Pass {wanted}." in message
 
 
 VALUE_ERRORS: dict[str, str] = {
@@ -175,33 +175,33 @@ VALUE_ERRORS: dict[str, str] = {
     "Shard(mesh, 'tp (tp seq) d')": "Shard(pattern=...): got 'tp (tp seq) d'. einops "
     'cannot read it: Indexing expression contains duplicate dimension "tp". Write the axes '
     'as in "batch (tp seq) d".',
-    "Shard(mesh, 'b (a tp c)')": "Shard(pattern=...): got 'b (a tp c)'. \"tp\" stands "
-    "between other names, and nothing tells their lengths. Write it first or last in its axis, "
+    "Shard(mesh, 'b (a tp c)')": "Shard(pattern=...): got 'b (a tp c)'. \"tp\" is "
+    "between other names, so there is no way to tell their lengths. Write it first or last in its axis, "
     'as in "batch (tp seq) d".',
-    "Shard(nameless, 'batch seq')": "Shard(pattern=...): got 'batch seq'. The mesh's "
-    "dimension has no name, so no axis can be it. Make the mesh with "
+    "Shard(nameless, 'batch seq')": "Shard(pattern=...): got 'batch seq'. The mesh "
+    "dimension has no name, so no axis of the pattern can refer to it. Make the mesh with "
     "`mesh_dim_names=...`, or pass None.",
     "Shard(grid)": "Shard(mesh=...): got mesh. It has 2 dimensions, and a value is cut "
     'along one. Pick the dimension by its name, as in `mesh["tp"]`.',
-    "Shard(mesh, replicated='no')": "Shard(replicated=...): got 'no'. A value is only "
-    'sharded where all ranks hold the same one. Pass "check" to compare the ranks, or '
+    "Shard(mesh, replicated='no')": "Shard(replicated=...): got 'no'. Sharding needs the "
+    'same value on all ranks. Pass "check" to compare the ranks, or '
     '"trust" to trust them.',
-    "Cast(torch.int8)": "Cast(dtype=...): got torch.int8. A cast to it would not round "
-    "numbers but cut them. Pass a floating dtype such as torch.bfloat16, or use "
+    "Cast(torch.int8)": "Cast(dtype=...): got torch.int8. A cast to it would truncate "
+    "numbers instead of rounding them. Pass a floating dtype such as torch.bfloat16, or use "
     "`Quantize`.",
-    "Quantize(1)": "Quantize(bits=...): got 1. Numbers are packed whole into "
-    "bytes, and one bit keeps the sign alone. Pass 8, 4 or 2.",
+    "Quantize(1)": "Quantize(bits=...): got 1. Only these pack evenly into "
+    "bytes and keep more than the sign. Pass 8, 4 or 2.",
     "Quantize(8, 0)": "Quantize(group_size=...): got 0. A count below 1 has no meaning "
     "here. Pass an int of at least 1.",
     "Quantize(8, stochastic=True)": "Quantize(stochastic=...): got True. Random rounding "
-    "needs a key: nothing draws from a hidden generator. Pass "
+    "needs a key, because it uses no hidden generator. Pass "
     "`key=remat.random.key(seed)`, or `stochastic=False`.",
     "Quantize(8, key=key)": "Quantize(key=...): got tensor([0, 0]). Without "
     "`stochastic=True` the key would have no effect. Pass `stochastic=True`, or no key.",
-    "Sparse(1)": "Sparse(min_saving=...): got 1. It is the fraction of the bytes that "
-    "is spared, and none spares all. Pass a number from 0 to below 1, as in 0.25.",
-    "Sparse(True)": "Sparse(min_saving=...): got True. It is the fraction of the bytes that "
-    "is spared, and none spares all. Pass a number from 0 to below 1, as in 0.25.",
+    "Sparse(1)": "Sparse(min_saving=...): got 1. It is the fraction of the bytes to be "
+    "saved, which is never all of them. Pass a number from 0 to below 1, as in 0.25.",
+    "Sparse(True)": "Sparse(min_saving=...): got True. It is the fraction of the bytes to be "
+    "saved, which is never all of them. Pass a number from 0 to below 1, as in 0.25.",
 }
 
 
@@ -297,7 +297,7 @@ CARELESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "changed parts": (
         lambda value: Stored((value * 2,), lambda parts: parts[0].div_(2)),
-        r"`decode` of a storage: changed a part that waits",
+        r"`decode` of a storage: changed one of the stored parts",
     ),
 }
 
