@@ -80,7 +80,7 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             there = ", ".join(f'"{name}"' for name in names)
             yield (
                 ("glob", glob),
-                f'the policy {policy!r} names "{glob}", which no value is called.',
+                f'the policy {policy!r} names "{glob}", but no value has that name.',
                 f"The names here are {there}."
                 if names
                 else "No value has a name here.",
@@ -112,8 +112,8 @@ def _bypassed(region: Region, roots: Roots) -> _Advice:
             yield (
                 ("bypassed", value.names),
                 f"{value} is saved by {policy!r}, and no step of the backward reads it.",
-                "What comes after it is linear in it, or uses another tensor in its "
-                "place: saving it spares no recomputation.",
+                "What follows is linear in it, or uses another tensor instead, so "
+                "saving it avoids no recomputation.",
                 "Name the value that the next nonlinear operator or matmul reads.",
             )
 
@@ -176,8 +176,8 @@ def _unstored(policy: AbstractPolicy) -> _Advice:
         yield (
             "stored",
             f"the storage in {policy!r} has no effect.",
-            "The policy saves no value that could wait in it; what the backward needs of "
-            "the inputs waits as `saved_inputs` says.",
+            "The policy saves no value to store; inputs are stored as `saved_inputs` "
+            "says.",
             f"Write @remat(saved_inputs={policy.storage!r}), or store what another policy "
             "saves.",
         )

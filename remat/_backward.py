@@ -92,8 +92,8 @@ def require_recordable(cotangents: Sequence[Tensor]) -> None:
             explain(
                 where="a region under torch.autograd.grad(is_grads_batched=True, "
                 "create_graph=True)",
-                what="gives gradients that could not be differentiated again.",
-                why="autograd records them on a wrapper that it then throws away.",
+                what="would give gradients that cannot be differentiated again.",
+                why="autograd records them on a wrapper that it then discards.",
                 do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
             )
         )

@@ -113,8 +113,8 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
                 explain(
                     where=f"a region under torch.func.{kind}",
                     what="cannot be differentiated there.",
-                    why="remat has rules for grad, vjp, jvp and vmap, and for what is made "
-                    "of them.",
+                    why="remat has rules for grad, vjp, jvp and vmap, and for "
+                    "transforms built from these.",
                     do="Apply the transform inside the region.",
                 )
             )

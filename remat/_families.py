@@ -81,7 +81,7 @@ class Family:
         warn(
             where=where,
             what="is traced for each size, in spite of dynamic_shapes=True.",
-            why=f"With symbols for sizes its trace fails: {first}.",
+            why=f"With symbols for sizes the trace fails: {first}.",
             do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
             "out of the function.",
         )
@@ -102,8 +102,8 @@ def _warn_of_many(where: str) -> None:
     warn(
         where=where,
         what="is traced for a fifth time, in spite of dynamic_shapes=True.",
-        why="A trace holds for sizes and strides at which the function's comparisons "
-        "come out as they did, and at which each size that it needed as a number, as "
-        "in range(x.shape[0] * x.shape[1]), is the same.",
+        why="A trace is valid only for strides and sizes at which the function's "
+        "comparisons have the same results, and at which each number that it "
+        "computed from sizes, as in range(x.shape[0] * x.shape[1]), is the same.",
         do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )

@@ -391,8 +391,8 @@ def _require_random_by_keys(joint: Joint, rng: str) -> None:
                 explain(
                     where=label(joint.graph, index),
                     what=f"the function draws from a generator of its own, {explicit!r}.",
-                    why='rng="preserve" records the default generators; this one would '
-                    "give other numbers when the value is recomputed.",
+                    why='rng="preserve" records the default generators; this one '
+                    "would draw other numbers in the recomputation.",
                     do='Draw from the default generator, or use engine="rerun".',
                 )
             )
@@ -417,7 +417,7 @@ def _require_only_buffers_change(
                 where=f"`{names[operand]}` ({operands[operand]}) at {source}",
                 what="is changed in place by the function.",
                 why="The recomputation would start from the changed value, and the "
-                "caller's tensor is not ours to change.",
+                "tensor belongs to the caller.",
                 do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
             )
         )

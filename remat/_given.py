@@ -180,7 +180,7 @@ def mapped_in_parts() -> TraceError:
             where="a region that computes with DTensors",
             what="is mapped by vmap, or its backward is, after it was traced outside "
             "vmap.",
-            why="vmap's wrappers do not tell how a DTensor is spread over the ranks.",
+            why="vmap's wrappers hide the placements of a DTensor.",
             do='Use engine="rerun", or call the region inside the mapped function.',
         )
     )
@@ -198,8 +198,7 @@ def found_again(
         raise RecomputationError(
             explain(
                 where="a region's backward",
-                what="the function ran different operators than when it was first "
-                "traced.",
+                what="the function ran other operators than when it was first traced.",
                 why="The backward for these cotangents is traced anew, and must find "
                 "the forward that ran.",
                 do="Make the function depend on nothing but its arguments and the state "

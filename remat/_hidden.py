@@ -82,8 +82,8 @@ def _unseen(tensor: Tensor) -> CapturedTensorError:
         explain(
             where=f"a tensor {TensorMeta.of(tensor)} that requires grad",
             what="is reached in a way that cannot be followed at the next call.",
-            why="Nothing else that the region sees wants a gradient: it would run as it is, "
-            "and hold all that its backward needs.",
+            why="No other tensor that the region sees requires grad, so it would run "
+            "without recomputation and hold all that its backward needs.",
             do=remedy(),
         )
     )

@@ -59,8 +59,8 @@ def told(where: str) -> Generator[None]:
     warn(
         where=where,
         what="Python's `random`, or numpy's, was drawn from while it was traced.",
-        why="A trace runs Python once: if the function drew a number, it is a "
-        "constant of the trace, the same in each later call.",
+        why="A trace runs Python once, so a number that the function drew is a "
+        "constant, the same in each later call.",
         do="Draw from a key, draw outside the region and pass the number as a tensor, "
         'or use engine="rerun".',
     )

@@ -163,10 +163,10 @@ def _number(where: str, symbol: Any) -> Any:
             explain(
                 where=where,
                 what=f"is called under torch.compile, and depends on {why}.",
-                why="A graph with a region holds for the sizes that it was compiled "
-                "for; others compile another graph.",
-                do="Leave such a mark out, or use torch._dynamo.maybe_mark_dynamic; "
-                "or compile without fullgraph=True: the region then runs between two "
+                why="A graph with a region is specialized to its sizes; other sizes "
+                "compile another graph.",
+                do="Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or "
+                "compile without fullgraph=True: the region then runs between two "
                 "graphs.",
             )
         )
@@ -190,7 +190,7 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
                 where=where,
                 what="is called under torch.compile, and draws from the state "
                 f"{min(entry.streams)!r} of a registered tracker.",
-                why="A compiled graph takes numbers from torch's own generators alone.",
+                why="A compiled graph draws only from torch's own generators.",
                 do="Draw from keys (remat.random), or compile without fullgraph=True: "
                 "the region then runs between two graphs.",
             )
@@ -201,9 +201,9 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
         raise _NotRecordable(
             explain(
                 where=where,
-                what="is called under torch.compile, and saves something in "
+                what="is called under torch.compile, and stores values in "
                 f"{others[0]!r}.",
-                why="A compiled graph has no place for what a storage does between "
+                why="A compiled graph cannot contain what a storage does between "
                 "forward and backward.",
                 do="Compile without fullgraph=True: the region then runs between two "
                 "graphs.",

@@ -60,8 +60,8 @@ class LookUps:
                         where=line,
                         what="the result of `x[i]`, where `i` is a tensor, is changed "
                         "in place.",
-                        why="A trace looks `x[i]` up by value: it is not a view "
-                        "there, and `x` would not change.",
+                        why="In a trace `x[i]` is a gather and not a view, so `x` "
+                        "would not change.",
                         do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
                     )
                 )

@@ -60,7 +60,7 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
             where=where,
             what=f"{changed} while it was traced.",
             why="A trace runs Python once: at the next call the change would not "
-            "happen, and what depends on it would be stale.",
+            "happen, and code that depends on it would see a stale value.",
             do="Return the new value instead, write it into a buffer in place "
             '(self.buffer.copy_(value)), or use engine="rerun".',
         )
@@ -113,8 +113,8 @@ def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffe
         explain(
             where=where,
             what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
-            why="torch's pytree does not know that class: the tensor would not be "
-            "among the outputs, and would have no data.",
+            why="torch's pytree does not know that class, so the tensor would not be "
+            "an output and would have no data.",
             do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
             "or return a tuple, a dict or a named tuple.",
         )
@@ -134,7 +134,7 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
         explain(
             where=where,
             what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
-            why="It has no data, and would fail wherever it is used next.",
+            why="It has no data, so its next use would fail.",
             do=do,
         )
     )

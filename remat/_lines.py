@@ -112,8 +112,8 @@ def mutates(line: str) -> MutationError:
         explain(
             where=line or "the function",
             what="an argument that is to be differentiated is changed in place.",
-            why="The recomputation would start from the changed value, and the caller's "
-            "tensor is not ours to change.",
+            why="The recomputation would start from the changed value, and the "
+            "tensor belongs to the caller.",
             do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )
     )
@@ -143,12 +143,12 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
         explain(
             where=line_of(error) or "the function",
             what="the function calls torch.utils.checkpoint, which cannot be traced here.",
-            why="Its backward runs the Python function again, on the tensors themselves "
-            "and not on those of the trace.",
-            do="Leave it out (for a model of transformers, "
-            "model.gradient_checkpointing_disable()): the region recomputes anyway; "
-            "or import checkpoint from remat.interop.torch, which makes a region "
-            "inside the region.",
+            why="Its backward runs the Python function again, on the real tensors "
+            "instead of those of the trace.",
+            do="Remove it (for a model of transformers, by "
+            "model.gradient_checkpointing_disable()), because the region recomputes "
+            "anyway; or import checkpoint from remat.interop.torch, which makes a "
+            "region inside the region.",
         )
     )
 
@@ -172,9 +172,10 @@ def reached_in_backward(error: Exception) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=line_of(error) or "the function",
-            what="the backward of an autograd.Function reaches a tensor by itself.",
+            what="the backward of an autograd.Function uses a tensor that its "
+            "forward did not save.",
             why="It would be stale, or lose its gradient, at the next call.",
-            do="Pass it to the forward, and keep it by ctx.save_for_backward.",
+            do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
     )
 
@@ -186,8 +187,8 @@ def higher_order(error: Exception) -> TraceError:
             where=line_of(error) or "the function",
             what="an operator that takes functions, such as torch.cond or flex_attention, "
             "cannot be traced.",
-            why="A region decides what to save value by value, and does not look into the "
-            "functions of an operator.",
+            why="A region decides what to save value by value, and cannot look into "
+            "the functions of an operator.",
             do="Use torch.where for a branch, call the operator between two regions, or use "
             'engine="rerun".',
         )

@@ -101,9 +101,9 @@ _MADE_OUTSIDE = explain(
     where="remat(...)",
     what="is called under torch.compile with an option that is made there, or with "
     "what is not a function.",
-    why="Python's objects that a compiled function makes are there when it runs, and "
-    "not yet when it is compiled.",
-    do="Make policies and storages outside of the compiled function, or decorate "
-    "there; or compile without fullgraph=True: two graphs then leave room for the "
-    "region.",
+    why="Python objects that a compiled function makes do not exist yet when it is "
+    "compiled.",
+    do="Make policies and storages, or the region itself, outside the compiled "
+    "function; or compile without fullgraph=True: the region then runs between two "
+    "graphs.",
 )

@@ -138,11 +138,11 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
         'Leave it out; a function that branches on values takes engine="rerun".',
     ),
     "use_reentrant": (
-        "One implementation does what either variant does.",
+        "One implementation does what both variants do.",
         "Leave it out.",
     ),
     "preserve_rng_state": (
-        "`rng` says what is drawn again.",
+        "`rng` says how random draws are repeated.",
         'Pass rng="preserve", the default of modules, or rng="keys".',
     ),
     "context_fn": (
@@ -151,7 +151,7 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
         "takes contexts.",
     ),
     "determinism_check": (
-        "A trace is one program, which runs again as it is.",
+        "A trace is one program, so the recomputation runs the same operators.",
         "Leave it out; verify=True looks for nondeterministic kernels.",
     ),
     "debug": (
@@ -159,7 +159,7 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
         "Leave it out; region.programs(*args) shows what runs.",
     ),
     "early_stop": (
-        "A backward recomputes what some gradient needs, and nothing else.",
+        "A backward recomputes only what some gradient needs anyway.",
         "Leave it out.",
     ),
 }
@@ -222,8 +222,8 @@ def _is_a_class(fun: type) -> TypeError:
         explain(
             where=f"remat({fun.__qualname__})",
             what="is a class.",
-            why="The construction of an object would be recomputed, and calls of the "
-            "object would not.",
+            why="Its construction would be recomputed, but not the calls of its "
+            "objects.",
             do="Decorate the method, as in `@remat` above `def forward`; wrap an "
             f"object, remat({fun.__name__}(...)); or give the modules of a model their "
             "regions with modules.apply.",
@@ -237,8 +237,8 @@ def _works_later(fun: Any, made: str, do: str) -> TypeError:
         explain(
             where=f"remat({name})",
             what=f"makes a {made}.",
-            why="Calling it computes nothing: the work is done after the region has "
-            "ended.",
+            why="Calling it computes nothing yet: the work would be done after the "
+            "region has ended.",
             do=do,
         )
     )
@@ -314,7 +314,7 @@ def require_traced(dynamic_shapes: bool, engine: str) -> None:
         raise ValueError(
             explain(
                 where='remat(engine="rerun", dynamic_shapes=True)',
-                what="has no trace that could serve other sizes.",
+                what="has no effect with this engine.",
                 why="This engine runs the Python function again, for any sizes.",
                 do='Leave `dynamic_shapes` out, or use engine="trace".',
             )
@@ -329,7 +329,7 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
         raise ValueError(
             explain(
                 where=f'remat(engine="rerun", backend={backend!r})',
-                what="has nothing to compile.",
+                what="has no effect with this engine.",
                 why="This engine runs the Python function again; it has no programs.",
                 do='Leave `backend` out, or use engine="trace".',
             )
@@ -338,9 +338,9 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
         raise ValueError(
             explain(
                 where=f"remat(verify=True, backend={backend!r})",
-                what="cannot tell a fault from rounding.",
+                what="cannot be combined with a backend.",
                 why="verify=True compares bits, and compiled programs round "
-                "differently from their operators one by one.",
+                "differently from single operators.",
                 do="Verify without `backend`.",
             )
         )

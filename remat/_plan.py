@@ -205,7 +205,8 @@ class Plan:
                     what=f"the programs differ: {self.fingerprint} and "
                     f"{other.fingerprint}.",
                     why="Plans decide about the values of one program.",
-                    do="Compare plans for one function, made with like arguments.",
+                    do="Compare plans of one function, made with arguments of the "
+                    "same shapes.",
                 )
             )
         theirs = {row.place: row for row in other.rows}

@@ -48,8 +48,8 @@ def _not_text(storage: AbstractStorage) -> PolicyError:
         explain(
             where="Plan.to_json()",
             what=f"the storage {storage!r} cannot be written as text.",
-            why="Only storages of this package can be, and of these none with a "
-            "device mesh or a key.",
+            why="Only storages of this package can, if they have no device mesh and "
+            "no key.",
             do="Plan again where the plan is needed, or allow other storages.",
         )
     )

@@ -246,8 +246,8 @@ def _solve_for_memory(
         explain(
             where=where,
             what=f"no plan fits the {free} bytes that are free on {device}.",
-            why=f"A tenth stays in reserve, and the call needs {smallest} bytes at its "
-            "peak, whatever is saved.",
+            why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
+            "bytes at its peak, even if nothing is saved.",
             do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
             "the function instead.",
         )
@@ -287,10 +287,10 @@ def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
         raise PolicyError(
             explain(
                 where=f"a plan with the fingerprint {policy.fingerprint}",
-                what=f"was handed to another program, with the fingerprint {found}.",
+                what=f"got a different program, with the fingerprint {found}.",
                 why="A plan says for each value of one program whether it is saved. "
-                "Other shapes, dtypes, strides, switches such as autocast, or another "
-                "choice of what requires grad make another program.",
+                "Other shapes, dtypes or strides, switches such as autocast, and "
+                "other tensors that require grad give a different program.",
                 do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
                 "like these.",
             )

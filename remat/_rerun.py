@@ -427,10 +427,10 @@ def _unseen(label: str) -> MutationError:
     return MutationError(
         explain(
             where=f"the region reaches {label}",
-            what="a tensor that the function changes in place, by a call that does not show it.",
+            what="a tensor that the function changes in place, hidden from remat.",
             why="The function runs again, and would start from the changed numbers.",
-            do="Register it as a buffer of a module, or write to it by a method of its own "
-            "(x.copy_(y)).",
+            do="Register it as a buffer of a module, or write to it with its own "
+            "method (x.copy_(y)).",
         )
     )
 

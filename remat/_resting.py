@@ -146,10 +146,10 @@ def _lost(gradient: Tensor) -> Tensor:
     raise CapturedTensorError(
         explain(
             where=f"a gradient {TensorMeta.of(gradient)}",
-            what="arrives at a region through a tensor that the function left "
-            "somewhere and did not return.",
-            why="The region's inputs are not reached from there: the gradient would be "
-            "lost.",
+            what="reaches a region through a tensor that the function stored "
+            "somewhere instead of returning it.",
+            why="The gradient cannot get from there to the region's inputs, and "
+            "would be lost.",
             do="Return the tensor from the function.",
         )
     )

@@ -257,8 +257,8 @@ def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
         explain(
             where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
             what="is reached in a way that cannot be followed at the next call.",
-            why="It would be frozen into the trace: its gradient would be lost, and a later "
-            "value of it never seen.",
+            why="It would become a constant of the trace: its gradient would be "
+            "lost, and later changes would not be seen.",
             do=remedy(keeper),
         )
     )
@@ -270,8 +270,8 @@ def uninitialized(which: str) -> TraceError:
         explain(
             where=f"a lazy module's parameter, {which}",
             what="has no shape yet.",
-            why="The first call of a lazy module makes its parameters, and a region has no "
-            "tensors to make them of.",
+            why="A lazy module makes its parameters in its first call, but a trace "
+            "has no real tensors for that.",
             do="Call the model once first, inside `with remat.disabled():`.",
         )
     )
@@ -281,8 +281,7 @@ def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
     return CapturedTensorError(
         explain(
             where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-            what="is used by TorchScript, whose operators torch does not show to a "
-            "trace.",
+            what="is used by TorchScript, whose operators a trace cannot see.",
             why="Its gradient would be lost.",
             do="Use the function or module from before torch.jit.script, or pass the "
             "tensor as an argument.",
@@ -295,11 +294,11 @@ def _distributed(tensor: Tensor) -> TraceError:
         explain(
             where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
             f"{user_line()}",
-            what="meets others of its kind in a region, where some are given and some "
-            "made inside.",
-            why="Under vmap, and for a subclass other than DTensor, a plain tensor of "
-            "the whole shape stands in for a given one in the trace, and cannot be "
-            "combined with parts.",
+            what="is combined with others in a region, where some are given and some "
+            "are made inside.",
+            why="Under vmap, and for subclasses other than DTensor, the trace "
+            "replaces a given one by a plain tensor of the global shape, which "
+            "cannot be combined with local parts.",
             do='Use engine="rerun", which runs the function again in the backward, or '
             "pass local tensors and make all of them inside.",
         )
@@ -312,8 +311,8 @@ def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
         explain(
             where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
             what=f"makes a tensor{_described(made)} from a numpy array.",
-            why="The contents of an array cannot be checked at the next call: the tensor "
-            "would be frozen into the trace.",
+            why="The contents of an array cannot be checked at the next call, so the "
+            "tensor would become a constant of the trace.",
             do="Make the tensor outside, and pass it as an argument or capture it.",
         )
     )
@@ -329,9 +328,8 @@ def _sets_data(tensor: Tensor) -> TraceError:
     return TraceError(
         explain(
             where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
-            what="gives a tensor other numbers, which neither autograd nor a trace "
-            "sees.",
-            why="The trace would go on with the old ones.",
+            what="replaces a tensor's data, which neither autograd nor a trace sees.",
+            why="The trace would go on with the old data.",
             do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
             'engine="rerun".',
         )

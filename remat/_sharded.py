@@ -128,7 +128,8 @@ def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             where=f"the gradient of a region with {len(tensors)} operands",
             what="is differentiated or mapped, and the region calls a module of "
             "fully_shard.",
-            why="Its parameters are gathered for one backward, which leaves no graph.",
+            why="Its parameters are gathered for a single backward, which records no "
+            "graph.",
             do="Put the region inside: remat.modules.apply to the module's blocks.",
         )
     )
@@ -152,10 +153,10 @@ def _in_part(module: nn.Module) -> TraceError:
     return TraceError(
         explain(
             where=f"a {type(module).__name__}",
-            what="is called inside a region, and others of its group are not.",
+            what="is called inside a region, but others of its group are not.",
             why="fully_shard gathers and reduces a group of modules together.",
-            do="Put the region around all of them, or regions inside each. "
-            "reset_iter_state() of the root brings the modules back to where they were.",
+            do="Put the region around all of them, or regions inside each. Call "
+            "reset_iter_state() of the root to restore the modules.",
         )
     )
 
@@ -167,8 +168,8 @@ def _transformed(module: nn.Module | None) -> TraceError:
             where=f"a {name}",
             what="is called inside a region that is transformed, or whose backward is "
             "not one of .backward() or torch.autograd.grad.",
-            why="Its hooks reduce the gradients that plain autograd leaves on gathered "
-            "parameters, and see no others.",
+            why="Its hooks reduce only the gradients that plain autograd leaves on "
+            "gathered parameters.",
             do="Put the regions inside, or call .backward().",
         )
     )

@@ -209,7 +209,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
         explain(
             where=where,
             what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
-            why="A trace lays its inputs out by their strides, and it has none.",
+            why="A trace lays out its inputs by their strides, and it has none.",
             do=f"{do}.",
         )
     )
@@ -335,8 +335,8 @@ def _static(value: Any, name: str) -> _Static:
             explain(
                 where=f"the static argument `{name}`",
                 what=f"is a tensor, {TensorMeta.of(value)}.",
-                why="Static arguments are compared by == and hash; a tensor would be "
-                "frozen into the trace and lose its gradient.",
+                why="Static arguments are compared by == and hash; a tensor would "
+                "become a constant of the trace and lose its gradient.",
                 do="Take it out of static_argnums and static_argnames.",
             )
         )
@@ -409,8 +409,8 @@ def _numpy(leaf: Any, label: str) -> StaticArgumentError:
         explain(
             where=f"the argument `{label}`",
             what=f"is a numpy {type(leaf).__name__}.",
-            why="It is neither a tensor nor comparable at each call: a trace would "
-            "freeze its contents.",
+            why="It is not a tensor and cannot be compared at each call, so its "
+            "contents would become constants of the trace.",
             do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
             "constant, pass a Python number or a tuple of numbers.",
         )
@@ -421,10 +421,10 @@ def _unseen(leaf: Any, label: str) -> StaticArgumentError:
     return StaticArgumentError(
         explain(
             where=f"the argument `{label}`",
-            what=f"is a {type(leaf).__name__}, whose contents cannot be seen.",
-            why="What it holds is neither traced nor compared at each call: a gradient "
-            "would be lost, and a change never seen.",
-            do="Pass a tuple, a list or a dict of what it holds.",
+            what=f"is a {type(leaf).__name__}, which hides its contents.",
+            why="Its contents can be neither traced nor compared at each call: "
+            "gradients would be lost, and changes would not be seen.",
+            do="Pass its contents as a tuple, a list or a dict.",
         )
     )
 

@@ -191,8 +191,8 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
                 where=changed[0],
                 what="was set to another state by a function while it was traced, or "
                 "forked while it was in a fork of that name.",
-                why="A trace runs Python once, and holds only if each fork draws from "
-                "where the last one of that name ended.",
+                why="A trace runs Python once, and is valid only if each fork "
+                "continues where the last one of that name ended.",
                 do='Set states outside the region, or use engine="rerun".',
             )
         )
@@ -269,8 +269,8 @@ def unregistered(where: str) -> ImplicitRandomnessError:
         explain(
             where=where,
             what="the function sets a generator's state.",
-            why="A trace cannot see where that state comes from, nor where it goes: "
-            "it would draw from the generator's own.",
+            why="A trace cannot see where that state comes from, and would draw from "
+            "the generator's own state.",
             do="If a tracker swaps the states, register it with "
             'random.register_tracker(tracker); otherwise use engine="rerun".',
         )

@@ -69,7 +69,7 @@ def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:
             f"saved, {values[1]!r} is recomputed.",
             why="A tensor that the region reads was changed where autograd does not "
             "see it (through .data, or under no_grad in a custom operator), or the "
-            "operator does not give the same bits twice.",
+            "operator is not deterministic.",
             do="Change tensors in place only after backward(), and see "
             "torch.use_deterministic_algorithms.",
         )

@@ -65,8 +65,8 @@ class Waiting(Tensor):
             explain(
                 where=f"{func} on a saved value of a region",
                 what="reads a value while it waits in its storage.",
-                why="Saved-tensor hooks see what a region saves in the form in which it "
-                "waits.",
+                why="Saved-tensor hooks see a region's saved values in their stored "
+                "form.",
                 do="Remove the hooks around the region, or the storage from its "
                 "policy.",
             )

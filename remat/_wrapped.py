@@ -123,9 +123,10 @@ def refusal(module: nn.Module) -> TraceError:
         explain(
             where=f"a {type(module).__name__}",
             what="is called inside a region.",
-            why="Around its forward, parameters are gathered or gradients reduced. In a "
-            "region these would not be seen, and gradients would be lost.",
-            do="Put the regions inside: remat.modules.apply to it, or to its blocks. "
-            'Around a module of fully_shard engine="rerun" works, under no transform.',
+            why="It gathers parameters or reduces gradients around its forward. A "
+            "region would not see this, and gradients would be lost.",
+            do="Put the regions inside: use remat.modules.apply on it, or on its "
+            'blocks. engine="rerun" works around a module of fully_shard, without a '
+            "transform.",
         )
     )

@@ -701,7 +701,7 @@ def test_verification_compares_at_each_size() -> None:
 
 def test_open_sizes_of_a_function_that_is_run_again() -> None:
     """The other engine has no trace that could serve them."""
-    with pytest.raises(ValueError, match="no trace that could serve other sizes"):
+    with pytest.raises(ValueError, match="no effect with this engine"):
         traced(masked, engine="rerun")
 
 

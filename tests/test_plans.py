@@ -356,7 +356,7 @@ def test_another_program_is_refused() -> None:
 
     for f, args in others:
         with pytest.raises(
-            PolicyError, match=r"handed to another program.*Plan this call"
+            PolicyError, match=r"got a different program.*Plan this call"
         ):
             region_of(f, policy=policy)(*args)
 

@@ -939,7 +939,7 @@ def test_what_cannot_be_put_back_raises() -> None:
     y = remat(lambda x: branches(x * held.factor), engine="rerun")(x)
     held.__class__ = Other
 
-    with pytest.raises(RecomputationError, match=r"Other.*cannot be put back"):
+    with pytest.raises(RecomputationError, match=r"Other.*cannot be restored"):
         y.sum().backward()
 
 

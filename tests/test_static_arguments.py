@@ -252,10 +252,10 @@ def test_what_hides_its_contents_is_refused(name: str, is_first: bool) -> None:
     region: Any = remat(lambda *args: args[-1])
     args = (HIDDEN[name](x),) if is_first else (x, {"k": HIDDEN[name](x)})
 
-    with pytest.raises(StaticArgumentError, match="contents cannot be seen") as error:
+    with pytest.raises(StaticArgumentError, match="hides its contents") as error:
         region(*args)
 
     assert (
         "`args.0`" in str(error.value) if is_first else "`args.1.k`" in str(error.value)
     )
-    assert "Pass a tuple, a list or a dict" in str(error.value)
+    assert "Pass its contents as a tuple, a list or a dict" in str(error.value)

@@ -578,7 +578,7 @@ MADE_APART: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "a policy that is made there": (
         lambda x: remat(named, policy=policies.save_only_these_names("hidden"))(x),
-        "Make policies and storages outside",
+        "Make policies and storages, or the region itself, outside",
     ),
     "a policy of the user's that is made there": (
         lambda x: remat(named, policy=Named("hidden"))(x),

@@ -66,7 +66,7 @@ def cover(
         raise CapturedTensorError(
             explain(
                 where="a captured tensor",
-                what="is reached by no path that can be followed again.",
+                what="is reached in a way that cannot be followed at the next call.",
                 why="It would be stale, or lose its gradient, at the next call.",
                 do="Pass it as an argument.",
             )

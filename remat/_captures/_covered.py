@@ -111,13 +111,13 @@ def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> Non
                 undo.callback(_refill_dict, value, dict(value))
                 _refill_dict(value, {})
             case _:
-                raise TypeError("only simple values can be put back")
+                raise TypeError("only simple values can be restored")
     except NOT_THERE as error:
         raise RecomputationError(
             explain(
                 where=spot.label,
                 what=f"changed after the forward: {_difference(spot, value)}.",
-                why=f"The backward needs it as it was, and {error}.",
+                why=f"The backward needs the old value, but {error}.",
                 do="Change it after the backward, or pass it as an argument.",
             )
         ) from error

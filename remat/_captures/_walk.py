@@ -389,8 +389,8 @@ def _gone(node: Node, step: Step) -> RecomputationError:
     return RecomputationError(
         explain(
             where=str(node.label.then(node.value, step)),
-            what="cannot be put back to what it was in the forward.",
-            why="The function runs again in the backward, and would see something else.",
+            what="cannot be restored to its value in the forward.",
+            why="The function runs again in the backward, and would see another value.",
             do="Change it after backward(), or pass the tensor as an argument.",
         )
     )

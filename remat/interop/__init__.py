@@ -1,6 +1,6 @@
 """Drop-ins for other projects' checkpoint functions, with their own signatures.
 
-`remat.interop.transformers` is imported by itself: it needs the package.
+Import `remat.interop.transformers` separately: it needs transformers.
 """
 
 from remat.interop import deepspeed, megatron, torch, transformer_engine

@@ -1,8 +1,9 @@
 """What the drop-ins share: one call of a function as a region.
 
 The peers take a function at each call, so a region is made at each call too. That costs
-microseconds: traces belong to a function's code and to the options (`_decorated`), so that a
-lambda, a bound method or a closure that is made anew at each step finds the last one's.
+microseconds: traces belong to a function's code and to the options (`_decorated`), so a
+lambda, a bound method or a closure that is made anew at each step reuses the trace
+of the last.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _KIND = kind_of(_settings(_KEEP), "checkpoint(...)")
 _WITH_STORAGE = explain(
     where="checkpoint(...)",
     what="is called under torch.compile, and its inputs wait in a storage.",
-    why="A compiled graph has no place for what a storage does between forward and "
+    why="A compiled graph cannot contain what a storage does between forward and "
     "backward.",
     do="Compile without fullgraph=True: the call then runs between two graphs.",
 )
@@ -95,7 +96,7 @@ def _runs_again(function: Callable[..., Any]) -> bool:
 
 @_compat.constant_for_dynamo
 def preserve_that_of(module: str) -> None:
-    """Registers the tracker of a project that is in use, which a module has."""
+    """Registers the tracker of a project, if its module is imported."""
     loaded = sys.modules.get(module)
     if loaded is not None:
         preserve(loaded.get_cuda_rng_tracker)
@@ -103,7 +104,7 @@ def preserve_that_of(module: str) -> None:
 
 @_compat.constant_for_dynamo
 def preserve(get_tracker: Callable[[], Any]) -> None:
-    """Registers a tracker once and for all: a backward may come at any time.
+    """Registers a tracker for good, because a backward may come at any time.
 
     A registration of the user's own is left alone.
 
@@ -118,7 +119,7 @@ def preserve(get_tracker: Callable[[], Any]) -> None:
             explain(
                 where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
                 what="meets this tracker while the region around it is traced.",
-                why="What that draws from is settled when its trace begins.",
+                why="The trace must know all trackers when it begins.",
                 do="Call random.register_tracker(tracker) before the region.",
             )
         )

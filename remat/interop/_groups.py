@@ -1,4 +1,4 @@
-"""From a process group, as the peers have them, to the storage that shards over it."""
+"""Makes the storage that shards over a process group, which is what the peers take."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard_over(
         raise RuntimeError(
             explain(
                 where="checkpoint",
-                what="is to shard what it saves, but torch.distributed is not "
+                what="should shard its saved inputs, but torch.distributed is not "
                 "initialized.",
                 why="Each rank of a process group keeps its part.",
                 do="Call torch.distributed.init_process_group(...) first, or leave the "
@@ -50,7 +50,8 @@ def shard_over(
             explain(
                 where="checkpoint",
                 what=f"got {group!r}, of type {type(group).__name__}, as the group.",
-                why="Each rank of a process group keeps its part, and this one is in none.",
+                why="Each rank of a process group keeps its part, and this rank is "
+                "not in one.",
                 do="Pass a torch.distributed.ProcessGroup that this rank belongs to, such as "
                 'mesh["tp"].get_group().',
             )

@@ -1,7 +1,7 @@
 """`deepspeed.checkpointing` over this engine: `checkpoint`, and what configures it.
 
-What DeepSpeed does in silence is said here: options that this engine has no use for warn,
-and so does partitioning without an `mpu_`, which nothing would partition over.
+Options that have no effect with this engine warn, and so does partitioning without an
+`mpu_`, which would partition nothing. DeepSpeed is silent about these.
 
 References:
     DeepSpeed, `deepspeed/runtime/activation_checkpointing/checkpointing.py`; "Activation
@@ -71,12 +71,12 @@ _WITHOUT_EFFECT = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Configuration:
-    """What `configure` was told.
+    """The arguments of `configure`.
 
     Attributes:
-        mpu: knows the model-parallel group; or None.
+        mpu: the object that knows the model-parallel group, or None.
         partition_activations: whether each rank of that group keeps its part.
-        checkpoint_in_cpu: whether what waits does so in host memory.
+        checkpoint_in_cpu: whether inputs wait in host memory.
     """
 
     mpu: Any = None
@@ -85,7 +85,7 @@ class _Configuration:
 
     @property
     def has_storage(self) -> bool:
-        """Whether they wait otherwise than as they are."""
+        """Whether the inputs are stored in another form than unchanged."""
         is_parted = self.partition_activations and self.mpu is not None
         return self.checkpoint_in_cpu or is_parted
 
@@ -200,8 +200,8 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         profile: has no effect.
 
     Raises:
-        TypeError: `mpu_` is to be used and has neither of these, or `deepspeed_config` is neither a mapping
-            nor a path.
+        TypeError: `mpu_` is needed and has neither of these, or `deepspeed_config` is
+            neither a mapping nor a path.
         ValueError: the section has an entry that DeepSpeed does not know.
 
     Example:
@@ -254,10 +254,10 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drops host memory in which nothing waits, and what a failed backward left.
+    """Frees unused host memory, and what a failed backward left behind.
 
-    The configuration stays. What waits ends with the graph of autograd to which it belongs,
-    also if no backward comes.
+    The configuration stays. Stored inputs are freed with the autograd graph to which
+    they belong, even if no backward runs.
 
     Example:
         >>> from remat.interop import deepspeed
@@ -306,7 +306,7 @@ def _warn(name: str, value: object, why: str, do: str) -> None:
 
 
 def _group_getter(mpu: Any) -> Callable[[], Any]:
-    """What gives the model-parallel group: the newer of DeepSpeed's two names, if there.
+    """The method that returns the model-parallel group; the newer name comes first.
 
     Raises:
         TypeError: the object has neither.

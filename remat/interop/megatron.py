@@ -1,7 +1,7 @@
 """`megatron.core.tensor_parallel.checkpoint` over this engine.
 
-Where Megatron-LM is in use, its tracker is preserved and its tensor-parallel group shards;
-nothing of it is imported here.
+If Megatron-LM is imported, its tracker is preserved, and inputs are sharded over its
+tensor-parallel group. This module does not import it.
 
 References:
     Megatron-LM, `megatron/core/tensor_parallel/random.py`.

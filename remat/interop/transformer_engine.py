@@ -107,7 +107,7 @@ def _warn_of_options_in_front() -> None:
         where="interop.transformer_engine.checkpoint(function, *args)",
         what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
         "by position.",
-        why="TransformerEngine accepts that, and calls it deprecated.",
+        why="TransformerEngine accepts this, but has deprecated it.",
         do="Pass them by keyword.",
         category=DeprecationWarning,
     )
@@ -118,10 +118,10 @@ def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             explain(
                 where="interop.transformer_engine.checkpoint(context_fn=...)",
-                what="cannot be carried out.",
-                why="The function is traced once, and no Python of it runs in the "
-                "backward for a context to enclose.",
-                do="Say what should be saved with remat(policy=...).",
+                what="is not supported.",
+                why="The function is traced once, so none of its Python code runs in "
+                "the backward for a context to enclose.",
+                do="Choose what is saved with remat(policy=...).",
             )
         )
     for name in _OF_TORCH:

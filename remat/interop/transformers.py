@@ -215,8 +215,9 @@ def _warn_of_options(function: Callable[..., Any] | None, every: int) -> None:
     if given:
         warn(
             where="the model's activation_checkpointing_enable",
-            what=f"asks for {given}, which is not followed.",
-            why="interop.transformers.enable has set what its layers use.",
+            what=f"asks for {given}, which has no effect.",
+            why="interop.transformers.enable has already set the options of its "
+            "layers.",
             do="Pass the options to enable, or call interop.transformers.disable first.",
         )
 

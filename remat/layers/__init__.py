@@ -1,4 +1,4 @@
-"""Stacks of layers: `scan` for like ones, `chain` for others."""
+"""Stacks of layers: `scan` for equal ones, `chain` for different ones."""
 
 from remat.layers._chain import Chain, chain
 from remat.layers._scan import scan

@@ -43,16 +43,16 @@ def chain(
 ) -> Chain:
     """Functions that run one after the other, and recompute in the backward.
 
-    `chain([f, g, h])(x)` is `h(g(f(x)))`. Laws: numbers and gradients are those of
-    that call under every transform, captured tensors and module parameters included.
-    Without a schedule each function is a region, and the state between two is held; with
-    one, states and what backwards read are held as it says. A function that is a region
-    already stays the region that it is: its policy says what a record of it keeps.
+    `chain([f, g, h])(x)` is `h(g(f(x)))`. Laws: numbers and gradients are those of that
+    call under every transform, captured tensors and module parameters included. Without
+    a schedule each function is a region, and the states between them are held. A
+    schedule says which states and records are held. A function that is a region already
+    stays one: its policy says what its record keeps.
 
     Args:
         fs: functions or modules, each from a pytree to a pytree. Under a schedule they
             draw from keys alone, and no two of them change one buffer.
-        schedule: what is kept, and what is computed again; None means every state.
+        schedule: what is kept, and what is recomputed; None keeps every state.
 
     Returns:
         A function of a pytree; `.stages(x)` describes its stages to a schedule.
@@ -121,18 +121,18 @@ class Chain:
 
     @functools.cached_property
     def _stages(self) -> tuple[_Stage, ...]:
-        """The functions as regions, which know from call to call what they have seen."""
+        """The functions as regions, which are kept from call to call."""
         policy = None if self.schedule is None else everything_saveable
         return tuple(_Stage(f, policy) for f in self.fs)
 
     def __reduce__(self) -> Any:
-        """Pickles and copies what it is made of."""
+        """Pickles and copies by the functions and the schedule."""
         return Chain, (self.fs, self.schedule)
 
     def stages(self, x: Any) -> tuple[Stage, ...]:
-        """What a schedule is told of each function, for an argument like this one.
+        """Describes each function to a schedule, for an argument like this one.
 
-        Nothing runs but the traces.
+        This only traces the functions.
 
         Example:
             >>> import torch
@@ -158,7 +158,7 @@ class _Stage:
 
     Args:
         f: the function, or a region.
-        policy: what a record of it keeps, if it is none; None for the usual.
+        policy: what a record keeps if `f` is not a region; None for the default.
     """
 
     def __init__(self, f: Callable[[Any], Any], policy: Any) -> None:

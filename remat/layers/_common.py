@@ -1,4 +1,4 @@
-"""What `scan` and `chain` share: whether to recompute at all, and how to run a stack."""
+"""Shared by `scan` and `chain`: whether to recompute at all, and how to run a stack."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
 
 
 class Captured:
-    """The tensors that the links of a stack reach, each once.
+    """The tensors that the links of a stack capture, each once.
 
     Attributes:
         tensors: these.
@@ -114,7 +114,7 @@ def link_of(
             explain(
                 where=f"a stage of a scheduled stack, {region!r}",
                 what="changes its argument in place.",
-                why="A schedule runs a stage several times, from what it was given.",
+                why="A schedule runs a stage several times, from the same input.",
                 do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
             )
         )
@@ -150,9 +150,9 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
             where="a scheduled stack",
             what="changes a buffer in more than one stage: "
             f"{TensorMeta.of(captured.tensors[shared[0]])}.",
-            why="A stage that runs again must find the buffer as it was.",
-            do="Put the module into eval mode, keep what changes in the carry, or leave "
-            "the schedule out.",
+            why="A stage that runs again must find the buffer unchanged.",
+            do="Put the module into eval mode, move the changing state into the "
+            "carry, or leave the schedule out.",
         )
     )
 
@@ -164,7 +164,7 @@ def run_scheduled(
     flows: tuple[bool, ...],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What the stack returns, run by a schedule; its buffers are written back, once."""
+    """Runs the stack by a schedule, and writes its buffers back once."""
     region = scheduled(stack, actions_of(schedule, tuple(stages)), flows)
     if is_lifting():
         tensors = list(map(lift, tensors))
@@ -183,7 +183,7 @@ def run_scheduled(
 def actions_of(
     schedule: AbstractSchedule, stages: tuple[Stage, ...]
 ) -> tuple[Action, ...]:
-    """What a schedule says of stages; planning is not repeated at each call."""
+    """The actions of a schedule for some stages, cached from call to call."""
     return schedule.actions(stages)
 
 

@@ -1,4 +1,4 @@
-"""What a schedule is told of a traced stage."""
+"""Describes a traced stage to a schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.layers._links import Link
 from remat.schedules import Stage
 
 _known: weakref.WeakKeyDictionary[Region, tuple[int, int]] = weakref.WeakKeyDictionary()
-#: A heuristic: what a processor computes while it moves one byte.
+#: A heuristic: the FLOPs that a processor computes while it moves one byte.
 FLOPS_A_BYTE = 8
 
 

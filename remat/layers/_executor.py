@@ -1,8 +1,8 @@
-"""Carries out a schedule's actions: the one place where they meet tensors.
+"""Carries out a schedule's actions on tensors.
 
-The ledger of `remat.schedules` judges each action before it is done. The sweep runs what
-comes before the first `Backward`; what is held then waits as plain tensors, in an order
-that the ledger knows, until the rest is run.
+The ledger of `remat.schedules` checks each action before it runs. The sweep runs the
+actions before the first `Backward`. The states and records that are held then wait as
+plain tensors, in an order that the ledger knows, until the remaining actions run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from remat.schedules import (
 
 
 class _Placed(NamedTuple):
-    """A link where a run finds it.
+    """A link with all that a run needs of it.
 
     Attributes:
         link: the link.
@@ -117,7 +117,7 @@ class Executor:
         return [*self._state, *self.stack.stacked(self._rows)]
 
     def held(self) -> list[Tensor]:
-        """What waits for the backward, the stack's operands left out."""
+        """The tensors that wait for the backward, without the stack's operands."""
         states = [each for k, each in sorted(self._states.items()) if k > 0]
         records = [each for _, each in sorted(self._records.items())]
         return [tensor for each in [*states, *records] for tensor in each]
@@ -146,7 +146,7 @@ class Executor:
         self._gradients = _Gradients(self.stack, cotangents, wanted, self._is_quiet)
 
     def gradients(self) -> list[Tensor | None]:
-        """Of the operands, None where none is wanted or none comes."""
+        """The gradients of the operands; None if none is wanted or none flows."""
         assert self._gradients is not None
         return self._gradients.found(self._operands)
 
@@ -199,7 +199,7 @@ class Executor:
 
 @final
 class _Gradients:
-    """The cotangent of the current state, and what the operands have got so far."""
+    """The cotangent of the current state, and the operands' gradients so far."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class _Gradients:
 
 @final
 class _Sum:
-    """A sum of gradients, None as long as none has come.
+    """A sum of gradients; None before the first one.
 
     Args:
         is_quiet: whether no transform is active, of whose tensors one could not be added
@@ -284,7 +284,7 @@ class _Sum:
         self._is_own = False
 
     def add(self, gradient: Tensor | None) -> None:
-        """Adds a gradient to it, in place where the sum is this object's own."""
+        """Adds a gradient, in place if the sum is this object's own tensor."""
         if gradient is None:
             return
         if self.tensor is None:

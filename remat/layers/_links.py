@@ -1,7 +1,7 @@
 """One stage of a stack: a traced region, and how to run it forward and backward.
 
-`found_for` traces a stage on fake tensors, so that a whole stack is known before any of it
-runs: what each stage takes, gives and keeps.
+`found_for` traces a stage on fake tensors, so that the inputs, outputs and saved values
+of a whole stack are known before any of it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
 
 
 def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
-    """Tensors without data, for which a stage is looked up; to be read alone."""
+    """Tensors without data by which a stage is looked up; read only."""
     if any(meta.placement is not None for meta in metas):
         with on_fakes(metas) as fakes:
             return fakes
@@ -62,8 +62,8 @@ def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
     """Strides in the order of the given ones, without gaps or repeats.
 
-    It is the layout that a pointwise operator gives its result: expanded dimensions, whose
-    stride says nothing, stay where they are.
+    This is the layout that a pointwise operator gives its result: expanded dimensions,
+    whose stride carries no information, stay in place.
     """
     order: list[int] = []  # the fastest dimension first
     for dim in reversed(range(len(meta.shape))):
@@ -84,7 +84,7 @@ def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
 
 
 def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor with these strides, which leave no gaps; a copy only if it has others."""
+    """The tensor with these dense strides; a copy only if it has others."""
     if tensor.stride() == stride:
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim))
@@ -93,7 +93,7 @@ def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor with pending conjugation and negation carried out."""
+    """The tensor with lazy conjugation and negation resolved."""
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -325,7 +325,7 @@ def pulled(
 
 
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are there."""
+    """Those that are not None."""
     return [each for each in tensors if each is not None]
 
 

@@ -1,7 +1,7 @@
-"""`scan`: one function over and over, as a stack of like layers.
+"""`scan`: one function repeated, as a stack of equal layers.
 
-`jax.lax.scan`, whose meaning it has, is compiled to a loop; here the loop runs in Python
-over one trace of the function, and each step is a region.
+It has the meaning of `jax.lax.scan`, which is compiled to a loop. Here the loop runs in
+Python over one trace of the function, and each step is a region.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scan(
     policy: PolicyLike = None,
     schedule: AbstractSchedule | None = None,
 ) -> tuple[_Carry, _Y]:
-    """Runs `f` once for each slice of `xs`, handing on a carry; the backward recomputes.
+    """Runs `f` once per slice of `xs`, passing on a carry; the backward recomputes.
 
     It is this loop, with one trace of `f` for all steps::
 
@@ -69,11 +69,11 @@ def scan(
             ys.append(y)
         return carry, torch.stack(ys)
 
-    Laws: the numbers and gradients are the loop's, under every transform, those of
-    captured tensors too. Without a schedule each step is a region under `policy`, and one
-    carry a step is held. With one, states are kept and steps run again as it says; under
-    `.backward()` the gradients are the same to the bit. Second derivatives and forward
-    mode of a scheduled scan hold one carry a step.
+    Laws: numbers and gradients are those of the loop, under every transform, also for
+        captured tensors. Without a schedule each step is a region under `policy`, and
+        one carry per step is held. A schedule says which carries are kept and which
+        steps run again; under `.backward()` the gradients are the same to the bit.
+        Second derivatives and forward mode of a scheduled scan hold one carry per step.
 
     Args:
         f: (carry, x) -> (carry, y), each a pytree of tensors; None is an empty one, and
@@ -81,14 +81,15 @@ def scan(
             no buffers, and draws from keys alone.
         init: the first carry. Structure, shapes and dtypes stay from step to step; but a
             Python number takes on the dtype that the first step gives it, as in JAX.
-        xs: a pytree of tensors of shape (length, ...), sliced along dimension 0; keys of
-            `random.split` may be among them. An iterator of slices is read to its end.
-            None where `f` needs none.
-        length: the number of steps; needed where `xs` holds no tensor, else checked.
+        xs: a pytree of tensors of shape (length, ...), sliced along dimension 0, also
+            keys of `random.split`; or an iterator of slices, which is read to its end;
+            or None if `f` needs no slices.
+        length: the number of steps; required if `xs` has no tensor, otherwise checked.
         reverse: whether to go from the last slice to the first; `ys` keeps its order.
-        unroll: for JAX's sake; more than 1 warns that it has no effect.
-        policy: what a step saves for its backward; None means `policies.nothing_saveable`
-            without a schedule, and with one everything, for the steps that it records.
+        unroll: for compatibility with JAX; more than 1 warns that it has no effect.
+        policy: what a step saves for its backward; None means
+            `policies.nothing_saveable` without a schedule; with one, recorded steps
+            save everything.
         schedule: which carries are kept; None means all.
 
     Returns:
@@ -187,7 +188,7 @@ class _Scan(NamedTuple):
         return self.by_schedule(region, schedule)
 
     def promoted(self, error: _OtherDtype) -> _Scan:
-        """The call with the number that did not fit in the dtype that it takes on.
+        """The call with the number that changed its dtype, in its new dtype.
 
         Raises:
             CarryError: what changed its dtype was not a number, or one takes on no other.
@@ -202,7 +203,7 @@ class _Scan(NamedTuple):
         return self._replace(carry=carry, numbers=numbers)
 
     def slices(self) -> list[Any]:
-        """What each step takes; sliced at once, else the backward would take quadratic time."""
+        """The slices of each step; made at once, or the backward would be quadratic."""
         if not self.scanned:
             return [self.xs_tree.put_together([])] * self.length
         parts = zip(*(each.unbind(0) for each in self.scanned), strict=True)
@@ -340,8 +341,9 @@ def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
             explain(
                 where=f"scan over {f!r}",
                 what=f"the function returned a {kind.__name__}.",
-                why="A step gives a pair: the next carry, and what is to be stacked.",
-                do="Return (carry, y); (carry, None) if nothing is to be stacked.",
+                why="A step must return a pair: the next carry, and an output to "
+                "stack.",
+                do="Return (carry, y); (carry, None) if there is no output.",
             )
         )
     new, y = parts
@@ -389,7 +391,7 @@ class _OtherDtype(CarryError):
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number that takes on dtypes; a truth value has its own."""
+    """Whether a leaf is a number that takes on dtypes; a bool has its own."""
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
@@ -418,8 +420,8 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
                     where=f"scan: `{name}`",
                     what=f"is {what}.",
                     why="Each leaf of xs is sliced along its first dimension.",
-                    do="Make it a tensor with a row a step, by torch.as_tensor or "
-                    "torch.stack; what all steps share can be captured.",
+                    do="Make it a tensor with one row per step, by torch.as_tensor "
+                    "or torch.stack; capture what all steps share.",
                 )
             )
     lengths = {len(each) for each in scanned} | told
@@ -441,6 +443,6 @@ def _advise_of_unroll(unroll: int) -> None:
     warn(
         where="scan",
         what=f"unroll={unroll!r} has no effect.",
-        why="It saves JAX's compiled loop some jumps; here the steps run one by one.",
+        why="In JAX it unrolls a compiled loop; here the steps run one by one anyway.",
         do="Leave it out.",
     )

@@ -6,10 +6,10 @@ that nothing of it is recorded under `torch.func.grad`; what is derived from it,
 forward mode, comes from the stack of plain regions (`Rerun`), which holds one state a
 stage.
 
-What waits is kept aside, not with autograd, so that it can be let go of while the backward
-goes on: autograd frees what it saved when a backward is over. A further backward through
-the same graph runs the sweep again. One number stands for it, saved as regions save: where
-vmap has mapped that number, it has mapped what waits.
+Held tensors are kept outside of autograd, which frees what it saved only at the end of
+a backward: here they are freed while the backward proceeds. Another backward through
+the same graph runs the sweep again. A number stands for the held tensors, and is saved
+as regions save values: if vmap has mapped that number, it has mapped the held tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Held:
         self._is_filled = False
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Keeps what a sweep holds; drops it if there are two, which cannot be told apart."""
+        """Keeps what a sweep holds; drops it if there is a second, as both look alike."""
         self._tensors = None if self._is_filled else tensors
         self._versions = [each._version for each in tensors]
         self._is_filled = True

@@ -68,7 +68,7 @@ class Stack:
         return len(self.links) - 1 - stage if self.is_reversed else stage
 
     def slices(self, scanned: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """What each stage takes; sliced at once, else the backward would take quadratic time."""
+        """The slices of each stage; made at once, or the backward would be quadratic."""
         parts = [each.unbind(0) for each in scanned]
         return [
             tuple(part[self.place(stage)] for part in parts)
@@ -137,8 +137,8 @@ class Stack:
     def batched(self, batch: Batch) -> Stack:
         """The stack of the mapped links, over physical tensors.
 
-        Each link is mapped, not the stack: what captured tensors get is summed within the
-        backward of each stage, as in plain reverse mode over vmap.
+        Each link is mapped, not the stack: gradients of captured tensors are summed
+        within the backward of each stage, as in plain reverse mode over vmap.
         """
         enter = self._entering(batch)
         count, captured_dims = self.num_entered, batch.dims[self.num_entered :]

@@ -1,4 +1,4 @@
-"""Pytrees of tensors, with None where there is nothing."""
+"""Pytrees of tensors and None."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat._errors import CarryError, explain
 @final
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """How tensors are put together.
+    """The structure of a pytree of tensors.
 
     Attributes:
         spec: torch's description of the pytree.
@@ -80,7 +80,7 @@ def as_tensor(leaf: Any, where: str) -> Tensor | None:
         explain(
             where=f"scan: a leaf of {where}",
             what=f"is a {type(leaf).__name__}, {leaf!r}.",
-            why="What goes from step to step, or is stacked, are tensors.",
+            why="Carries and stacked outputs must be tensors.",
             do="Make it a tensor, or let the function capture it.",
         )
     )

@@ -1,8 +1,9 @@
 """Stacks as torch.compile traces them: a loop of regions, which the graph holds unrolled.
 
-Dynamo cannot follow a schedule, whose actions are computed while it runs, nor make a region
-under a policy that it has not met before. The graph ends before such a stack, and before a
-stack that is called wrongly. Outside the graph the stack runs, or raises its own error.
+Dynamo cannot follow a schedule, whose actions are computed at run time, nor make a
+region with a policy that it has not seen before. Such a stack breaks the graph, and so
+does one that is called wrongly. Outside the graph the stack runs, or raises its own
+error.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ _WITH_OPTIONS = {
     what: explain(
         where=f"remat.{what}",
         what="has a policy or a schedule, and is called under torch.compile.",
-        why="What it keeps is worked out from what it traces, which is not a part of a "
+        why="It decides what to keep from its own trace, which cannot be part of a "
         "graph.",
         do="Leave both out; or decorate the steps with remat(policy=...) and call them "
         "in a loop; or compile without fullgraph=True: the stack then runs between two "
@@ -111,8 +112,8 @@ _OTHERWISE = explain(
     where="remat.scan",
     what="is called under torch.compile with no step to run, with `unroll`, or with "
     "something that is not a tensor; or its function does not return what it takes.",
-    why="A graph holds the plain loop alone.",
-    do="Call it outside torch.compile: it runs there, or says what is wrong.",
+    why="A graph can contain only the plain loop.",
+    do="Call it outside torch.compile, where it runs or says what is wrong.",
 )
 
 

@@ -1,4 +1,4 @@
-"""Planners: which values to save so that what is held fits a budget; no tensors here."""
+"""Planners: which values to save within a budget. They never see a tensor."""
 
 from remat.planners._cut import solve_cut
 from remat.planners._milp import solve_milp

@@ -1,14 +1,14 @@
 """The core solver: minimum cuts at swept prices, then what still fits.
 
-At each price on bytes a minimum cut is the best choice for the bytes that it takes, and a
-lower bound for every other budget (Everett, Generalized Lagrange multiplier method,
-Operations Research 11, 1963). The sweep closes in on the budget from both sides until no
-price is left in between. The two choices that it ends with differ in parts that do not
-touch, one for each of a row of equal layers; as many of them are exchanged as fit, and the
-rest is filled value by value.
+For each price per byte, a minimum cut is the best choice for the bytes that it takes,
+and gives a lower bound for every other budget (Everett, Generalized Lagrange multiplier
+method, Operations Research 11, 1963). The sweep narrows in on the budget from both
+sides until no price is left in between. The two choices at its end differ in
+independent parts, such as one for each of several equal layers. As many of these are
+exchanged as fit, and the rest of the budget is filled value by value.
 
-More budget never costs more: the two choices, the parts and the filling are the same for
-all budgets in between, and of them the cheapest that fits is taken.
+A larger budget never costs more: the two choices, their parts and the filling are the
+same for all budgets in between, and the cheapest result that fits is taken.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Move = tuple[tuple[int, int | None], ...]
 def solve_cut(
     problem: Problem, budget: int, where: str = "a budget", enumerate_up_to: int = 4096
 ) -> Solution:
-    """Saves what fits a budget so that little is recomputed.
+    """Saves what fits a budget so that little is recomputed; not always the optimum.
 
     Laws: the bytes never exceed the budget; the bound holds; a larger budget never costs
     more.
@@ -56,10 +56,10 @@ def solve_cut(
         enumerate_up_to: the number of choices up to which all of them are tried.
 
     Returns:
-        The choice, and how far from the best it can be.
+        The choice, and a bound on its distance from the optimum.
 
     Raises:
-        BudgetError: more bytes are held whatever is saved.
+        BudgetError: more bytes are held even if nothing is saved.
 
     Example:
         >>> from remat.planners import Option, Problem, Step, solve_cut
@@ -104,7 +104,7 @@ def _best_of_all(problem: Problem, budget: int) -> Solution:
 
 
 def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, int]:
-    """The best choices for the bytes that they take, next to the budget on both sides.
+    """The best choices for their bytes, next to the budget on both sides.
 
     Returns:
         The one within the budget, the one beyond it (None if the cheapest of all choices
@@ -203,7 +203,7 @@ def _runs(problem: Problem, choice: Choice) -> list[bool]:
 def _branched(
     problem: Problem, budget: int, left: Outcome, right: Outcome
 ) -> Iterator[Outcome]:
-    """The same search with one more value kept out, or in: small problems only."""
+    """The same search with one value forced out, or in; for small problems only."""
     differing = [
         item
         for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
@@ -221,7 +221,7 @@ def _branched(
 
 
 def _settled(problem: Problem, item: int, option: int | None) -> Problem:
-    """The problem in which it is settled how one item is kept."""
+    """The problem with the choice for one item fixed."""
     options = () if option is None else (Option(0),)
     items = (*problem.items[:item], options, *problem.items[item + 1 :])
     held = 0 if option is None else problem.items[item][option].size_bytes
@@ -231,7 +231,7 @@ def _settled(problem: Problem, item: int, option: int | None) -> Problem:
 
 
 def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
-    """Between the two states around a budget: values added, or dropped, one by one.
+    """Fills a budget from the two states around it: adds or drops values one by one.
 
     Also from a few states before and behind: what one part takes may be better used for
     other values.
@@ -256,7 +256,7 @@ def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Ou
 def _without_one_size(
     problem: Problem, items: Sequence[int]
 ) -> Iterator[Sequence[int]]:
-    """All items, and all but those of one size: what is best alone may fit badly."""
+    """All items, and all but those of one size: the best ones may fit badly."""
     yield items
     sizes = Counter(problem.items[item] for item in items)
     for size, count in sizes.most_common(_SIZES):
@@ -293,7 +293,7 @@ def _walk(
 
 
 def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]:
-    """Single items, and pairs where there are few: some spare nothing on their own."""
+    """Single items, and pairs if there are few: some save nothing on their own."""
     singles: list[tuple[int, int | None]] = [
         (item, option)
         for item in items
@@ -318,7 +318,7 @@ def _is_saved(state: Outcome, move: _Move) -> bool:
 
 
 def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
-    """Cost saved per byte more; -inf for a move that brings nothing, or goes too far."""
+    """Cost saved per added byte; -inf for a move that saves nothing or does not fit."""
     size_bytes, cost = tally.saved_bytes, tally.cost
     before = [(item, tally.settle(item, option)) for item, option in move]
     reached = tally.saved_bytes

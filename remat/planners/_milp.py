@@ -1,12 +1,13 @@
 """The exact solver: an integer program for HiGHS.
 
-One variable says for each option of each item whether it is taken, one for each step how
-much of it runs. The second kind needs no rounding: once the first is whole, so is the best
-of the second. Checkmate (Jain et al., 2020, https://arxiv.org/abs/1910.02653) plans when
-each value is computed and freed by a larger program of this kind.
+There is a variable for each option of each item, whether it is taken, and one for each
+step, how much of it runs. The second kind need not be integers: if the first are, so
+are the optimal second ones. Checkmate (Jain et al., 2020,
+https://arxiv.org/abs/1910.02653) plans when each value is computed and freed, by a
+larger program of this kind.
 
-HiGHS counts in floating point, and takes a choice that exceeds the budget by a part in a
-million: each answer is counted again in whole bytes.
+HiGHS computes in floating point, and accepts a choice that exceeds the budget by one
+part in a million, so each answer is counted again in integers.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ def solve_milp(
 ) -> Solution:
     """Saves what fits a budget so that the least is recomputed.
 
-    Laws: the bytes never exceed the budget; never worse than `solve_cut`; where the time
-    suffices the gap is 0.
+    Laws: the bytes never exceed the budget; never worse than `solve_cut`; if the time
+        suffices, the gap is 0.
 
     Args:
         problem: the steps and items.
         budget: the most bytes that may be held.
         where: what messages call the budget.
-        time_limit_s: after so many seconds the best choice so far is taken.
+        time_limit_s: the seconds after which the best choice so far is taken.
 
     Returns:
-        The choice, and how far from the best it can be.
+        The choice, and a bound on its distance from the optimum.
 
     Raises:
-        BudgetError: more bytes are held whatever is saved.
+        BudgetError: more bytes are held even if nothing is saved.
 
     Example:
         >>> from remat.planners import Option, Problem, Step, solve_milp
@@ -96,7 +97,7 @@ class _Program:
         self._needs = self._constraints()
 
     def _constraints(self) -> Any:
-        """What is needed is run or saved; rows of `matrix @ variables >= bound`."""
+        """Each needed step is run or saved; rows of `matrix @ variables >= bound`."""
         rows: list[tuple[dict[int, float], float]] = []
         for place in self.problem.wanted:
             rows.append((self._covered(place), 1.0))
@@ -120,7 +121,7 @@ class _Program:
         return optimize.LinearConstraint(matrix, lb=[least for _, least in rows])
 
     def _covered(self, place: int) -> dict[int, float]:
-        """The variables of which one must be 1 for a value to be there."""
+        """The variables of which one must be 1 for a value to be available."""
         item = self.problem.steps[place].item
         found = {} if item is None else dict.fromkeys(self._of_item.get(item, []), 1.0)
         return found | {len(self._options) + place: 1.0}
@@ -156,7 +157,7 @@ class _Program:
 
 
 def _certain(bound: float) -> int:
-    """A whole bound, less what floating point may have added to it."""
+    """An integer bound, minus what floating point may have added to it."""
     if not math.isfinite(bound):
         return 0
     return max(0, math.ceil(bound - max(1e-6, 1e-9 * abs(bound))))

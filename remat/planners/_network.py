@@ -1,17 +1,18 @@
 """The best choice at a fixed price on bytes: one exact minimum cut.
 
-Each step that may be spared becomes two nodes, *needed* and *run*. The edge from the first
-to the second is cut where the value is saved, and costs what its bytes do; the edge from
-the second to the sink is cut where the step runs, and costs what that does. An edge that
-cannot be cut leads from each step that runs to each value that it needs. What a cut leaves
-on the side of the source is what is needed and run, so that the closure comes with it.
+Each step that can be avoided becomes two nodes, *needed* and *run*. The edge from the
+first to the second is cut if the value is saved, at the price of its bytes. The edge
+from the second to the sink is cut if the step runs, at the cost of the step. An edge
+that cannot be cut leads from each *run* node to each value that the step needs. The
+nodes on the source side of a cut are the steps that are needed and run, with their
+closures.
 
 This is the project-selection network of Picard (Maximal closure of a graph, Management
 Science 22, 1976), with saved values as what stops the closure. torch cuts a related network
 in its min-cut partitioner, for one given set of prices.
 
-Where several steps make one value, the price of saving it is shared out among them: each
-cut is then a bound on the best choice, and no longer always equal to it.
+If several steps make one value, the price of saving it is divided among them. Each cut
+is then a bound on the optimum, which it need not reach.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SOURCE, _SINK = 0, 1
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """What is best at a price.
+    """The best choices at a price.
 
     Attributes:
         choices: the best choice that saves the most, and the one that saves the least.
@@ -86,7 +87,7 @@ class Network:
         return seen
 
     def _lay_out(self) -> None:
-        """Numbers the nodes: two for a step that may be spared, else one."""
+        """Numbers the nodes: two for a step that can be avoided, else one."""
         count = 2
         for place in self.candidates:
             width = 1 + self._stops[place]
@@ -148,14 +149,14 @@ class Network:
 
 
 def _scaled(capacity: int | Fraction, scale: Fraction) -> int:
-    # Rounded down, so that what a cut says stays a bound.
+    # Rounded down, so that a cut remains a bound.
     return min(int(capacity * scale), _UNCUTTABLE)
 
 
 def _minimum_cuts(
     edges: list[tuple[int, int, int]], num_nodes: int
 ) -> tuple[int, tuple[Any, Any]]:
-    """The flow, and the sides of the source of the smallest and the largest cut."""
+    """The flow, and the source sides of the smallest and the largest minimum cut."""
     table = np.array(edges, dtype=np.int64).reshape(-1, 3)
     network: Any = sparse.csr_array(
         (table[:, 2].astype(np.int32), (table[:, 0], table[:, 1])),

@@ -1,9 +1,9 @@
-"""What a planner is asked: the steps of a recomputation, and what may be saved of them.
+"""A planner's problem: the steps of a recomputation, and what may be saved.
 
-A backward needs some values. Each value is either read from what was saved, or computed
-again by its step, which needs the values that it reads in turn: the *closure*. So a saved
-value that nothing needs any more spares nothing, and a value that is recomputed pulls in
-its ancestors, back to saved values and inputs.
+A backward needs some values. Each is either saved, or recomputed by its step, which
+needs the values that it reads in turn: the *closure*. So saving a value that nothing
+needs any more is useless, and recomputing a value requires its ancestors, back to saved
+values and inputs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Step:
 
     Attributes:
         cost: of running it once.
-        uses: the earlier steps whose values it reads; inputs, which are there, left out.
-        item: what is saved if this step shall not run; None if it cannot be spared.
+        uses: the earlier steps whose values it reads; inputs are left out.
+        item: what must be saved to avoid this step; None if it cannot be avoided.
     """
 
     cost: int
@@ -61,8 +61,8 @@ class Problem:
         steps: the computations.
         wanted: those whose values the backward needs in any case.
         items: for each item the options in which it may be saved.
-        fixed_bytes: what is held whatever is saved.
-        base_cost: the cost of what runs again whatever is saved.
+        fixed_bytes: what is held in any case.
+        base_cost: the cost of what runs again in any case.
 
     Raises:
         ValueError: a number is negative, or a step reads one that does not come before.
@@ -85,7 +85,7 @@ class Problem:
     base_cost: int = 0
 
     def __post_init__(self) -> None:
-        """Checks that it is one."""
+        """Checks the numbers and the order of the steps."""
         numbers = [self.fixed_bytes, self.base_cost, *(s.cost for s in self.steps)]
         for options in self.items:
             numbers += [n for each in options for n in (each.size_bytes, each.cost)]
@@ -108,7 +108,7 @@ class Problem:
         )
 
     def outcome(self, choice: Sequence[int | None]) -> Outcome:
-        """What a choice comes to: what of it is read, its bytes and its cost."""
+        """The outcome of a choice: the values that are read, bytes and cost."""
         steps, items = self.steps, self.items
         read: list[int | None] = [None] * len(items)
         seen = bytearray(len(steps))
@@ -135,7 +135,7 @@ class Problem:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """A choice without what nothing reads, and what it comes to.
+    """A choice without values that nothing reads, with its bytes and cost.
 
     Attributes:
         choice: for each item that is read from what was saved, its option.
@@ -168,9 +168,9 @@ def require_feasible(problem: Problem, budget: int, where: str) -> None:
         explain(
             where=where,
             what=f"no choice of saved values fits {budget} bytes.",
-            why=f"{problem.fixed_bytes} bytes are held whatever is saved: states of "
-            "generators that the backward draws from again, and copies of buffers that "
-            "the function changes.",
+            why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
+            "generator states from which the backward draws again, and copies of "
+            "buffers that the function changes.",
             do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
             "can be met.",
         )

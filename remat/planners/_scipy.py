@@ -1,4 +1,4 @@
-"""What planners take of scipy, whose types are not known."""
+"""The functions of scipy that planners use, which have no type annotations."""
 
 from typing import Any
 

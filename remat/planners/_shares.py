@@ -1,7 +1,7 @@
 """One budget for several programs: which point of its frontier each program takes.
 
-A multiple-choice knapsack, solved as an integer program. Equal programs are one line of it,
-with a number instead of a choice: what makes such programs hard is their symmetry.
+A multiple-choice knapsack, solved as an integer program. Equal programs share variables
+that count them, because symmetry is what makes such a problem hard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def share(
         For each kind the points that its programs take, in ascending order of bytes.
 
     Raises:
-        BudgetError: all together hold more, whatever they take.
+        BudgetError: all together hold more, even at their smallest points.
 
     Example:
         >>> from remat.planners import Share, share
@@ -67,7 +67,7 @@ def share(
             explain(
                 where=where,
                 what=f"the {budget} bytes are too few.",
-                why=f"Whatever is saved, {least} bytes are held.",
+                why=f"{least} bytes are held even if nothing is saved.",
                 do=f"Give at least {least} bytes.",
             )
         )

@@ -1,4 +1,4 @@
-"""What a planner answers."""
+"""The answer of a planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat.planners._problem import Choice
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice within a budget, and how far from the best it can be.
+    """A choice within a budget, and a bound on its distance from the optimum.
 
     Attributes:
         choice: for each item the option in which it is saved, None to recompute it.
@@ -32,5 +32,5 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The fraction of the cost by which the best choice could be cheaper."""
+        """The fraction of the cost by which the optimum could be cheaper."""
         return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0

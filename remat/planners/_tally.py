@@ -10,10 +10,10 @@ from remat.planners._problem import Outcome, Problem
 
 @final
 class Tally:
-    """What a choice comes to, when one item after the other is settled anew.
+    """The bytes and cost of a choice, while its items are changed one by one.
 
-    For each step it is counted how many others need it, so that a change costs as much
-    as the part of the closure that it moves.
+    It counts for each step how many others need it, so a change takes time only in
+    proportion to the part of the closure that it affects.
 
     Args:
         problem: the steps and items.
@@ -39,7 +39,7 @@ class Tally:
             self.settle(item, option)
 
     def settle(self, item: int, option: int | None) -> int | None:
-        """Saves an item in an option, or recomputes it; returns how it was before."""
+        """Saves an item in an option, or recomputes it; returns the previous choice."""
         before = self._choice[item]
         if before == option:
             return before
@@ -54,7 +54,7 @@ class Tally:
         return before
 
     def outcome(self) -> Outcome:
-        """The choice, without what nothing reads; that is forgotten."""
+        """The choice without values that nothing reads, which are forgotten."""
         for item, readers in enumerate(self._readers):
             if not readers:
                 self._choice[item] = None
@@ -73,7 +73,7 @@ class Tally:
         return list(step.uses)
 
     def _move(self, places: list[int], sign: int) -> None:
-        """One need more, or less, of each of these steps, and of what follows."""
+        """Adds or removes one need of each of these steps, and what follows."""
         while places:
             place = places.pop()
             before = self._needs[place]

@@ -1,4 +1,4 @@
-"""Random numbers from explicit keys, which recomputation draws again.
+"""Random numbers from explicit keys, which a recomputation draws again.
 
 A key is a small tensor that says which numbers will be drawn: there is no hidden state.
 Split a key, or fold a number into it, wherever two draws should differ; the same key

@@ -1,4 +1,4 @@
-"""Catches a key that is consumed twice: two draws that should differ, and do not.
+"""Catches a key that is consumed twice: two draws that should differ but do not.
 
 The record is kept by the data of the key, in the kernels of the draws: below every
 transform there are only plain tensors. So a key is recognized however it was passed around,
@@ -33,16 +33,16 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def checking() -> Generator[None]:
-    """Raises where a key is consumed a second time inside, on this thread.
+    """Raises if a key is consumed twice inside this context, on this thread.
 
-    `split` and every draw consume their key. `fold_in` does not: it may derive any number
-    of keys from one, which are told apart by their data, as all keys are; the key that
-    it derives twice from the same data is one key. Draws in a backward are recomputations
-    and no reuse.
+    `split` and every draw consume their key. `fold_in` does not: it may derive any
+    number of keys from one. Keys are compared by their contents, so folding the same
+    number into a key twice gives the same key. Draws in a backward are recomputations,
+    not reuse.
 
-    For tests: each key is read back from its device. Regions inside run as the plain
-    functions, as under `remat.disabled()`, so that each draw has its own line; code that
-    `torch.compile` has compiled is seen as one line.
+    This is for tests: each key is copied from its device. Regions inside run as plain
+    functions, as under `remat.disabled()`, so that each draw has its own line. Code
+    that `torch.compile` has compiled counts as one line.
 
     Raises:
         KeyReuseError: where a key is consumed again; it names both lines.
@@ -88,7 +88,8 @@ def _reused(key: tuple[int, int], first: str, second: str) -> KeyReuseError:
         explain(
             where=f"the key {list(key)}, consumed at {second}",
             what=f"was consumed before, at {first}.",
-            why="Both draws have the same bits: what should be independent is equal.",
+            why="Both draws have the same bits, so numbers that should be "
+            "independent are equal.",
             do="Split it once, k1, k2 = random.split(key), or derive a key for each use, "
             "random.fold_in(key, 0) and random.fold_in(key, 1).",
         )

@@ -126,13 +126,14 @@ def categorical(
 ) -> Tensor:
     """Indices drawn with probabilities softmax(logits), by the Gumbel-max trick.
 
-    Laws: those of `remat.random`, where no two sums of logit and noise are so close that
-    their order rests on the last bits. No gradient flows to the logits.
+    Laws: those of `remat.random`, unless two sums of logit and noise are so close that
+        their order depends on the last bits. No gradient flows to the logits.
 
     Args:
         key: a key, uint64 of shape (2,).
-        shape: the shape of the result, which ends with that of `logits` without `axis`;
-            what stands before is drawn independently. None is that shape alone.
+        shape: the shape of the result, which must end with that of `logits` without
+            `axis`; the dimensions before it are drawn independently. None means only
+            that shape.
         logits: the unnormalized log-probabilities, floating, of any shape.
         axis: the axis of `logits` along which one index is drawn.
 

@@ -106,7 +106,7 @@ class Comparison:
                     where=self.function,
                     what="has no times to draw.",
                     why="Nothing is computed on meta tensors.",
-                    do="Give it tensors on a device.",
+                    do="Pass tensors on a real device.",
                 )
             )
         own, peers = (

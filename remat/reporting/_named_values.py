@@ -234,7 +234,8 @@ def _check_has_numbers(step: Step) -> None:
             explain(
                 where=step.name,
                 what="a tensor is on the meta device.",
-                why="Named values are numbers to compare, and there it has none.",
+                why="Named values are compared as numbers, which a meta tensor does "
+                "not have.",
                 do="Pass tensors on a real device, small ones if memory is short; "
                 "`report` takes meta tensors.",
             )

@@ -98,12 +98,12 @@ class Step:
             explain(
                 where=self.name,
                 what=f"returned no tensor that requires grad{unknown}.",
-                why="A report is about a step: a forward and its backward. Tensors are "
-                "looked for in containers that torch's pytree knows.",
-                do="Pass floating tensors, return what depends on them (where f "
-                "returns an object of your own, its loss: lambda *a: f(*a).loss), and "
-                "take no gradient inside: report the loss, not its torch.func.grad, "
-                "whose bytes `remat.reporting.LiveBytes` counts.",
+                why="A report measures a forward and its backward. It finds tensors "
+                "only in containers that torch's pytree knows.",
+                do="Pass floating tensors and return a tensor that depends on them "
+                "(if f returns an object of your own, return its loss: lambda *a: "
+                "f(*a).loss). Take no gradient inside: report the loss, not its "
+                "torch.func.grad, whose bytes `remat.reporting.LiveBytes` counts.",
             )
         )
 

@@ -319,8 +319,8 @@ def _require_equal(one: _Result, other: _Result, where: str) -> None:
                 where=f"{where}, the structure of the outputs",
                 what=f"is {one.rest} in the first function and {other.rest} in the "
                 "second.",
-                why="Both must return the same pytree, with the same leaves beside "
-                "tensors.",
+                why="Both must return the same pytree, with equal leaves that are "
+                "not tensors.",
                 do="Return the same from both.",
             )
         )

@@ -508,7 +508,9 @@ def test_options_that_transformer_engine_passes_on_warn(option: str) -> None:
 
 def test_contexts_around_the_recomputation_are_refused() -> None:
     """No Python runs there."""
-    with pytest.raises(ValueError, match="no Python of it runs in the backward"):
+    with pytest.raises(
+        ValueError, match="none of its Python code runs in the backward"
+    ):
         TE(torch.sin, torch.ones(3), context_fn=lambda: None)
 
 

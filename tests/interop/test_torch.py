@@ -937,7 +937,7 @@ def test_what_runs_again_ends_a_graph():
         (
             {"respect_saved_tensors_hooks": False},
             NotImplementedError,
-            "hands them to the hooks",
+            "passes them to the hooks",
         ),
         ({"debug": True}, RematWarning, "has no effect"),
     ],

@@ -209,7 +209,7 @@ def test_wrong_calls(wrap: Any, text: str):
     ("call", "text"),
     [
         (lambda model: apply_activation_checkpointing(model, peer_wrapper.checkpoint_wrapper), "torch's own wrapper"),
-        (lambda model: checkpoint_wrapper(model, checkpoint_fn=peer.checkpoint), "nothing of this package"),
+        (lambda model: checkpoint_wrapper(model, checkpoint_fn=peer.checkpoint), "not be a region of this package"),
     ],
 )  # fmt: skip
 def test_wrappers_that_cannot_be_kept(call, text):

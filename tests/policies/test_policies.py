@@ -646,8 +646,8 @@ def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 NOT_POLICIES: dict[str, tuple[Any, str]] = {
     "torch's": (
         by_torch,
-        f"got {by_torch!r}. It is called with one `Value`, and nothing else. Write it as "
-        "`def policy(value)`, of `value.op`, `value.names`, `value.shape` and so on. One "
+        f"got {by_torch!r}. A policy is called with one `Value` and nothing else. "
+        "Write it as `def policy(value)`, of `value.op`, `value.names`, `value.shape` and so on. One "
         "of torch's, `(ctx, op, *args, **kwargs)`, goes into "
         "`create_selective_checkpoint_contexts` of `remat.interop.torch`.",
     ),
@@ -699,7 +699,7 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "no hash": (
         without_hash(),
-        "got rule. It cannot be hashed, and a traced program is looked up by its policy. "
+        "got rule. It cannot be hashed, but traced programs are looked up by their policy. "
         "Give its class `__hash__`, or pass a function.",
     ),
 }
@@ -971,7 +971,7 @@ def test_by_size_needs_bounds_with_room():
     )
     assert message_of(ValueError, by_size, 2, 1) == (
         "by_size(min_bytes=..., max_bytes=...): got 2 and 1 bytes. No size lies between "
-        "them, so that nothing would be saved. Swap the two."
+        "them, so nothing would be saved. Swap the two."
     )
 
 

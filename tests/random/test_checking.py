@@ -26,9 +26,9 @@ def test_both_lines_are_named() -> None:
     first = test_both_lines_are_named.__code__.co_firstlineno + 5
     assert str(caught.value) == (
         f"the key [3, 0], consumed at test_checking.py:{first + 2}: was consumed before, "
-        f"at test_checking.py:{first}. Both draws have the same bits: what should be "
-        "independent is equal. Split it once, k1, k2 = random.split(key), or derive a "
-        "key for each use, random.fold_in(key, 0) and random.fold_in(key, 1)."
+        f"at test_checking.py:{first}. Both draws have the same bits, so numbers that "
+        "should be independent are equal. Split it once, k1, k2 = random.split(key), or "
+        "derive a key for each use, random.fold_in(key, 0) and random.fold_in(key, 1)."
     )
 
 

@@ -1,7 +1,7 @@
 """Drop-ins for `torch.utils.checkpoint` and torch's checkpoint wrapper, over this engine.
 
-Each has the signature that the newest torch gives it. What cannot be kept raises, and says
-why; docs/interop_torch.md goes through torch's own tests, behavior by behavior.
+Each has the signature of the newest torch. Unsupported options raise, and say why;
+docs/interop_torch.md goes through torch's own tests, behavior by behavior.
 """
 
 from remat._errors import RecomputationError as CheckpointError

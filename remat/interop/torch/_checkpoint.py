@@ -135,28 +135,30 @@ def checkpoint(
 ) -> Any:
     """Calls a function so that its backward recomputes, with torch's signature.
 
-    Same numbers as without it, under `.backward()` and under every torch.func transform,
-    where torch's own raises. The function is traced once a signature and not run again:
-    what Python does in it happens in the trace alone. A call costs no trace where the same
-    code was called before, whether it is a lambda made anew, a partial or a bound method.
+    The numbers are those of a plain call, under `.backward()` and under every
+    torch.func transform, where torch's own checkpoint raises. The function is traced
+    once per signature and does not run again: its Python side effects happen only in
+    the trace. If the same code was called before, there is no new trace, even for a new
+    lambda, partial or bound method.
 
     Args:
         function: what to run; without it, a decorator with these options is returned.
         *args: its positional arguments.
-        use_reentrant: both of torch's variants are one here, which does what the
-            non-reentrant one does. True refuses what torch refuses with it.
-        preserve_rng_state: whether random numbers are drawn again as they were. Where it is
-            False a function that draws raises, while torch's gradients would be wrong.
-        context_fn: None of torch's contexts but those of
-            `create_selective_checkpoint_contexts`, ours or torch's.
+        use_reentrant: both values run the same implementation, which does what torch's
+            non-reentrant variant does. True refuses what torch refuses with it.
+        preserve_rng_state: whether the recomputation draws the same random numbers. If
+            it is False, a function that draws raises, where torch's gradients would be
+            wrong.
+        context_fn: makes the contexts of `create_selective_checkpoint_contexts`, ours
+            or torch's; other contexts raise.
         determinism_check: "default" or "none". A traced function is one program, and cannot
             differ from itself.
         debug: warns: errors always name the operator and the line.
-        early_stop: False warns: a traced recomputation runs what some gradient needs, and
-            nothing else. `engine="rerun"` always runs the whole function. As in torch, it
-            says nothing with `use_reentrant=True`.
-        respect_saved_tensors_hooks: None or True: hooks that surround the call see what is
-            saved.
+        early_stop: False warns, because a traced recomputation always runs only what
+            some gradient needs. `engine="rerun"` always runs the whole function. As in
+            torch, the option is ignored with `use_reentrant=True`.
+        respect_saved_tensors_hooks: None or True: hooks around the call see the saved
+            values.
         engine: of `remat`: "trace", or "rerun" for functions that cannot be traced. It has
             no counterpart in torch.
         **kwargs: keyword arguments of the function.
@@ -212,7 +214,7 @@ def checkpoint_sequential(
 
     Args:
         functions: an `nn.Sequential`, or a list of modules or functions of one argument.
-        segments: into how many parts they are divided, 1 to their number.
+        segments: the number of parts into which they are divided, at most their number.
         input: what the first of them takes.
         use_reentrant: see `checkpoint`.
         **kwargs: `preserve_rng_state`, and `engine`; see `checkpoint`.
@@ -288,7 +290,7 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
         explain(
             where=f"checkpoint(context_fn={context_fn!r})",
             what=f"makes the contexts {first!r} and {second!r}.",
-            why="The backward runs a program and not the function, so there is no "
+            why="The backward runs a program, not the function, so there is no "
             "second run for a context to enclose.",
             do="Enter the first context around the call; to choose what is saved, use "
             "create_selective_checkpoint_contexts or a policy of remat.",
@@ -300,8 +302,7 @@ def _warn_of_early_stop() -> None:
     warn(
         where="checkpoint(early_stop=False)",
         what="has no effect.",
-        why="A traced region recomputes what some gradient needs, and has no code for "
-        "the rest.",
+        why="A traced region always recomputes only what some gradient needs.",
         do='Leave early_stop out, or use engine="rerun", which runs the whole function.',
     )
 
@@ -311,8 +312,8 @@ def _hooks_are_respected() -> NotImplementedError:
         explain(
             where="checkpoint(respect_saved_tensors_hooks=False)",
             what="asks for saved values to be kept from surrounding saved-tensor hooks.",
-            why="A region saves its values as every function of autograd does, and torch "
-            "hands them to the hooks.",
+            why="A region saves its values as any autograd.Function does, and torch "
+            "passes them to the hooks.",
             do="Leave the option out, or make the call outside the hooks.",
         )
     )
@@ -322,8 +323,8 @@ def _warn_of_debug() -> None:
     warn(
         where="checkpoint(debug=True)",
         what="has no effect.",
-        why="A recomputation is part of the program that was traced, and cannot go "
-        "another way; the errors of a trace name the operator and the line anyway.",
+        why="A recomputation runs the program that was traced, and cannot run other "
+        "operators; errors of a trace always name the operator and the line.",
         do="Leave it out; to look for a nondeterministic kernel, use "
         "remat(verify=True).",
     )
@@ -344,6 +345,6 @@ def _warn_of_one_segment() -> None:
     warn(
         where="checkpoint_sequential(segments=1)",
         what="recomputes nothing.",
-        why="The last segment runs as it is, and it is the only one.",
+        why="The last segment is not recomputed, and it is the only one.",
         do="Use more segments, or checkpoint(nn.Sequential(...), input).",
     )

@@ -1,7 +1,7 @@
-"""What else `torch.utils.checkpoint` offers, for code that changes the import alone.
+"""The other names of `torch.utils.checkpoint`, for code that changes only its import.
 
-Helpers do what torch's do. A switch for what regions do in any case is silent; one for what
-they cannot do warns that it has no effect, and the calls inside it go on.
+Helpers do what torch's do. A switch for something that regions always do is silent; one
+for something that they cannot do warns that it has no effect.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from remat.interop.torch._checkpoint import checkpoint
 
 @contextlib.contextmanager
 def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
-    """Whether a recomputation ends with the last value that is needed: it does.
+    """Does nothing: a recomputation always ends with the last value that is needed.
 
-    A traced region recomputes what some gradient needs, and has no code for the rest.
+    A traced region always recomputes only what some gradient needs.
 
     Args:
-        enable: True is what happens anyway.
+        enable: True has no effect, because it always holds.
 
     Warns:
         RematWarning: it is False, which has no effect.
@@ -53,10 +53,10 @@ def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
 
 @contextlib.contextmanager
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
-    """Whether operators of both runs are logged: there is one program, and no log.
+    """Does nothing: there is one program, and no log to compare.
 
     Args:
-        enabled: None and False are what happens anyway.
+        enabled: None and False have no effect, because they always hold.
 
     Warns:
         RematWarning: it is True, which has no effect.
@@ -82,10 +82,10 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
 
 @final
 class GraphExecGroup:
-    """Several backwards around which torch recomputes a region once: here each does.
+    """In torch, backwards inside it recompute a region once; here each one does.
 
-    Gradients are the same. A region is one node of the graph, and what a backward has
-    recomputed is gone when that node has run.
+    Gradients are the same. A region is one node of the graph, and its recomputed values
+    are freed when that node has run.
 
     Warns:
         RematWarning: it is entered, which has no effect.
@@ -120,7 +120,7 @@ class GraphExecGroup:
 
 @final
 class CheckpointFunction:
-    """The `autograd.Function` of torch's reentrant variant, for those who call `apply`.
+    """The `autograd.Function` of torch's reentrant variant, for its `apply`.
 
     Example:
         >>> import torch
@@ -192,7 +192,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
-    """Warns where no tensor among some values requires grad.
+    """Warns if no tensor among some values requires grad.
 
     Args:
         inputs: tensors of any shapes, and other values.
@@ -213,15 +213,15 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
             where="check_backward_validity(...)",
             what="got no tensor that requires grad.",
             why="No gradient will flow to any of these.",
-            do="Call requires_grad_() on one, if one was to be differentiated.",
+            do="Call requires_grad_() on a tensor that should be differentiated.",
         )
 
 
 @final
 class DefaultDeviceType:
-    """The kind of device that `set_device_states` sets states of unless told otherwise.
+    """The default kind of device of `set_device_states`.
 
-    Regions need none: they record states of each device that they draw from.
+    Regions do not use it: they record the states of each device that they draw from.
 
     Example:
         >>> from remat.interop.torch import DefaultDeviceType
@@ -244,7 +244,7 @@ class DefaultDeviceType:
 
     @staticmethod
     def get_device_type() -> str:
-        """What was chosen, or else this machine's accelerator, or else "cpu".
+        """The chosen kind, or else this machine's accelerator, or else "cpu".
 
         Returns:
             The kind.
@@ -287,7 +287,7 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
             explain(
                 where="get_device_states(...)",
                 what=f"got tensors on devices of the kinds {', '.join(kinds)}.",
-                why="It returns indices of devices, which do not tell kinds apart.",
+                why="It returns device indices, which do not say the kind of device.",
                 do="Call it for each kind.",
             )
         )

@@ -1,8 +1,8 @@
 """Selective checkpointing: torch's policies of operators, as policies of this package.
 
-torch runs the function under two dispatch modes, one that caches outputs of operators and
-one that returns them again. Here the policy is asked while the function is traced, about
-each value once, and what it says is what a traced region does: there are no modes.
+torch runs the function under two dispatch modes, one that caches the outputs of
+operators and one that returns them. Here there are no modes: the policy is asked once
+about each value while the function is traced, and the region follows its answers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PACKET = type(torch.ops.aten.mm)
 
 
 class CheckpointPolicy(enum.Enum):
-    """What a policy of torch's answers about the output of an operator.
+    """The answer of a policy of torch's about the output of an operator.
 
-    `MUST_` and `PREFER_` differ for compilers alone, and mean the same here. Outputs to
-    offload wait in host memory; torch (2.15) recomputes them and does not say so.
+    `MUST_` and `PREFER_` differ only for compilers, and mean the same here. Outputs to
+    offload wait in host memory; torch (2.15) silently recomputes them.
 
     Example:
         >>> from remat.interop.torch import CheckpointPolicy
@@ -63,10 +63,10 @@ _DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
 @final
 @dataclasses.dataclass(frozen=True)
 class SelectiveCheckpointContext:
-    """What a policy of torch's is told beside the operator.
+    """The context that a policy of torch's gets besides the operator.
 
     Args:
-        is_recompute: always False: a recomputation asks nothing.
+        is_recompute: always False: a recomputation does not ask the policy.
         op_output: a meta tensor, of the shape and dtype of what the operator made.
     """
 
@@ -82,8 +82,8 @@ PolicyFn: TypeAlias = Callable[..., object]
 class Selective(AbstractPolicy):
     """A policy of torch's, `(ctx, op, *args, **kwargs)`, as one of this package.
 
-    Two are equal if they run the same code over equal closures: torch's habit is to make
-    the policy anew for each call, and an equal one finds the trace of the last call.
+    Two are equal if they run the same code over equal closures. In torch the policy is
+    usually made anew for each call, and an equal one reuses the trace of the last call.
 
     Args:
         function: torch's policy.
@@ -110,7 +110,7 @@ class Selective(AbstractPolicy):
         answer = self.function(context, value.op, *args, **kwargs)
         if isinstance(answer, bool):
             return Save() if answer else Recompute()
-        # Torch's own enum will do, which this package does not import.
+        # Accepts torch's own enum too, which this package does not import.
         made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
         if made is None:
             raise _meaningless(self, value, answer)
@@ -132,7 +132,7 @@ def _meaningless(policy: Selective, value: Value, answer: object) -> PolicyError
         explain(
             where=f"the policy {policy!r}",
             what=f"answered {answer!r} about {value}.",
-            why="A policy of torch's answers a bool or a CheckpointPolicy.",
+            why="A policy of torch's must return a bool or a CheckpointPolicy.",
             do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
         )
     )
@@ -148,7 +148,7 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
-    """What is equal for two policies that answer alike; contents as they are now."""
+    """A key that is equal for policies that answer alike; contents as they are now."""
     if id(thing) in seen:
         return "itself"
     seen |= {id(thing)}
@@ -181,7 +181,7 @@ def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
 
 @final
 class _Same:
-    """Equal to itself alone, and keeps what it stands for alive."""
+    """Equal only to itself; keeps the object that it stands for alive."""
 
     def __init__(self, thing: object) -> None:
         self.thing = thing
@@ -205,12 +205,13 @@ class SelectiveContext(contextlib.AbstractContextManager[None]):
         self.policy = policy
 
     def __enter__(self) -> None:
-        """Refuses: no other checkpoint knows what to do with it."""
+        """Refuses, because no other checkpoint can use this context."""
         raise RuntimeError(
             explain(
                 where="a context of interop.torch.create_selective_checkpoint_contexts",
                 what="was entered.",
-                why="It carries a policy to interop.torch.checkpoint, which enters none.",
+                why="It only carries a policy to interop.torch.checkpoint, which "
+                "does not enter it.",
                 do="Pass the function that makes it as `context_fn` of that checkpoint.",
             )
         )
@@ -222,25 +223,26 @@ class SelectiveContext(contextlib.AbstractContextManager[None]):
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: PolicyFn | list[Any], allow_cache_entry_mutation: bool = False
 ) -> tuple[SelectiveContext, SelectiveContext]:
-    """Says by operator which outputs a checkpointed function saves, as torch does it.
+    """Selects by operator the outputs that a checkpointed function saves, as in torch.
 
-    The policy is asked once a value, while the function is traced, and in the order of the
-    function. It sees ATen operators without in-place variants (`mul` for `mul_`), and
-    tensors without data for what they take and make. Those of its choice that a backward
-    step reads are saved; torch saves all of them.
+    The policy is asked once per value, while the function is traced, in the order of
+    the function. It sees ATen operators without in-place variants (`mul` for `mul_`),
+    with tensors without data as inputs and outputs. Of the values that it selects,
+    those that a backward step reads are saved; torch saves all of them.
 
     Args:
         policy_fn_or_list: a list of overloads, `torch.ops.aten.mm.default`, whose outputs are
             saved; or a function `(ctx, op, *args, **kwargs)` that answers a
             `CheckpointPolicy`, or a bool. It must answer alike when asked alike.
-        allow_cache_entry_mutation: torch then lets the function change a saved output in
-            place. Here it always may: what is saved is what the operator made.
+        allow_cache_entry_mutation: in torch, lets the function change a saved output in
+            place. Here this is always allowed: the saved value is what the operator
+            made.
 
     Returns:
         Two contexts, for `checkpoint(..., context_fn=...)`.
 
     Raises:
-        ValueError: the list holds what is not an overload.
+        ValueError: the list holds something that is not an overload.
         TypeError: it is neither a list nor a function.
 
     Example:

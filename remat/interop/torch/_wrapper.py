@@ -1,7 +1,7 @@
 """torch's `checkpoint_wrapper` and `apply_activation_checkpointing`, in place.
 
-torch puts a wrapper module around each module, and hides it from `state_dict` again. Here a
-module keeps its place, its class and its names (`remat.modules`).
+torch puts a wrapper module around each module, and hides it from `state_dict`. Here
+there is no wrapper: a module keeps its class and its names (`remat.modules`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remat.storage import Offload
 
 
 class CheckpointImpl(enum.Enum):
-    """Which of torch's two variants is asked for; here both are one.
+    """Which of torch's two variants to use; here both are the same.
 
     Example:
         >>> from torch import nn
@@ -47,8 +47,8 @@ def checkpoint_wrapper(
 
     Args:
         module: the module.
-        checkpoint_impl: a `CheckpointImpl`, ours or torch's; both of its members are one.
-        checkpoint_fn: None, or `checkpoint` of this module; torch would call another one.
+        checkpoint_impl: a `CheckpointImpl`, ours or torch's; both members do the same.
+        checkpoint_fn: None, or `checkpoint` of this package; others raise.
         **checkpoint_fn_kwargs: options of `checkpoint`.
 
     Returns:
@@ -74,8 +74,8 @@ def checkpoint_wrapper(
         raise NotImplementedError(
             explain(
                 where=f"checkpoint_wrapper(checkpoint_fn={checkpoint_fn!r})",
-                what="asks for another function to do the checkpointing.",
-                why="Then nothing of this package is left in it.",
+                what="asks for another checkpointing function.",
+                why="Then the module would not be a region of this package.",
                 do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
             )
         )
@@ -98,17 +98,17 @@ def _require_options(given: Iterable[str]) -> None:
                 explain(
                     where=f"checkpoint_wrapper({name}=...)",
                     what=f"is no option of checkpoint. The options are {', '.join(known)}.",
-                    why="torch would hand it to the module at each call.",
+                    why="torch would pass it to the module at each call.",
                     do="Use one of these, or pass it where the module is called.",
                 )
             )
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Makes what a module keeps for its backward wait in host memory, in place.
+    """Offloads what a module keeps for its backward to host memory, in place.
 
-    That is what it saves and its inputs; parameters stay where they are, where torch copies
-    them too. A module that `checkpoint_wrapper` made recompute still does, and what it
+    This covers saved values and inputs. Parameters stay on their device, while torch
+    copies them too. A module from `checkpoint_wrapper` still recomputes, and what it
     keeps waits in host memory.
 
     Args:
@@ -118,7 +118,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         The module itself, with a region around its `forward`.
 
     Raises:
-        ValueError: the module is one that runs again, which keeps inputs as they are.
+        ValueError: the module has `engine="rerun"`, which keeps inputs unchanged.
 
     Example:
         >>> from torch import nn
@@ -244,7 +244,7 @@ def _require_not_of_torch(wrapper: Callable[..., Any]) -> None:
         raise NotImplementedError(
             explain(
                 where=f"apply_activation_checkpointing(checkpoint_wrapper_fn={wrapper!r})",
-                what="cannot be kept.",
+                what="is not supported.",
                 why="It is torch's own wrapper, which torch's own checkpointing runs.",
                 do="Leave it out, or pass interop.torch.checkpoint_wrapper with the "
                 "options, or interop.torch.offload_wrapper.",
