@@ -1,4 +1,4 @@
-"""Looking at what regions hold: before a step, during it, and where it ran out."""
+"""Shows what regions hold: before a step, during it, and when memory runs out."""
 
 from remat.reporting._checklist import Check, Checklist, checklist
 from remat.reporting._compare import Comparison, Row, compare

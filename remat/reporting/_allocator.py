@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator says of a step, beside what the watcher counts."""
+"""Reads the peak of CUDA's caching allocator, beside what the watcher counts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class AllocatorPeak:
 
 @contextlib.contextmanager
 def allocator_peaks(devices: Iterable[torch.device]) -> Generator[AllocatorPeak]:
-    """Around a step: what it adds to the memory of CUDA devices.
+    """Measures, around a step, the peak of what it adds to the memory of CUDA devices.
 
-    The allocator keeps one peak a device, which starts anew here: what
-    `torch.cuda.max_memory_allocated` said of earlier steps is over.
+    The allocator keeps one peak per device, which is reset here: what
+    `torch.cuda.max_memory_allocated` recorded of earlier steps is lost.
 
     Args:
         devices: where the step's tensors are, each once.

@@ -1,4 +1,4 @@
-"""What the command line calls, and with what: `model.py:loss x=8,256:bfloat16 heads==4`."""
+"""Parses a command line: `model.py:loss x=8,256:bfloat16 heads==4`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def _module(place: str, target: str) -> Any:
     return _file(path.resolve())
 
 
-# What the files were when they ran: one may be edited between two commands of a process.
+# The text of each file when it ran: a file may be edited between two commands of a
+# process.
 _texts: dict[str, bytes] = {}
 
 

@@ -26,7 +26,7 @@ class Run(Protocol):
 
 
 class Listener(Protocol):
-    """A watcher that wants to know which node's backward runs."""
+    """A watcher that is told which node's backward runs."""
 
     node: int | None
 
@@ -37,7 +37,7 @@ class Call:
 
     Attributes:
         place: the place of the node among all.
-        call: what it says of itself.
+        call: the node's own description.
         name: the function's name.
         key: equal for calls that are one row: one code under one policy.
         traced: the trace; None if it has none of its own.
@@ -108,7 +108,7 @@ class Calls:
     def callers(self, runs: Sequence[Run]) -> dict[int, Call]:
         """For the id of each run of a region's program, the call.
 
-        Forwards run in the order of the calls; of a backward the run says the node.
+        Forwards run in the order of the calls; for a backward, the run has its node.
         """
         waiting: dict[int, Iterator[Call]] = {}
         for traced, calls in self.traces:

@@ -1,4 +1,4 @@
-"""The checklist: what to know of a step before one trusts its recomputation."""
+"""The checklist: what to check before trusting a step's recomputation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Check:
     Attributes:
         question: what is asked.
         verdict: "pass", "fail" or "not applicable".
-        figure: what was measured, and what it is measured against.
+        figure: the measurement, and what it is compared with.
     """
 
     question: str
@@ -70,7 +70,7 @@ class Checklist:
 
 
 def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
-    """Answers by measurement what reviewers of activation recomputation ask.
+    """Measures what reviewers of activation recomputation ask about.
 
     Seven rows, each "pass", "fail" or "not applicable":
 
@@ -85,7 +85,7 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
     - gradients: those of the undecorated function, to the last bit, or to rounding where
       sums are taken in another order, such as those of a weight that two calls share.
 
-    The step runs about ten times. Nothing of the caller's is changed.
+    The step runs about ten times. The caller's state does not change.
 
     Args:
         f: a loss, a module or a region, as in `report`.
@@ -306,7 +306,7 @@ def _seconds_disabled(step: Step) -> float:
         return _seconds(step)
 
 
-# How far apart sums in another order may lie, relatively to the largest element: a
+# How far apart sums in another order may be, relative to the largest element: a
 # heuristic.
 _ROUNDING = {
     torch.float64: 1e-12,

@@ -130,15 +130,15 @@ def compare(
 ) -> Comparison:
     """Measures a function as one region under several policies, and under peers.
 
-    All run the same step on this machine, one after the other in each round. torch_remat
-    takes part where it is installed.
+    All run the same step on this machine, one after the other in each round.
+    torch_remat is included if it is installed.
 
     Args:
         f: a function, a module, or a region, whose own policy is then one of the rows.
         kwargs: its arguments.
         num_steps: how many steps of each are timed; they take turns. None on the meta
             device, where the bytes are those of a real run.
-        peers: by name, what takes the function and gives it as another library runs it.
+        peers: by name, callables that wrap the function as another library runs it.
 
     Returns:
         One row for each way; they print as a table, "no remat" first.

@@ -1,9 +1,10 @@
 """The demo: a small GPT learns English under several policies, and is measured.
 
 It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The
-text is the one that every CPython ships, the help topics of `pydoc`. All rows start from
-the same parameters, see the same batches and drop out by the same keys, and their steps
-take turns, so that a slow moment of the machine slows each of them. Bytes are measured by `LiveBytes`.
+text ships with every CPython: the help topics of `pydoc`. All rows start from the same
+parameters, see the same batches and use the same dropout keys. Their steps take turns,
+so that a slow moment of the machine affects all of them. Bytes are measured by
+`LiveBytes`.
 """
 
 import statistics

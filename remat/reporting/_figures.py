@@ -1,7 +1,7 @@
-"""Figures of a report, by matplotlib: readable in gray, axes with units.
+"""Figures of a report, by matplotlib: readable in grayscale, with units on the axes.
 
-Owners are told apart by hatches and lightness too, curves by line styles, so that no color
-is needed. A figure is returned unsaved: `figure.savefig("step.svg")`, or `.png`.
+Owners also differ in hatches and lightness, and curves in line styles, so that no color
+is needed. Figures are returned unsaved: `figure.savefig("step.svg")`, or `.png`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def comparison_figure(
     *,
     title: str = "",
 ) -> Figure:
-    """Seconds of a step against held bytes: what is best for its bytes as a line.
+    """Seconds of a step against held bytes; a line joins what is fastest for its bytes.
 
     Args:
         own: (bytes, seconds), by policy.
@@ -166,7 +166,7 @@ def comparison_figure(
 
 
 def _best(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points than which no other is both smaller and faster, the smallest first."""
+    """The points that no other one beats in both size and time, the smallest first."""
     found: list[tuple[int, float]] = []
     for size, time_s in sorted(points):
         if not found or time_s < found[-1][1]:

@@ -95,7 +95,7 @@ def block(
 def block_without_dropout(
     parameters: Mapping[str, Tensor], x: Tensor, heads: int
 ) -> Tensor:
-    """`block` where nothing is dropped, so that it means the same to every library."""
+    """`block` without dropout, so that every library computes the same."""
     x = x + _attention(parameters, x, heads)
     return x + _perceptron(parameters, x)
 

@@ -1,8 +1,8 @@
-"""What autograd holds between a forward and its backward, read from autograd's own graph.
+"""Reads from autograd's graph what it holds between a forward and its backward.
 
-Each node of the graph says what it saved: a node of a region as `saved_tensors`, a node of
-one of torch's operators in attributes that begin with `_saved_`. What a scheduled stack holds
-waits beside its node.
+Each node of the graph shows what it saved: a node of a region as `saved_tensors`, a
+node of one of torch's operators in attributes that begin with `_saved_`. What a
+scheduled stack holds is kept outside of its node.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Node:
 def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor, ...]]:
     """The nodes behind some outputs in the order of the forward, and the leaves.
 
-    What saved-tensor hooks of others packed is unpacked by looking at it.
+    Reading a saved tensor unpacks what saved-tensor hooks of others packed.
     """
     raws, leaves = walk(outputs)
     nodes = sorted(map(_node, raws), key=lambda node: node.number)

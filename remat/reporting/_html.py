@@ -1,7 +1,7 @@
-"""A report as one page that needs nothing else: no network, no library.
+"""A report as one HTML page that needs no network and no library.
 
-Its tables are sorted by the buttons in their heads and filtered by a search field, both
-reached by the keyboard; without scripts they are plain tables.
+Buttons in the heads of its tables sort them, and a search field filters them; both work
+with the keyboard. Without scripts they are plain tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen records as JSON."""
+"""Writes records as JSON."""
 
 from __future__ import annotations
 

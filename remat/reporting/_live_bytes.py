@@ -1,9 +1,9 @@
 """Measures the bytes of live storages, under every transform of torch.func.
 
-A dispatch mode stands below the transforms and sees the plain tensors that each operator
-takes and gives. It holds a weak reference to each storage: a storage counts once, however
-many tensors view it, from the operator that made it until its memory is released. One that
-an operator is given before any has made it was there before, and does not count.
+A dispatch mode below the transforms sees the plain tensors that each operator takes and
+returns. It holds a weak reference to each storage. A storage counts once, however many
+tensors view it, from the operator that made it until its memory is released. A storage
+that no operator made existed before, and does not count.
 
 Not seen: buffers that live only inside one kernel, and the allocator's rounding.
 """
@@ -23,10 +23,10 @@ from remat._watching import tensors_in
 class LiveBytes(_compat.DispatchMode):
     """Counts, while it is active, the bytes of the storages that operators make.
 
-    It measures any call, whatever it does: a gradient of `torch.func`, a whole step of
-    training, a solver. Arguments, parameters and other tensors that were there before do
-    not count, nor does what a trace makes, which has no data. Numbers that come from
-    Python or numpy (`torch.tensor(...)`) are no operator's, and do not count either.
+    It measures any call: a gradient of `torch.func`, a whole training step, a solver.
+    Arguments, parameters and other tensors that existed before do not count, nor do the
+    tensors of a trace, which have no data. Tensors made from Python or numpy numbers
+    (`torch.tensor(...)`) are not made by an operator, and do not count either.
 
     Attributes:
         current_bytes: what lives now.

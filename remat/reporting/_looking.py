@@ -1,4 +1,4 @@
-"""Looking before running: what a function, region or not, will hold for its backward."""
+"""Shows what a function will hold for its backward, without running it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from remat.policies._sizes import show_size
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
     """What a call holds between its forward and its backward.
 
-    Nothing runs but a trace. Tensors that require grad, captured ones included, are
-    differentiated, or, where none does, every floating tensor argument. Views of an
-    argument are that argument, and arguments that only a second derivative needs say so
-    in `reason`.
+    This only traces the function. It differentiates the tensors that require grad,
+    captured ones included, or, if there are none, every floating tensor argument. A
+    view of an argument counts as that argument. For arguments that only a second
+    derivative needs, `reason` says so.
 
     Args:
         f: a region, or any function, with regions inside or without.
@@ -51,7 +51,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
 
 
 def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
-    """What plain autograd holds: what a backward step reads of the forward."""
+    """What plain autograd holds: the forward values that backward steps read."""
     analysis = entry.region.analysis(roots)
     found = _read_across(analysis)
     made = _residuals.made_values(
@@ -94,7 +94,7 @@ _HEADINGS = (
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Prints `saved_residuals` as a table with a total.
 
-    The bytes are those of the values themselves. Where some wait in another form, a
+    The bytes are those of the values themselves. If some are stored in another form, a
     column says how.
 
     Args:

@@ -1,4 +1,4 @@
-"""Runs one step under a watcher, reads autograd's graph in its middle, and sums up."""
+"""Runs one step under a watcher, reads autograd's graph in between, and sums up."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _MOST_POINTS = 1000
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Measures one step of a function: the forward, and the backward of its outputs' sum.
 
-    The step runs once, under a watcher. What kernels do at their first call in the process
-    does not count, and traces take no part in the times. Tensors that require grad,
-    captured ones included, are differentiated, or, where none does, every floating tensor
-    argument. Nothing of the caller's is changed: no `.grad` is written, and buffers,
-    generators and arguments are put back. To see what is held, the step unpacks what
-    saved-tensor hooks of other libraries packed. On CUDA the allocator's peak statistics
-    start anew.
+    The step runs once, under a watcher. The first call of a kernel in the process does
+    not count, and the times do not include traces. It differentiates the tensors that
+    require grad, captured ones included, or, if there are none, every floating tensor
+    argument. The caller's state does not change: no `.grad` is written, and buffers,
+    generators and arguments are restored. To see what is held, the report unpacks what
+    saved-tensor hooks of other libraries packed. On CUDA it resets the allocator's peak
+    statistics.
 
     Args:
-        f: a loss, a module, a region, or any function that calls regions or none; on
-            meta tensors the bytes are those of a real run, and there are no times.
+        f: a loss, a module, a region, or any function, with or without regions inside;
+            on meta tensors the bytes are those of a real run, and there are no times.
         *args: its arguments.
-        **kwargs: likewise, all of them `f`'s own.
+        **kwargs: its keyword arguments.
 
     Returns:
         The report, frozen; `print` shows it.
@@ -104,7 +104,7 @@ class _Held:
 
 @final
 class _Measurement:
-    """The watched step, and what is summed up of it."""
+    """The watched step, and its totals."""
 
     def __init__(self, step: Step) -> None:
         self.step = step

@@ -1,8 +1,9 @@
-"""Every named value of a forward and, beside it, of the recomputation.
+"""Collects every named value of a forward, and of its recomputation.
 
-Recomputation hides intermediate values from debuggers: a hook or a print sees the forward's
-alone. Programs tell a listening mode which of their steps comes next; a named step of the
-forward and the step of the backward that repeats it have one rank.
+Recomputation hides intermediate values from debuggers: a hook or a print sees only
+those of the forward. Programs tell a listening mode which of their steps comes next. A
+named step of the forward, and the step of the backward that repeats it, have the same
+rank.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class NamedValue:
         call: which call of it, from 0; None outside regions.
         source: the user's "file.py:line" that made it.
         forward: a copy of what the forward computed.
-        recomputed: a copy of what the backward computed in its place; None where it did
-            not: the value was saved, or no gradient needs it again. What a scheduled stack
-            runs again, and a transform inside the function, is not followed.
+        recomputed: a copy of what the backward computed again; None if it did not,
+            because the value was saved, or because no gradient needs it. Recomputation
+            by a scheduled stack, or by a transform inside the function, is not
+            followed.
     """
 
     name: str
@@ -168,10 +170,10 @@ def _is_wanted(graph: Graph, step: int) -> bool:
 def named_values(
     f: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[NamedValue, ...]:
-    """What `checkpoint_name` named, as the forward computed it and as the backward did.
+    """The named values, as computed by the forward and by the backward.
 
     Runs one step: the forward, and the backward of the sum of the outputs, on detached
-    aliases of the arguments; nothing of the caller's is changed. Each value is copied.
+    aliases of the arguments. The caller's state does not change. Each value is copied.
 
     Args:
         f: a function with or without regions. Names outside regions are listed too,
@@ -244,7 +246,7 @@ def _check_has_numbers(step: Step) -> None:
 
 @final
 class _Again:
-    """What the backward computed, to be found by what the forward did."""
+    """The recomputed values, looked up by those of the forward."""
 
     def __init__(
         self, seen: Sequence[_Seen], callers: dict[int, Call], calls: Calls

@@ -1,4 +1,4 @@
-"""Shows how far a long command is: a bar on a terminal, else a line now and then."""
+"""Shows the progress of a command: a bar on a terminal, else a line now and then."""
 
 import importlib.util
 from collections.abc import Callable, Generator

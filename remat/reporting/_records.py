@@ -1,4 +1,4 @@
-"""What a report is made of: frozen records of bytes, FLOPs and seconds."""
+"""The records of a report: bytes, FLOPs and seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class HeldValue:
         op: the operator that made it.
         shape: the sizes of its dimensions.
         dtype: its dtype.
-        size_bytes: bytes of its storage, once, wherever that is; those of all its copies in `count` calls.
+        size_bytes: bytes of its storage, wherever that is, summed over its `count`
+            calls.
         count: how many calls hold one like it.
         source: the user's "file.py:line" that made it.
         region: which region holds it; "" if plain autograd does.
-        storage: how it waits, as code; "Keep()" as it is.
+        storage: how it waits, as code; "Keep()" means unchanged.
         consumers: the backward operators that read it.
     """
 
@@ -96,9 +97,10 @@ class RegionReport:
         layers: equal calls folded, in the order of the first of each kind.
         held_bytes: measured bytes that its calls hold, each storage counted once, with
             the first call that holds it; what waits elsewhere is not among them.
-        predicted_held_bytes: the same by the trace and the storages; None if there is no
-            trace. Of a value whose bytes depend on its numbers (`Sparse`), or which waits
-            in a storage of the user's own, what was measured is taken.
+        predicted_held_bytes: the same as predicted from the trace and the storages;
+            None if there is no trace. For a value whose bytes depend on its numbers
+            (`Sparse`), or that waits in a storage of the user's own, this has the
+            measured bytes.
         elsewhere_bytes: measured bytes that wait in host memory, on another device than
             the value's, or in files.
         predicted_elsewhere_bytes: the same as predicted.
@@ -129,15 +131,15 @@ class RegionReport:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most bytes lived, arguments and parameters apart.
+    """The moment at which most bytes lived, without arguments and parameters.
 
     Attributes:
         size_bytes: what lived.
         phase: "forward" or "backward".
         region: whose forward or backward ran; "" outside of regions.
         call: which call of it, from 0; None outside of regions.
-        op: the operator that made the last of it; in a backward outside of regions the
-            node of autograd.
+        op: the operator that reached the peak; in a backward outside of regions, the
+            autograd node.
         source: the user's line, "" in a backward.
         groups: the bytes by owner: a region, "outside of regions", "gradients".
     """
@@ -180,12 +182,12 @@ class Timeline:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """What saving some values of the regions would cost and spare.
+    """What saving some values of the regions would cost and save.
 
     Attributes:
         added: the value that this point saves beyond the one before, in words.
-        saved_bytes: bytes that the regions would save, arguments and what lives anyway
-            (an output that the next region holds) apart.
+        saved_bytes: bytes that the regions would save, without arguments and what lives
+            anyway (an output that the next region holds).
         recompute_work: what would be recomputed, in FLOPs: by torch's formula where there
             is one, else one for each element that a step makes.
     """
@@ -204,8 +206,8 @@ class Suggestion:
         kind: "save" a value, "drop" one, "wrap" code in a region, or "none".
         value: the value, in words.
         source: the line to change.
-        size_bytes: by how much the held bytes change; of "wrap" at most, because what the
-            new region takes still waits.
+        size_bytes: by how much the held bytes change; an upper bound for "wrap",
+            because the new region still holds its inputs.
         fraction: by which part of the recomputation's work it changes.
         text: all of this in a sentence.
     """

@@ -24,31 +24,33 @@ if TYPE_CHECKING:
 class Report(Facts):
     """Where the bytes and the seconds of one step go; made by `report`.
 
-    Bytes are of storages that operators of the step made, each counted once. Arguments,
-    parameters among them, were there before and count apart. Seconds are those inside
-    operators, so that neither Python nor the watching counts; on the meta device, where
-    nothing is computed, they are None. FLOPs are those of torch's formulas for matmuls,
+    Bytes are those of storages that operators of the step made, each counted once.
+    Arguments and parameters existed before, and are listed separately. Seconds are
+    those inside operators, without Python and the watcher; they are None on the meta
+    device, where nothing is computed. FLOPs are those of torch's formulas for matmuls,
     convolutions and attention.
 
     Attributes:
         function: the name of what ran.
         device: where most of the held bytes are, "cpu".
         held_bytes: what lives between forward and backward.
-        elsewhere_bytes: what waits beside that in host memory, on another device than the
-            value's, or in files; neither the held bytes nor the peak have it.
-        outside_bytes: what of it is held by no region, but by plain autograd.
-        output_bytes: what of it waits for nothing: it was returned.
+        elsewhere_bytes: what waits in host memory, on another device than the value's,
+            or in files; not included in the held bytes and the peak.
+        outside_bytes: the part of the held bytes that plain autograd holds, not a
+            region.
+        output_bytes: the part of the held bytes that lives only because it was
+            returned.
         peak: the moment at which most lived, gradients included.
-        allocator_peak_bytes: the same by CUDA's allocator, which rounds sizes up and sees
-            what one kernel keeps for itself; None on other devices.
+        allocator_peak_bytes: the same by CUDA's allocator, which rounds sizes up and
+            sees buffers inside kernels; None on other devices.
         parameter_bytes: the leaves that are differentiated.
         argument_bytes: the other tensors among the arguments.
         gradient_bytes: the gradients of these leaves.
         optimizer_bytes: the optimizer's state; None unless `with_optimizer` added it.
         forward_flops: FLOPs of the forward.
         backward_flops: FLOPs of the backward, recomputation included.
-        recompute_flops: FLOPs that regions ran again; None if some region does not tell:
-            one of engine="rerun", or one that the function differentiates itself.
+        recompute_flops: FLOPs that regions ran again; None if unknown for some region:
+            one with engine="rerun", or one that the function differentiates itself.
         forward_s: seconds in the operators of the forward.
         backward_s: seconds in those of the backward, recomputation included.
         recompute_s: seconds in those that ran again.
@@ -58,7 +60,7 @@ class Report(Facts):
         recomputed: the values that regions compute again, likewise.
         unmatched: (policy, glob) of names that match no value in any region.
         suggestion: one next step.
-        frontier: what saving more and more of the regions' values costs and spares.
+        frontier: the bytes and the recomputation as more and more values are saved.
         timeline: the bytes over the step, by owner.
     """
 
@@ -104,7 +106,7 @@ class Report(Facts):
         """The report with the bytes of an optimizer's state.
 
         Args:
-            optimizer: it has made its state where it has taken a step.
+            optimizer: an optimizer; it has a state once it has taken a step.
         """
         state: dict[Any, Any] = dict(optimizer.state)
         found = {

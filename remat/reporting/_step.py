@@ -1,7 +1,7 @@
 """One step of a function: its forward, and the backward of the sum of what it returns.
 
-The caller's tensors are left as they are: what is differentiated is a detached alias, no
-`.grad` is written, and what the function changes in place is put back afterwards.
+The caller's tensors do not change: detached aliases are differentiated, no `.grad` is
+written, and what the function changes in place is restored afterwards.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Step:
         return outputs
 
     def _without_gradient(self, leaves: Sequence[Any]) -> RematError:
-        """What is raised where nothing that is returned has a gradient."""
+        """The error if nothing that is returned has a gradient."""
         found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
         unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
         return RematError(
@@ -109,7 +109,7 @@ class Step:
 
     @staticmethod
     def leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the outputs are to be differentiated by."""
+        """The tensors with respect to which the outputs are differentiated."""
         return walk(outputs)[1]
 
     @staticmethod

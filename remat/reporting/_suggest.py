@@ -1,4 +1,4 @@
-"""What to try next: other decisions, each evaluated on the traced programs."""
+"""Suggests other decisions, each evaluated on the traced programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from remat.policies._sizes import show_size
 from remat.reporting._records import FrontierPoint, HeldValue, Suggestion
 from remat.reporting._traced import Alternative, Outcome, Traced
 
-# A heuristic: a value whose recomputation takes a smaller part of the regions' forward is
-# not worth its bytes, and one that takes a larger part is.
+# A heuristic: a value is worth its bytes if its recomputation takes at least this part
+# of the regions' forward.
 _LEAST_FRACTION = 0.05
 
 
@@ -46,8 +46,8 @@ def suggest(
 ) -> Suggestion:
     """The change that is likely to be worth most.
 
-    Saving a value and dropping it are judged by one limit, so that neither is the advice
-    after the other was followed.
+    Saving and dropping a value are judged by the same limit, so that following one
+    suggestion never leads to the opposite one.
 
     Args:
         groups: the regions.
@@ -102,7 +102,7 @@ class _Change:
 def _changes(
     groups: Sequence[Group], ask: Callable[[Traced], Iterator[Alternative]]
 ) -> list[_Change]:
-    """What other decisions would change; those with one key cannot be told apart in code."""
+    """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
     for group in groups:
         for other in ask(group.traced):
@@ -124,7 +124,7 @@ def _forward_work(groups: Sequence[Group]) -> int:
 
 
 def _save(groups: Sequence[Group]) -> Suggestion | None:
-    """Of the values that spare much, the one that spares most for its bytes."""
+    """Of the values that save much work, the one that saves most per byte."""
     found = _changes(groups, Traced.saving)
     most = max((-each.work for each in found), default=0)
     if most <= 0 or most < _LEAST_FRACTION * _forward_work(groups):
@@ -187,10 +187,10 @@ def describe(value: Alternative) -> str:
 
 
 def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
-    """From saving nothing to saving all that spares work, the best value for its bytes first.
+    """From saving nothing to saving all that is useful, the best value per byte first.
 
-    The order is that of each value's own worth where nothing else is saved (a heuristic);
-    each point is evaluated on the programs.
+    The order is by what each value saves if nothing else is saved (a heuristic); each
+    point is evaluated on the programs.
     """
     saved: list[set[int]] = [set() for _ in groups]
     now = [group.traced.at(set()) for group in groups]
@@ -214,7 +214,7 @@ def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
             continue
         now[place] = found
         points.append(_point(describe(traced.described(number)), groups, now))
-    # Some values spare nothing unless others are saved as well.
+    # Some values save nothing unless others are saved too.
     whole = [group.traced.at(set(group.traced.choices)) for group in groups]
     last = _point("all that is left", groups, whole)
     return (

@@ -1,6 +1,6 @@
 """Drawings of a report as SVG text, for a page without any library.
 
-Owners are told apart by patterns as well as by color; axes have units.
+Owners differ in pattern as well as color; axes have units.
 """
 
 from __future__ import annotations

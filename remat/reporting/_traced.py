@@ -1,4 +1,4 @@
-"""What a traced region says of itself: bytes, work, and what another decision would give."""
+"""What a trace tells about a region: bytes, work, and the effect of other decisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from remat.storage import AbstractStorage, Keep
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What decisions come to.
+    """The effect of decisions.
 
     Attributes:
         saved: the joint graph's values that wait.
@@ -42,7 +42,7 @@ class Outcome:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """Values of a region, decided about otherwise, and what that gives.
+    """Other decisions about some values of a region, and their effect.
 
     Attributes:
         names: the names of each of them.
@@ -63,13 +63,13 @@ class Alternative:
 
 
 def _key(names: tuple[str, ...], op: str, source: str) -> Hashable:
-    """What code can tell values by: their names, else the operator and the line."""
+    """What identifies values in code: their names, else operator and line."""
     return names or (op, source)
 
 
 @final
 class Traced:
-    """A region's trace, to be asked.
+    """Answers questions about a region's trace.
 
     Attributes:
         region: the region.
@@ -101,8 +101,8 @@ class Traced:
     def output_classes(self) -> dict[tuple[int, int], int]:
         """The class of each output, by the step of the forward program that makes it.
 
-        With the step stands which of the tensors that its operator returned it is. A copy
-        of an output is left out: the value itself lives apart from it.
+        The key also has the index among the tensors that the operator returned. A copy
+        of an output is left out, because the value itself does not live with it.
         """
         program = self.region.forward(self._roots, True).program.graph
         joint, owners = self.analysis.joint, roots(program)
@@ -203,13 +203,13 @@ class Traced:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The classes that might be saved and are recomputed where nothing is."""
+        """The classes that may be saved, and that are recomputed if nothing is."""
         found = self._cut(set())
         repeated = {self.analysis.numbers[index] for index in found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
     def at(self, saveable: set[int]) -> Outcome:
-        """What would be saved and recomputed, were these classes permitted."""
+        """What would be saved and recomputed if these classes were permitted."""
         key = frozenset(saveable)
         if key not in self._known:
             found = self._cut(saveable)
@@ -239,7 +239,7 @@ class Traced:
         return found.values()
 
     def described(self, number: int) -> Alternative:
-        """One class, were it the only one that is permitted."""
+        """One class, if it were the only permitted one."""
         return self._alternative(number, {number})
 
     def _alternative(self, number: int, saveable: set[int]) -> Alternative:
@@ -308,7 +308,7 @@ def _size(graph: Graph, indices: Sequence[int]) -> int:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Foretold:
-    """What the program of a backward says of itself.
+    """The figures of a backward program.
 
     Attributes:
         flops: of the steps that run again, by torch's formulas.

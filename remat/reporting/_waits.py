@@ -1,4 +1,4 @@
-"""How many bytes a value will hold while it waits, and where, by its metadata alone."""
+"""Predicts from a value's metadata how many bytes it holds while it waits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Waits(NamedTuple):
         return Waits(*map(sum, zip(self, other, strict=True)))
 
 
-# Storages of which the sizes follow from the value's; the user's own may have effects.
+# Storages whose sizes follow from the value's size; the user's own may have side
+# effects.
 _BY_SIZES = (Keep, Cast, Quantize, Shard, Offload)
 
 

@@ -1,4 +1,4 @@
-"""Watches one step: which operator makes and frees which bytes, for whom, and how long."""
+"""Watches one step: which operators make and free which bytes, and their times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Allocation:
     """One storage that an operator of the step made.
 
     Attributes:
-        key: what tells it from others while it lives.
+        key: identifies it while it lives.
         size_bytes: its size.
         maker: the operator.
         source: the user's line in the forward, "" in the backward.
@@ -105,18 +105,18 @@ class Event:
 
 @final
 class StepWatcher(Watcher):
-    """Writes down what happens while it is active.
+    """Records storages, runs and times while it is active.
 
-    What operators on real and meta tensors make counts; not seen are buffers inside
-    one kernel, and what the allocator adds to round a size up. A storage counts once.
+    It counts what operators on real and meta tensors make, each storage once. It does
+    not see buffers inside a kernel, nor what the allocator adds to round up sizes.
 
-    Where torch's own operator runs for the first time in the process, it runs twice, if
-    that changes nothing, and the second time counts: kernels load and tune at their first
-    call.
+    When one of torch's operators runs for the first time in the process, it runs twice
+    if that changes nothing, and only the second run counts, because kernels load and
+    tune in their first call.
 
     Attributes:
         phase: "forward" or "backward", set by who drives the step.
-        node: the number of the autograd node that runs, set likewise.
+        node: the number of the autograd node that runs, set in the same way.
         time_s: seconds spent in operators so far.
         live_bytes: what lives now.
         flops: of each phase, by torch's formulas.
@@ -273,7 +273,7 @@ def _finish(result: Any) -> None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Traits:
-    """What is known of an operator before it runs.
+    """Properties of an operator that are known before it runs.
 
     Attributes:
         is_view: what it returns shares storage with what it takes.
@@ -297,7 +297,7 @@ def _traits(op: Any) -> _Traits:
     return _Traits(is_view, is_mutable, _compat.has_flops(op), is_repeatable)
 
 
-# The operators that have run in this process: a second call of these is like a third.
+# The operators that have run in this process, which are warmed up.
 _WARM: set[Any] = set()
 
 

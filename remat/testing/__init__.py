@@ -1,6 +1,6 @@
 """For tests: are two functions equivalent, and if not, where do they first differ?
 
-`remat.testing.strategies` makes random functions, and needs hypothesis; the rest does not.
+`remat.testing.strategies` makes random functions; only it needs hypothesis.
 """
 
 from remat.testing._compare import NotEquivalentError

@@ -1,4 +1,4 @@
-"""One call, to be made many times: its arguments copied, and as a function of tensors."""
+"""One call that can be repeated, on copies, or as a function of tensors."""
 
 from __future__ import annotations
 

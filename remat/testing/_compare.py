@@ -27,8 +27,8 @@ class Gap:
         values: what the first and the second tensor hold there.
         num_different: how many elements differ.
         num_elements: how many there are.
-        absolute: the largest difference; elements that are equal, infinite ones too, have
-            none.
+        absolute: the largest difference; it is zero for equal elements, infinite ones
+            too.
         relative: the largest difference relative to the first tensor's element; infinite
             where that is zero.
     """

@@ -1,10 +1,10 @@
-"""Finds where two computations differ first: their operators are recorded and matched.
+"""Finds where two computations differ first, by recording and matching their operators.
 
-Both run for real, forward and plain backward, and every result of an ATen operator is kept.
-Operators are matched by name, shape and bits, not by position: a region drops views and
-dead work, recomputes, and replaces in-place operators by pure ones. The first value without
-a match, under the same operator and shape, is where they differ. It is the search of
-`diff`, with values instead of lines, and without their order.
+Both run forward and plain backward, and every result of an ATen operator is kept.
+Operators are matched by name, shape and bits, not by position, because a region drops
+views and dead work, recomputes, and replaces in-place operators by pure ones. The first
+value without a match under the same operator and shape is where they differ. This is
+like `diff`, with values instead of lines, and regardless of order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Difference:
     """The first value that differs.
 
     Attributes:
-        phase: "forward" or "backward"; what became of state is seen behind the backward.
-        op: the operator that makes it, "aten.sin"; "" where all operators agree, and only
-            what became of their results differs.
+        phase: "forward" or "backward"; state is compared after the backward.
+        op: the operator that makes it, "aten.sin"; "" if all operators agree, and only
+            the results of the call differ.
         name: what `checkpoint_name` calls it, or which result it is; "" if nothing does.
         source: the line "file.py:7" of the first function that makes it; "" in the
             backward, whose operators have no line.
@@ -119,20 +119,21 @@ def first_difference(
     Both run once, forward and `.backward()` with fixed cotangents, on copies of the
     arguments and from one state of the generators and captured tensors, which is restored.
 
-    It sees operators below autograd that run on real tensors, not inside one. To look
-    under a transform, give it both functions transformed:
-    `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. An operator that only one of the two
-    runs is passed over: where they part in one, the first operator downstream that both
-    run is named. It holds a copy of every value that either computes.
+    It sees operators on real tensors below autograd, but not inside of an operator. To
+    look under a transform, pass both functions transformed:
+    `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. Operators that only one
+    of the functions runs are skipped: if they differ in one of these, the first
+    operator after it that both run is reported. It holds a copy of every value that
+    either computes.
 
     Args:
         f: the function to agree with; the names and lines in the answer are its own.
-        g: the one to judge, say a region of `f`.
+        g: the function to check, for example a region of `f`.
 
     Returns:
         A function of the arguments of a call, which returns a `Difference`, or None if
-        all outputs and gradients, and what became of arguments, of captured tensors and of
-        the generator, agree to the last bit.
+        all outputs and gradients agree to the last bit, and so do the arguments,
+        captured tensors and the generator after the call.
 
     Example:
         >>> import torch
@@ -194,7 +195,7 @@ def _record(
 
 
 def _compared(one: _Results, other: _Results) -> Iterable[str]:
-    """The labels; state that one function alone reaches has nothing to agree with."""
+    """The labels to compare; state that only one function reaches is left out."""
     both = one.keys() & other.keys()
     return [k for k in one | other if k in both or not k.endswith(_AFTER)]
 

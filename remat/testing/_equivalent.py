@@ -25,8 +25,8 @@ from remat.testing._transforms import (
     parse,
 )
 
-# What torch raises where it has no rule for an operator under a transform; it has no class
-# of its own for that.
+# What torch raises if it has no rule for an operator under a transform; there is no
+# separate class for that.
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError)
 
 
@@ -67,30 +67,32 @@ def assert_equivalent(
     cotangents: Cotangents = contiguous_cotangents,
     exact: bool | None = None,
 ) -> Callable[..., Equivalence]:
-    """Compares two functions, say a plain one and its region, under many transforms.
+    """Compares two functions, such as one and its region, under many transforms.
 
-    Both are called with copies of the arguments (strides and shared memory kept), from one
-    state of the generators and of the captured tensors, which is restored after each run.
-    It compares outputs; gradients of every floating tensor argument, or of those that
-    require grad if any does, and of captured tensors that require grad; what became of
-    the arguments, of captured tensors such as buffers, and of the default generator.
+    Both are called with copies of the arguments (strides and shared memory kept), from
+    one state of the generators and of the captured tensors, which is restored after
+    each run. It compares outputs; gradients of every floating tensor argument, or of
+    those that require grad if any does, and of captured tensors that require grad; and
+    the arguments, captured tensors such as buffers, and the default generator after the
+    call.
 
-    Laws: where the second function is a region, its outputs and its gradients under
-    "backward" and "grad" are compared with those of the first under `.backward()` to the
-    last bit, unless memory shared among arguments and outputs makes autograd sum outside
-    it (law 1); everything else by the defaults of `torch.testing.assert_close`.
+    Laws: if the second function is a region, its outputs, and its gradients under
+        "backward" and "grad", must equal those of the first under `.backward()` to the
+        last bit, unless memory shared among arguments and outputs makes autograd sum
+        outside the region (law 1). Everything else is compared by the defaults of
+        `torch.testing.assert_close`.
 
     Args:
         f: the function to agree with; pytrees in, pytrees out.
-        g: the one to judge.
+        g: the function to check.
         transforms: names such as "backward", "grad", "vjp", "jvp", "vmap", "jacrev",
             "jacfwd", "hessian", "linearize", "functional_call" (modules only, innermost),
             and compositions of any depth: "vmap(grad)". None means the single ones and
             eleven compositions of two.
         cotangents: (index of an output, output) -> the cotangent of its shape under
             "backward", None for none; random and contiguous by default.
-        exact: whether bits are compared where law 1 promises them; None means where `g`
-            is a region without a backend.
+        exact: whether bits are compared where law 1 promises them; None means only if
+            `g` is a region without a backend.
 
     Returns:
         A function of the arguments of a call, which returns an `Equivalence`: what was
@@ -192,7 +194,7 @@ class _Pair:
         self.state = State((f, g), {each.device for each in tensors})
 
     def compare(self, name: str, parts: tuple[str, ...]) -> str | None:
-        """Compares under one transform; answers why not, if `f` does not support it."""
+        """Compares under one transform; returns why not, if `f` does not support it."""
         cotangents = self.cotangents
         try:
             expected = self._run(self.f, parts, cotangents)

@@ -27,7 +27,7 @@ def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
 class State:
     """The state from which every run starts: what `functions` reach, and the generators.
 
-    It is read by the same walk by which a region finds what it captures, so that it
+    It is found by the same walk by which a region finds its captured state, so it
     leaves out what a region could not know either.
     """
 
@@ -42,7 +42,7 @@ class State:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Inside, the state may change; afterwards it is what it was."""
+        """Inside, the state may change; afterwards it is restored."""
         with torch.random.fork_rng(self._devices, device_type=self._device_type):  # pyright: ignore[reportUnknownMemberType]
             torch.set_rng_state(self._cpu)
             try:

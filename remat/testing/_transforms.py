@@ -1,9 +1,10 @@
 """Transforms by name, each from a function of tensors to a function of the same tensors.
 
-That makes them compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. What
-needs more than the tensors is made from them: `vmap` stacks three different copies of each,
-`jvp` moves along their cosines. What would grow too large is cut down: `jacrev` takes three
-random sums of the outputs, `jacfwd` and `hessian` three random directions of the arguments.
+So they compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. Other
+inputs of a transform are made from the tensors: `vmap` stacks three different copies of
+each, and `jvp` uses their cosines as tangents. Large results are reduced: `jacrev`
+takes three random sums of the outputs, `jacfwd` and `hessian` take three random
+directions of the arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def is_differentiable(leaf: object) -> bool:
 def scattered_like(tensor: Tensor, seed: int) -> Tensor:
     """Contiguous numbers from -1 to 1 without a pattern, the same at every call.
 
-    They come from no generator: inside vmap torch would refuse one.
+    They do not come from a generator, which torch would refuse inside vmap.
     """
     places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     angles = ((places + 1) * 12.9898 + seed * 78.233).reshape(tensor.shape)
@@ -165,7 +166,7 @@ def _hessian(f: Flat) -> Flat:
 
 
 def _backward(f: Flat) -> Flat:
-    """The gradients by plain autograd, of which gradients may be taken."""
+    """The gradients by plain autograd, which can be differentiated again."""
 
     def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [
@@ -223,7 +224,7 @@ COMPOSITIONS = (
 
 _FEW = ("grad", "jvp", "vmap")
 
-#: What `assert_equivalent` compares if it is not told.
+#: The default of `assert_equivalent`.
 USUAL = (
     *TRANSFORMS,
     "backward(backward)",

@@ -1,7 +1,7 @@
 """Hypothesis strategies: random functions, tensors, cotangents, policies, transforms.
 
-A random function is a frozen value that prints as Python; a failing test prints it. This
-module needs hypothesis: `pip install 'remat[testing]'`.
+A random function prints as Python, so that a failing test shows its source. This module
+needs hypothesis: `pip install 'remat[testing]'`.
 """
 
 from remat.testing.strategies._cotangents import Cotangents, cotangents

@@ -1,4 +1,4 @@
-"""Random cotangents: how each lies in memory, and which outputs have none."""
+"""Random cotangents: the layout of each, and which outputs have none."""
 
 from __future__ import annotations
 

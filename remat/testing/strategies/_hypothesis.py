@@ -1,4 +1,4 @@
-"""The door to hypothesis, which only the strategies need."""
+"""Imports hypothesis, which only the strategies need."""
 
 try:
     from hypothesis import strategies as st

@@ -1,9 +1,9 @@
 """The statements that random functions are composed of, simplest first.
 
-A statement is text: `{0}` and `{1}` stand for its operands, `{out}` and `{other}` for what
-it makes, `{name}` for a name. Each is smooth, or has its kinks where random numbers hardly
-ever are, and maps numbers of moderate size to such: what differs by rounding before it
-differs by rounding after it, in derivatives too. All keep two dimensions.
+A statement is text: `{0}` and `{1}` stand for its operands, `{out}` and `{other}` for
+its results, `{name}` for a name. Each is smooth, or has kinks only where random numbers
+rarely are, and maps numbers of moderate size to numbers of moderate size. So a rounding
+difference before it stays one after it, in derivatives too. All keep two dimensions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Statement:
         return any("{other}" in line for line in self.lines)
 
 
-# These alone have derivatives of which everybody knows what they read.
+# Only these have derivatives whose operands are well known.
 SIMPLE = (
     Statement("sin", ("{out} = torch.sin({0})",)),
     Statement("cos", ("{out} = torch.cos({0})",)),
@@ -115,8 +115,8 @@ _CAPTURES = {
     "global_number": ("{out} = {0} * ALPHA",),
     "module": ("{out} = LAYER({0})",),
 }
-# Of contiguous values: which element of another gets which number differs in torch itself
-# between plain autograd and torch.func.
+# On contiguous values: for others, torch itself assigns numbers to elements differently
+# under plain autograd and torch.func.
 _DRAWS = {
     "rand": ("{out} = {0} * torch.rand({0}.shape, dtype={0}.dtype)",),
     "dropout": ("{out} = F.dropout({0}.contiguous(), 0.5)",),

@@ -1,4 +1,4 @@
-"""A random function as a frozen value: it can be called, compared, and read as Python."""
+"""A random function that can be called, compared, and printed as Python."""
 
 from __future__ import annotations
 
@@ -145,15 +145,15 @@ class Program:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of which kinds its statements are; see `Statement`."""
+        """The kinds of its statements; see `Statement`."""
         return frozenset(step.statement.kind for step in self.steps)
 
     def __repr__(self) -> str:
-        """The source, with everything that it captures and is called with."""
+        """The source, with everything that it captures, and its arguments."""
         return self._source(with_regions=True)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # By this hook of IPython's hypothesis lets values print themselves.
+        # hypothesis prints values by this hook of IPython's.
         printer.text(repr(self))
 
     @functools.cached_property

@@ -1,9 +1,9 @@
-"""Random functions: first everything is drawn, then each drawn statement is run.
+"""Random functions: first everything is drawn, then the drawn statements run.
 
-Nothing is drawn after a statement has run. What hypothesis draws would else depend on what
-torch answers, which may differ from one time to the next, and hypothesis demands that a
-strategy repeats itself. So a drawn number, not an expression, stands for an operand, and it
-is taken modulo the number of values that there are by then.
+Nothing is drawn after a statement has run. Otherwise the draws would depend on torch's
+results, which may vary, while hypothesis requires that a strategy is repeatable. So an
+operand is drawn as a number, which is taken modulo the number of values that exist by
+then.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def programs(
 ) -> Program:
     """Random pure functions of one or two matrices, and what to call them with.
 
-    They shrink to few, simple statements without regions inside.
+    They shrink to a few simple statements without regions inside.
 
     Args:
         draw: hypothesis passes it.
         max_steps: how many statements a function has at most.
         max_inner: how many regions it has inside at most.
-        kinds: what its statements may be besides pointwise ones, names, `detach` and
-            transposition: "plain" (reductions, norms, products, indexing, operators with
-            several outputs), "in place", "capture" (modules, Python numbers), "draw"
-            (random numbers of the default generator), "state" (buffers).
+        kinds: which statements it may have besides pointwise ones, names, `detach` and
+            transposition: "plain" (reductions, norms, products, indexing, operators
+            with several outputs), "in place", "capture" (modules, Python numbers),
+            "draw" (random numbers of the default generator), "state" (buffers).
         captures: whether operands may be captured tensors: globals, cells, attributes.
     """
     statements = [*SIMPLE, *(each for kind in kinds for each in GROUPS[kind])]
@@ -108,7 +108,7 @@ def _choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
 
 @final
 class _Writer:
-    """Makes steps of choices and runs each, to know the shapes of what it makes."""
+    """Makes steps from choices, and runs each to know the shapes of its results."""
 
     def __init__(self, arguments: tuple[TensorSpec, ...], captures: bool) -> None:
         self.arguments = arguments

@@ -1,4 +1,4 @@
-"""Tensors as frozen values: shape, strides, dtype and seed, printed as Python."""
+"""Tensors described by shape, strides, dtype and seed, which print as Python."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _offset(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     return (shape[0] + 1, *shape[1:]), "[1:]"
 
 
-# How a tensor lies in memory: the shape to make, and the view of it to take.
+# Memory layouts: the shape to make, and the view of it to take.
 _LAYOUTS = {
     "contiguous": _contiguous,
     "transposed": _transposed,
@@ -106,7 +106,7 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def layouts(shape: Sequence[int]) -> st.SearchStrategy[str]:
-    """How a tensor of this shape may lie in memory, contiguous first."""
+    """The memory layouts of a tensor of this shape, contiguous first."""
     return st.sampled_from([k for k in LAYOUTS if _NUM_DIMS.get(k, 1) <= len(shape)])
 
 
