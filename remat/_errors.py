@@ -24,7 +24,7 @@ class ImplicitRandomnessError(RematError, RuntimeError):
 
 
 class PolicyError(RematError, TypeError):
-    """A policy gave an answer, or was combined in a way, that has no meaning."""
+    """A policy gave an invalid answer, or policies were combined in an invalid way."""
 
 
 class StaticArgumentError(RematError, TypeError):
@@ -40,7 +40,7 @@ class SideEffectError(RematError, RuntimeError):
 
 
 class SavedTensorModifiedError(RematError, RuntimeError):
-    """A tensor that waits for the backward was changed in place before it."""
+    """A tensor that the backward needs was changed in place before it ran."""
 
 
 class SecondDerivativeError(RematError, RuntimeError):
@@ -56,11 +56,11 @@ class BudgetError(RematError, ValueError):
 
 
 class ScheduleError(RematError, ValueError):
-    """A schedule cannot be carried out: its arguments, or an action out of place."""
+    """A schedule cannot be carried out: an argument or an action is not valid."""
 
 
 class CarryError(RematError, TypeError):
-    """The carry of a scan, or what it scans over, has a wrong structure, shape or dtype."""
+    """The carry of a scan, or its `xs`, has a wrong structure, shape or dtype."""
 
 
 class NotReplicatedError(RematError, RuntimeError):
@@ -72,7 +72,7 @@ class KeyReuseError(RematError, ValueError):
 
 
 class RematWarning(UserWarning):
-    """Something that was asked for has no effect, or not the intended one."""
+    """Something that was requested has no effect, or not the intended one."""
 
 
 def explain(*, where: str, what: str, why: str, do: str) -> str:

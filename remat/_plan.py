@@ -1,4 +1,4 @@
-"""Plans: what a budget saves of a function, decided before anything runs."""
+"""Plans: which values of a function a budget saves, decided before anything runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PlanRow:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """What one budget would come to.
+    """The outcome of one budget.
 
     Attributes:
         budget_bytes: the budget.
@@ -135,7 +135,7 @@ class Plan:
         costs: "flops" or "measured".
         solver: "cut" or "milp".
         fingerprint: of the forward that was planned.
-        problem: what the solver was asked.
+        problem: the problem that the solver solved.
 
     Example:
         >>> import torch
@@ -177,7 +177,7 @@ class Plan:
         )
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """What other budgets come to, from the least to all that is saved without remat.
+        """The outcomes of other budgets, from the least to what is saved without remat.
 
         Laws: costs fall, and bytes grow, from point to point.
         """
@@ -193,7 +193,7 @@ class Plan:
         return tuple(found.values())
 
     def diff(self, other: Plan) -> PlanDifference:
-        """What another plan for the same program does differently.
+        """The differences to another plan for the same program.
 
         Raises:
             PolicyError: the other plan is for another program.
@@ -225,8 +225,8 @@ class Plan:
         """The plan as text, for `from_json`.
 
         Raises:
-            PolicyError: a storage holds what text cannot: a mesh, a key, or a class that
-                is not of this package.
+            PolicyError: a storage cannot be written as text: it has a mesh or a key, or
+                is not a class of this package.
         """
         text = {
             each.name: getattr(self, each.name) for each in dataclasses.fields(self)
@@ -326,21 +326,22 @@ def plan(
     solver: str = "cut",
     costs: str = "flops",
 ) -> Callable[_P, Plan]:
-    """Decides what a call of a function saves within a budget; nothing runs but a trace.
+    """Decides what a call of a function saves within a budget, without running it.
 
-    Each value is either saved or recomputed, together with what it is made of, so that
-    the bytes held stay within the budget and as little as possible is recomputed. Fake
-    tensors and tensors on the meta device will do as arguments: no weights need to be
-    there. What is differentiated is as in `saved_residuals`.
+    Each value is either saved, or recomputed together with the values that it depends
+    on, so that the bytes held stay within the budget and as little as possible is
+    recomputed. The function is only traced, so the arguments may be fake tensors or on
+    the meta device: no weights are needed. It is differentiated as in
+    `saved_residuals`.
 
     Laws: as those of `Plan`; a larger budget never costs more.
 
     Args:
         fun: the function, or a region, whose options other than the policy are kept.
         budget: as `policies.budget` takes it, or such a policy, with its `allow`.
-        solver: "cut", which sweeps minimum cuts over the price of a byte and takes about
-            a second for a thousand values; or "milp", an integer program, which is exact
-            where it ends within a minute.
+        solver: "cut", which sweeps minimum cuts over the price of a byte and takes
+            about a second for a thousand values; or "milp", an integer program, which
+            is exact if it ends within a minute.
         costs: "flops", FLOPs plus bytes moved of each operator; or "measured", the time
             that each takes on tensors of these sizes here, in nanoseconds.
 
@@ -348,9 +349,9 @@ def plan(
         A callable that takes the call's arguments and returns the plan.
 
     Raises:
-        BudgetError: by the callable, where more bytes are held whatever is saved, or
-            nothing fits what is free; the message names the smallest budget that can be
-            met.
+        BudgetError: by the callable, if more bytes are held even when nothing is saved,
+            or if nothing fits into free memory; the message names the smallest budget
+            that works.
         PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
             arguments have no data.
         ValueError: `solver` or `costs` has a value that it cannot have.

@@ -70,10 +70,10 @@ def scan(
         return carry, torch.stack(ys)
 
     Laws: numbers and gradients are those of the loop, under every transform, also for
-        captured tensors. Without a schedule each step is a region under `policy`, and
-        one carry per step is held. A schedule says which carries are kept and which
-        steps run again; under `.backward()` the gradients are the same to the bit.
-        Second derivatives and forward mode of a scheduled scan hold one carry per step.
+    captured tensors. Without a schedule each step is a region under `policy`, and one
+    carry per step is held. A schedule says which carries are kept and which steps run
+    again; under `.backward()` the gradients are the same to the bit. Second derivatives
+    and forward mode of a scheduled scan hold one carry per step.
 
     Args:
         f: (carry, x) -> (carry, y), each a pytree of tensors; None is an empty one, and

@@ -104,7 +104,7 @@ def plan(
     recomputation is least. If equal blocks get unequal shares, the later ones get more.
 
     Laws: what all blocks together hold from forward to backward, without their inputs,
-        stays within the budget; a larger budget never costs more.
+    stays within the budget; a larger budget never costs more.
 
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.

@@ -35,7 +35,7 @@ def solve_milp(
     """Saves what fits a budget so that the least is recomputed.
 
     Laws: the bytes never exceed the budget; never worse than `solve_cut`; if the time
-        suffices, the gap is 0.
+    suffices, the gap is 0.
 
     Args:
         problem: the steps and items.

@@ -32,7 +32,7 @@ def function_name(function: object) -> str:
     """Returns the name in `Value.function` of the torch function that a user called.
 
     Laws: a method, a Python operator (reflected or not) and an in-place variant have
-        the name of the function that they stand for.
+    the name of the function that they stand for.
 
     Args:
         function: a function of torch, or a method of its tensors.

@@ -127,7 +127,7 @@ def categorical(
     """Indices drawn with probabilities softmax(logits), by the Gumbel-max trick.
 
     Laws: those of `remat.random`, unless two sums of logit and noise are so close that
-        their order depends on the last bits. No gradient flows to the logits.
+    their order depends on the last bits. No gradient flows to the logits.
 
     Args:
         key: a key, uint64 of shape (2,).

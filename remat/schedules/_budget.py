@@ -52,8 +52,8 @@ class Budget(AbstractSchedule):
     """The least recomputation that keeps states and records within a size.
 
     Laws: `replay(...).peak_bytes` is at most the size; no `Every(k)` that fits costs
-        less; if bytes need no rounding, no schedule that keeps each state until it is
-        used costs less.
+    less; if bytes need no rounding, no schedule that keeps each state until it is used
+    costs less.
 
     Args:
         size: an int in bytes, a string like `"512MiB"`, or a float in (0, 1], a fraction of

@@ -40,10 +40,9 @@ class Online(AbstractSchedule):
     """Keeps at most `snapshots` states, wherever the stages end.
 
     Laws: what it keeps at a state does not depend on later stages; at most `snapshots`
-        states are kept, including the first; one stage is recorded at any time. Each
-        stage runs at most once more than the most that `Revolve` would run any stage:
-        at most r + 2 times, where r is the least with beta(snapshots, r) at least the
-        length.
+    states are kept, including the first; one stage is recorded at any time. Each stage
+    runs at most once more than the most that `Revolve` would run any stage: at most r +
+    2 times, where r is the least with beta(snapshots, r) at least the length.
 
     Args:
         snapshots: states that may be kept at one time, at least 1, the first one counted.

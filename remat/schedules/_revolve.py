@@ -35,9 +35,8 @@ class Revolve(AbstractSchedule):
     """Keeps at most `snapshots` states, and recomputes as little as that permits.
 
     Laws: l stages run l + t(l, s) times in all, which is the minimum; at most
-        `snapshots` states are kept, including the first, and one stage is recorded at
-        any time, so memory does not depend on l. The last stage is recorded in the
-        sweep.
+    `snapshots` states are kept, including the first, and one stage is recorded at any
+    time, so memory does not depend on l. The last stage is recorded in the sweep.
 
     Args:
         snapshots: states that may be kept at one time, at least 1, the first one counted.

@@ -17,8 +17,8 @@ class Cast(AbstractStorage):
     """Keeps the value in another floating dtype.
 
     Laws: lossy; each number comes back within half a unit in the last place of `dtype`,
-        if it is in that dtype's range; the value's dtype is restored. Integers, complex
-        numbers and values of a dtype that is not wider are kept unchanged.
+    if it is in that dtype's range; the value's dtype is restored. Integers, complex
+    numbers and values of a dtype that is not wider are kept unchanged.
 
     Args:
         dtype: the floating dtype in which the value waits.

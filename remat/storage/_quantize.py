@@ -36,11 +36,11 @@ class Quantize(AbstractStorage):
     numbers are rounded.
 
     Laws: lossy; each number comes back within one step of its group, or half a step if
-        `stochastic` is off; a group with an infinity or nan comes back as nan; booleans
-        come back exactly, from one bit each; integers and complex numbers are kept
-        unchanged, and so are values that would need no fewer bytes. Two instances are
-        equal if their numbers are, and if they hold the same key object: a key is a
-        tensor, and tensors have no cheap equality.
+    `stochastic` is off; a group with an infinity or nan comes back as nan; booleans
+    come back exactly, from one bit each; integers and complex numbers are kept
+    unchanged, and so are values that would need no fewer bytes. Two instances are equal
+    if their numbers are, and if they hold the same key object: a key is a tensor, and
+    tensors have no cheap equality.
 
     Args:
         bits: the bits of one number: 8, 4 or 2.

@@ -28,8 +28,8 @@ class Sparse(AbstractStorage):
     """Keeps the nonzero numbers, and one bit for each position.
 
     Laws: exact, to the last bit: if there are negative zeros, as dropout makes from
-        negative numbers, the signs of zeros are kept in another bit each. Booleans and
-        complex numbers are kept unchanged.
+    negative numbers, the signs of zeros are kept in another bit each. Booleans and
+    complex numbers are kept unchanged.
 
     Args:
         min_saving: the fraction of the value's bytes that must be saved, from 0 to

@@ -77,10 +77,10 @@ def assert_equivalent(
     call.
 
     Laws: if the second function is a region, its outputs, and its gradients under
-        "backward" and "grad", must equal those of the first under `.backward()` to the
-        last bit, unless memory shared among arguments and outputs makes autograd sum
-        outside the region (law 1). Everything else is compared by the defaults of
-        `torch.testing.assert_close`.
+    "backward" and "grad", must equal those of the first under `.backward()` to the last
+    bit, unless memory shared among arguments and outputs makes autograd sum outside the
+    region (law 1). Everything else is compared by the defaults of
+    `torch.testing.assert_close`.
 
     Args:
         f: the function to agree with; pytrees in, pytrees out.
