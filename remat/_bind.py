@@ -33,7 +33,7 @@ from remat._backward import (
 )
 from remat._derived import Batch
 from remat._errors import explain
-from remat._forward import Forward, Results
+from remat._forward import Results
 from remat._graph import TensorMeta, layout_of
 from remat._numerics import Numerics
 from remat._straight import Straight
@@ -124,20 +124,37 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if _compat.dual_level_is_active():
         with _compat.without_inference_mode():
             pairs = [_unpack_dual(tensor) for tensor in tensors]
-        is_dual = any(pair.tangent is not None for pair in pairs)
-        if is_dual and not (_is_differentiated(call, tensors) and _all_flow(call)):
+        if any(pair.tangent is not None for pair in pairs):
             primals = [pair.primal for pair in pairs]
-            return _push_forward(call, primals, [pair.tangent for pair in pairs], save)
+            tangents = [pair.tangent for pair in pairs]
+            if not _is_differentiated(call, tensors):
+                return _push_forward(call, primals, tangents, save)
+            results = _run_quietly(call, tensors, save)
+            return _with_all_tangents(call, results, primals, tangents)
     return _run_quietly(call, tensors, save)
 
 
-def _all_flow(call: Call) -> bool:
-    """Whether it is known that every output can have a cotangent.
+def _with_all_tangents(
+    call: Call,
+    results: Results,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+) -> Results:
+    """The results with the tangents of outputs that have no gradient, such as `x.detach()`.
 
-    `autograd.Function` gives no tangent to an output that is marked as having none.
+    `autograd.Function` gives them none.
     """
-    forward = call.region.forward(call.roots, True)
-    return isinstance(forward, Forward) and forward.flows is None
+    if results.flows is None or all(results.flows):
+        return results
+    with torch.no_grad():
+        _, moved = _primal_and_tangents(call, primals, tangents, save=False)
+    outputs = [
+        output if flows or index not in moved else _dual(output, moved[index])
+        for index, (output, flows) in enumerate(
+            zip(results.outputs, results.flows, strict=True)
+        )
+    ]
+    return results._replace(outputs=outputs)
 
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
@@ -226,6 +243,10 @@ def _push_forward(
     for index, tangent in moved.items():
         outputs[index] = _dual(outputs[index], tangent)
     return results._replace(outputs=outputs)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    return _unpack_dual(tensor).primal if _compat.dual_level_is_active() else tensor
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
@@ -343,7 +364,9 @@ class _Ticket:
         if interpreter is None:
             call = self.call
             forward = call.region.forward(call.roots, True)
-            self.results = forward([*self.leading, *self.operands], call.numerics)
+            # A backward reads operands with their tangents; `_jvp` computes the outputs'.
+            primals = map(_primal, self.operands)
+            self.results = forward([*self.leading, *primals], call.numerics)
         else:
             level = interpreter.level()
             below = [_compat.unwrap_at(tensor, level) for tensor in operands]
@@ -395,7 +418,8 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
     if ticket.interpreter is None and _compat.dual_level_is_active():
-        ctx.for_jvp = (call, operands, results.states, len(outputs))
+        flows = results.flows or (True,) * len(outputs)
+        ctx.for_jvp = (call, operands, results.states, flows)
     if results.flows is not None:
         ctx.mark_non_differentiable(
             *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
@@ -463,20 +487,20 @@ def _through(
 @_compat.unseen_by_dynamo
 def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
-    call, operands, states, count = ctx.for_jvp
+    call, operands, states, flows = ctx.for_jvp
     del ctx.for_jvp
     has_tangent = tuple(tangent is not None for tangent in tangents)
     derived, moved = call.region.jvp(call.roots, has_tangent, len(states))
     primals = [_unpack_dual(operand).primal for operand in operands]
     given = [tangent for tangent in tangents if tangent is not None]
-    outputs: list[Tensor | None] = [None] * count
+    outputs: list[Tensor | None] = [None] * len(flows)
     if moved == ():
         return tuple(outputs)
     with torch.enable_grad():
         found = bind(call.of(derived), [*primals, *states, *given])
-    places = range(count) if moved is None else moved
+    places = range(len(flows)) if moved is None else moved
     for place, tangent in zip(places, found, strict=True):
-        outputs[place] = tangent
+        outputs[place] = tangent if flows[place] else None  # see `_with_all_tangents`
     return tuple(outputs)
 
 

@@ -83,17 +83,14 @@ def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
 
 def _writing_form(value: Value) -> tuple[Any, str] | None:
     """The operator that writes into a given tensor, if a step is pointwise and large."""
-    is_large = _is_closed(value.meta) and value.meta.size_bytes >= _FEWEST_BYTES
-    if not is_large or not _is_pointwise(value.op):
+    meta = value.meta
+    if not isinstance(meta, TensorMeta) or not _is_pointwise(value.op):
+        return None
+    # An open size is another one in each call, and might be one that is broadcast.
+    is_open = any(type(size) is not int for size in (*meta.shape, *meta.stride))
+    if is_open or meta.size_bytes < _FEWEST_BYTES:
         return None
     return _compat.out_variant(value.op)
-
-
-def _is_closed(meta: Any) -> bool:
-    """Whether a value is one tensor whose sizes are the same in each call."""
-    if not isinstance(meta, TensorMeta):
-        return False
-    return all(isinstance(size, int) for size in (*meta.shape, *meta.stride))
 
 
 def _is_pointwise(op: Any) -> bool:
@@ -104,7 +101,9 @@ def _may_take(graph: Graph, owners: Sequence[int], value: Value, use: int) -> bo
     """Whether a step may write over an argument whose memory it is the last to read."""
     owner = owners[use]
     meta, own = graph.values[use].meta, value.meta
-    if owner < graph.num_inputs or not isinstance(meta, TensorMeta):
+    if owner < graph.num_inputs:
+        return False
+    if not isinstance(meta, TensorMeta) or not isinstance(own, TensorMeta):
         return False
     if (meta.shape, meta.stride, meta.dtype) != (own.shape, own.stride, own.dtype):
         return False
@@ -120,14 +119,14 @@ def _is_whole(graph: Graph, owner: int, use: int) -> bool:
         view = graph.values[use]
         if view.op not in _OF_ALL:
             return False
-        use = view.args[0].index
+        use = view.uses[0]
     return True
 
 
 def _is_alone(made: Value, graph: Graph) -> bool:
     """Whether a step makes memory for its result that nothing else is in."""
     if made.op is operator.getitem:
-        made = graph.values[made.args[0].index]
+        made = graph.values[made.uses[0]]
     if made.op in _PRODUCTS or operators.short_name(made.op) in _MAKERS:
         return True
     return _is_pointwise(made.op) and not operators.returns_view(made.op)

@@ -213,7 +213,7 @@ def test_a_place_that_is_none(where, found):
         ({"police": 1}, TypeError, "police"),
         ({"engine": "fast"}, ValueError, "engine='fast'"),
         ({"every": 0}, ValueError, "every=0"),
-        ({"every": 1.5}, TypeError, r"every=1.5\): .* a whole number from 1 on"),
+        ({"every": 1.5}, TypeError, r"every=1.5\): .* an int from 1 on"),
         ({"every": True}, TypeError, "every=True"),
     ],
 )

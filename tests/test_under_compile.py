@@ -656,7 +656,7 @@ compared = remat(
     lambda x: x.sin().sin(), verify=True, policy=policies.everything_saveable
 )
 APART: dict[str, tuple[Any, str]] = {
-    "storage": (offloaded, "saves something in Cast"),
+    "storage": (offloaded, "stores values in Cast"),
     "storage by name": (by_name, "saved_inputs"),
     "rerun": (run_again, "rerun"),
     "verify": (compared, "verify"),

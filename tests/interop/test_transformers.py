@@ -347,7 +347,7 @@ def test_the_function_stays():
     """What the model's own way of enabling asks for beside is said not to be followed."""
     model = enable(a_model(llama))
     with pytest.warns(
-        RematWarning, match=r"'preserve_rng_state': False.*is not followed"
+        RematWarning, match=r"'preserve_rng_state': False.*has no effect"
     ):
         model.gradient_checkpointing_enable({"preserve_rng_state": False})
     with pytest.warns(RematWarning, match="every_n_layers"):

@@ -150,6 +150,9 @@ def test_torch_autograd_functional(vectorize):
         assert_close(take(wrap(remat(smooth))), take(wrap(smooth)))
 
 
+ENGINES = ["trace", "rerun"]
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize(
     "name", ["layer_norm", "in_place", "complex_arithmetic", "normalizers"]
@@ -161,6 +164,17 @@ def test_numerical_derivatives(name):
 
     assert gradcheck(flat, leaves, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(flat, leaves, check_batched_grad=True)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["layer_norm", "complex_arithmetic", "normalizers"])
+def test_numerical_derivatives_forward_over_reverse(name, engine):
+    """gradgradcheck passes where the gradient's derivative is taken by dual numbers."""
+    region = remat(ZOO[name].fun, engine=engine)
+    flat, tensors = on_tensors(region, in_double(ZOO[name].make_args()))
+
+    assert gradgradcheck(flat, fresh(tensors), check_fwd_over_rev=True)
 
 
 DUALS = {
@@ -178,9 +192,10 @@ def parts(dual):
     return value.detach(), tangent.detach()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("wants_grad", [False, True])
 @pytest.mark.parametrize("name", DUALS)
-def test_dual_tensors(name, wants_grad):
+def test_dual_tensors(name, wants_grad, engine):
     """Forward mode by torch.autograd.forward_ad carries values and tangents."""
 
     def push(f):
@@ -188,11 +203,13 @@ def test_dual_tensors(name, wants_grad):
         with forward_ad.dual_level():
             return parts(f(forward_ad.make_dual(x, x.cos())))
 
-    assert_close(push(remat(DUALS[name])), push(DUALS[name]))
+    region = remat(DUALS[name], engine=engine)
+    assert_close(push(region), push(DUALS[name]))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["smooth", "norm", "complex"])
-def test_dual_tensors_through_a_backward(name):
+def test_dual_tensors_through_a_backward(name, engine):
     """Forward over reverse by torch.autograd.forward_ad keeps the gradient's tangent."""
 
     def push(f):
@@ -202,4 +219,29 @@ def test_dual_tensors_through_a_backward(name):
             (gradient,) = torch.autograd.grad(f(dual).sum(), x, create_graph=True)
             return parts(gradient)
 
-    assert_close(push(remat(DUALS[name])), push(DUALS[name]))
+    region = remat(DUALS[name], engine=engine)
+    assert_close(push(region), push(DUALS[name]))
+
+
+def in_parts(x, w):
+    """The second output has no gradient where only w is differentiated."""
+    return (x.sin() * w).tanh(), x * 3, x * w, x > 0
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_dual_tensors_and_outputs_without_a_gradient(wants_grad, engine):
+    """All outputs keep their tangents, and so do all gradients."""
+
+    def push(f):
+        x, w = seeded(3).requires_grad_(wants_grad), seeded(3, seed=1).requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x.detach().cos())
+            *outputs, flags = f(dual, w)
+            wanted = [x, w] if wants_grad else [w]
+            total = outputs[0].sum() + outputs[2].sum()
+            gradients = torch.autograd.grad(total, wanted, create_graph=True)
+            return flags, [*map(parts, (*outputs, *gradients))]
+
+    assert_close(push(remat(in_parts, engine=engine)), push(in_parts))
