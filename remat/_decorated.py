@@ -324,7 +324,7 @@ class BoundRegion:
 
     def __reduce__(self) -> Any:
         """Pickles as Python's bound methods do: by its object and its name."""
-        return getattr, (self.__self__, self._region.__name__)
+        return getattr, (self.__self__, self.__wrapped__.__name__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion:
         """Binds to a copy of its object, as a copy of a bound method is."""
