@@ -436,12 +436,13 @@ class _Importer:
 def _detaches(node: fx.Node) -> bool:
     """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15.
 
-    An inner region detaches its results too, but gradients flow through them.
+    An inner region detaches its results too, but gradients flow through them. So it does in
+    its backward, which runs inside of a user's `torch.autograd.grad`, or `torch.func.grad`.
     """
     note: Note | None = node.meta.get("remat")
     function = "" if note is None else note.function
     if node.target is _aten.detach.default:
-        return bool(function)
+        return function not in ("", "grad")
     return node.target is _aten.alias.default and function == "detach"
 
 

@@ -289,6 +289,29 @@ def test_torchs_own_normalizations(norm: Any, tracks: bool) -> None:
     assert_bitwise([*found, *own], [*grads(normed(*others), args), *others])
 
 
+GRADIENTS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "func.grad": lambda fun, w: grad(lambda w: fun(w).sum())(w),
+    "func.vjp": lambda fun, w: torch.func.vjp(fun, w)[1](w.cos())[0],
+    "autograd.grad": lambda fun, w: torch.autograd.grad(
+        fun(w).sum(), w, create_graph=True
+    )[0],
+    "a view": lambda fun, w: grad(lambda w: fun(w).sum())(w).t(),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_traced_region_that_returns_the_gradient_of_one_that_runs_again(
+    name: str,
+) -> None:
+    """What its backward detaches is no `detach` of the user's: the gradient goes on."""
+    gradient, again = GRADIENTS[name], remat(torch.tanh, engine="rerun")
+    region = remat(lambda w: gradient(again, w))
+
+    w = seeded(3, 3)
+    assert_bitwise(grads(region, [w]), grads(lambda w: gradient(torch.tanh, w), [w]))
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_traced_region_that_hands_out_what_it_gives(transform: Any) -> None:
