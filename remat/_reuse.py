@@ -70,15 +70,25 @@ def reusing(graph: Graph) -> Graph:
 
 
 def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
-    """For each value the last step that reads its memory; one past all for an output."""
-    last = list(range(len(graph.values)))
+    """For each value the last step that reads its memory; one past all for an output.
+
+    Operators that are not torch's own may read on beyond their step, as a collective does
+    until its result is waited for.
+    """
+    end = len(graph.values)
+    last = list(range(end))
     for index, value in enumerate(graph.values):
+        until = end if _is_foreign(value.op) else index
         for use in value.uses:
-            last[owners[use]] = index
+            last[owners[use]] = max(last[owners[use]], until)
     for ref in graph.outputs:
         if ref is not None:
-            last[owners[ref.index]] = len(graph.values)
+            last[owners[ref.index]] = end
     return last
+
+
+def _is_foreign(op: Any) -> bool:
+    return isinstance(op, _compat.OpOverload) and op.namespace != "aten"
 
 
 def _writing_form(value: Value) -> tuple[Any, str] | None:
@@ -129,4 +139,9 @@ def _is_alone(made: Value, graph: Graph) -> bool:
         made = graph.values[made.uses[0]]
     if made.op in _PRODUCTS or operators.short_name(made.op) in _MAKERS:
         return True
-    return _is_pointwise(made.op) and not operators.returns_view(made.op)
+    # A composite may return what it was given: the conjugate of a real tensor.
+    return _is_pointwise(made.op) and not (
+        operators.returns_view(made.op)
+        or operators.is_mutable(made.op)
+        or _compat.is_composite(made.op)
+    )

@@ -1,5 +1,6 @@
 """Pointwise operators write over what they are the last to read: fewer bytes, the same bits."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from remat import _compat, _overhead, _reuse, policies, remat
 from remat._bindings import bindings_of
 from remat._composites import fold
+from remat._graph import Graph, Ref, Value
 from remat._reuse import reusing
 from tests.benchmarks.memory import allocated
 from tests.regions import inputs_of, programs
@@ -52,16 +54,26 @@ def written(program: Any) -> list[str]:
 # Operators: both forms are one kernel.
 
 
-def structured() -> Iterator[Any]:
-    """The pointwise operators of torch that have a form that writes."""
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+
+
+# What operators raise that do not take a dtype, or other arguments.
+NOT_FOR_THESE = (RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
+def pointwise() -> Iterator[Any]:
+    """The operators of torch that are tagged so."""
     for name in sorted(torch._C._dispatch_get_all_op_names()):  # pyright: ignore[reportPrivateUsage]
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         if space != "aten":
             continue
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        if torch.Tag.pointwise in op.tags and _compat.out_variant(op):
+        if torch.Tag.pointwise in op.tags:
             yield op
+
+
+STRUCTURED = [op for op in pointwise() if _compat.out_variant(op)]
 
 
 def given_to(op: Any, dtype: torch.dtype) -> list[Any]:
@@ -77,16 +89,16 @@ def given_to(op: Any, dtype: torch.dtype) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("op", [*structured()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", STRUCTURED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_operator_may_write_over_each_argument(op: Any, dtype: torch.dtype) -> None:
     """What it writes is to the bit what it returns."""
     variant = _compat.out_variant(op)
     assert variant is not None
     try:
         expected = op(*given_to(op, dtype))
-    except (RuntimeError, NotImplementedError):
-        return  # not for this dtype
+    except NOT_FOR_THESE:
+        return
     for index, argument in enumerate(given_to(op, dtype)):
         args = given_to(op, dtype)
         same = isinstance(argument, Tensor) and expected.dtype is argument.dtype
@@ -98,10 +110,30 @@ def test_an_operator_may_write_over_each_argument(op: Any, dtype: torch.dtype) -
 
 def test_the_operators_of_networks_have_a_form_that_writes() -> None:
     """Not one of few: a rule that finds nothing would pass the test above."""
-    found = {str(op) for op in structured()}
+    found = set(map(str, STRUCTURED))
 
     assert {"aten.add.Tensor", "aten.gelu_backward.default"} <= found
     assert {"aten.silu.default", "aten.tanh_backward.default"} <= found
+
+
+def test_pointwise_operators_make_memory_of_their_own() -> None:
+    """What they return may be written over without changing what they were given."""
+    count = 0
+    for op, dtype in itertools.product(pointwise(), DTYPES):
+        made = Value(op, args=(Ref(0),))
+        if not _reuse._is_alone(made, Graph((Value(None), made), 1, (Ref(1),))):
+            continue
+        given = given_to(op, dtype)
+        try:
+            found = op(*given)
+        except NOT_FOR_THESE:
+            continue
+        if isinstance(found, Tensor):
+            own = _compat.storage_key(found)
+            read = [_compat.storage_key(each) for each in _compat.tensor_leaves(given)]
+            assert own not in read, op
+            count += 1
+    assert count > 300
 
 
 # Programs: what may be written over.
@@ -141,6 +173,21 @@ def in_parts(x: Tensor) -> Tensor:
     """Parts of one tensor, each of which has an own part of the memory."""
     first, second = (x @ x).chunk(2)
     return torch.cat([second.exp(), first.sin(), first + second])
+
+
+@torch.library.custom_op("remat_tests::reads_on", mutates_args=())
+def reads_on(x: Tensor) -> Tensor:
+    """An operator of a user's own; a collective reads on until somebody waits for it."""
+    return x.clone()
+
+
+reads_on.register_fake(torch.empty_like)
+reads_on.register_autograd(lambda ctx, g: g)
+
+
+def read_by_others(x: Tensor) -> Tensor:
+    y = x.sin()
+    return reads_on(y) + y.cos().exp()
 
 
 def twice(x: Tensor) -> Tensor:
@@ -211,6 +258,7 @@ def of_each(fun: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         (seen_by_view, ["aten.exp.out"]),
         (read_later, ["aten.add.out", "aten.mul.out"]),
         (returned, ["aten.exp.out"]),
+        (read_by_others, ["aten.exp.out", "aten.add.out"]),
         (in_parts, []),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
