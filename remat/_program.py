@@ -3,8 +3,9 @@
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
 as Python, by torch's own interpreter (`_interpreted`), or compiled (`_backend`). Where no
 dispatch mode listens, some steps are one call (`_composites`) and some write over what is no
-longer read (`_reuse`). For a `Watcher`, the same function reports each step before it runs. Inside an outer trace, the
-graph is interpreted instead, so that each operator keeps its name and its line there.
+longer read (`_reuse`). For a `Watcher`, the same function reports each step before it runs.
+Inside an outer trace, the graph is interpreted instead, so that each operator keeps its name
+and its line there.
 """
 
 from __future__ import annotations

@@ -353,6 +353,21 @@ def test_a_dispatch_mode_sees_the_operators_as_written() -> None:
     assert heard.names == ["aten.sin", "aten.cos", "aten.tanh"]
 
 
+class Own(Tensor):
+    """A user's subclass."""
+
+
+def test_a_subclass_is_not_written_over() -> None:
+    """What its operators return may have no memory of its own: each makes a new tensor."""
+    x = seeded(256, 256)
+    size = x.numel() * x.itemsize
+    program = programs(chained, x)[0]
+
+    for given, peak in ((x, size), (x.as_subclass(Own), 2 * size)):
+        program._short([given])
+        assert allocated(lambda given=given: program._short([given])).peak == peak
+
+
 def test_small_tensors_are_left_alone() -> None:
     """Their memory costs nothing; the calls would."""
     assert written(programs(chained, seeded(64, 64))[0]) == []
