@@ -445,6 +445,21 @@ def roots(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
+def last_uses(graph: Graph) -> dict[int, list[int]]:
+    """For each step the values that nothing reads after it."""
+    kept = {ref.index for ref in graph.outputs if ref is not None}
+    last: dict[int, int] = {}
+    for index, value in enumerate(graph.values):
+        last[index] = index
+        for use in value.uses:
+            last[use] = index
+    found: dict[int, list[int]] = {}
+    for index, step in last.items():
+        if index not in kept and step >= graph.num_inputs:
+            found.setdefault(step, []).append(index)
+    return found
+
+
 def is_tensor(value: Value) -> bool:
     """Whether a value is one tensor, not an operator's tuple of outputs."""
     return isinstance(value.meta, TensorMeta)

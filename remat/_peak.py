@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from remat import _operators as operators
-from remat._graph import Graph, TensorMeta, roots
+from remat._graph import Graph, TensorMeta, last_uses, roots
 from remat._partition import Cut, backward_graph, forward_graph, unique_outputs
-from remat._program import last_uses
 from remat._trace import Joint
 
 _Storage = tuple[int, int]

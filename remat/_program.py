@@ -36,7 +36,7 @@ from remat import (
 )
 from remat._bindings import bindings_of
 from remat._composites import fold
-from remat._graph import Graph, TensorMeta, Value, refs, replace_refs, roots
+from remat._graph import Graph, TensorMeta, Value, last_uses, refs, replace_refs, roots
 from remat._holding import held_back
 from remat._reuse import reusing
 
@@ -313,21 +313,6 @@ def _comment(value: Value) -> str:
     notes += [f'"{name}"' for name in value.names]
     notes += [value.source] if value.source else []
     return "  # " + " ".join(notes) if notes else ""
-
-
-def last_uses(graph: Graph) -> dict[int, list[int]]:
-    """For each step the values that nothing reads after it."""
-    kept = {ref.index for ref in graph.outputs if ref is not None}
-    last: dict[int, int] = {}
-    for index, value in enumerate(graph.values):
-        last[index] = index
-        for use in value.uses:
-            last[use] = index
-    found: dict[int, list[int]] = {}
-    for index, step in last.items():
-        if index not in kept and step >= graph.num_inputs:
-            found.setdefault(step, []).append(index)
-    return found
 
 
 def _unread_inputs(graph: Graph, last: Mapping[int, Sequence[int]]) -> list[str]:

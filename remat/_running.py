@@ -25,7 +25,7 @@ from remat._graph import TensorMeta
 from remat._indexing import LookUps
 from remat._lines import user_line
 from remat._memoized import keeper_of, remedy
-from remat._signature import is_strided, overriding, unstrided
+from remat._refusals import is_strided, overriding, unstrided
 from remat.policies._operators import function_name
 
 

@@ -27,6 +27,7 @@ LAYERS = (
         "_lines",
         "_memoized",
         "_operators",
+        "_refusals",
         "_rng",
         "_trackers",
         "_streams",
