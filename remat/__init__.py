@@ -2,6 +2,7 @@
 
 from remat import interop, modules, policies, random, schedules, storage
 from remat._api import remat
+from remat._calls.residuals import Residual
 from remat._errors import (
     BudgetError,
     CapturedTensorError,
@@ -21,11 +22,10 @@ from remat._errors import (
     StaticArgumentError,
     TraceError,
 )
-from remat._names import checkpoint_name
-from remat._orders import first_order
-from remat._plan import Plan, plan
-from remat._residuals import Residual
-from remat._switch import disabled
+from remat._plans.plan import Plan, plan
+from remat._switches.orders import first_order
+from remat._switches.switch import disabled
+from remat._tracing.naming import checkpoint_name
 from remat.layers import chain, scan
 from remat.reporting import (
     Checklist,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from remat._errors import RematError
-from remat._lines import line_of
+from remat._messages import line_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,7 +262,7 @@ def _checklist(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from remat._plan import plan
+    from remat._plans.plan import plan
 
     with _printing_apart(), patience("planning"):
         function, kwargs = _call(options)

@@ -9,9 +9,10 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat, _made_in_graph
-from remat._decorated import MethodRegion, Region, RematModule, is_of_module
-from remat._options import (
+from remat import _compat
+from remat._calls import made_in_graph
+from remat._calls.decorated import MethodRegion, Region, RematModule, is_of_module
+from remat._calls.options import (
     PolicyLike,
     SavedInputs,
     Settings,
@@ -153,17 +154,17 @@ def remat(
     }
     if fun is None:
         if is_dynamo_compiling():
-            return functools.partial(_made_in_graph.with_options, remat, options)
+            return functools.partial(made_in_graph.with_options, remat, options)
         return functools.partial(_decorate, settings=settings_of(**options))
     if is_dynamo_compiling():
-        return _made_in_graph.with_options(remat, options, fun)
+        return made_in_graph.with_options(remat, options, fun)
     return _decorate(fun, settings_of(**options))
 
 
 @_compat.unseen_by_dynamo
 def _decorate(fun: Any, settings: Settings) -> Any:
     if is_dynamo_compiling():
-        return _made_in_graph.with_settings(_decorate, settings, fun)
+        return made_in_graph.with_settings(_decorate, settings, fun)
     require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):

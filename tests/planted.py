@@ -11,24 +11,18 @@ from unittest import mock
 import torch
 from hypothesis import Phase, given, settings
 
-from remat import (
-    _bind,
-    _compat,
-    _decorated,
-    _entry,
-    _graph,
-    _in_place,
-    _names,
-    _region,
-    _running,
-)
-from remat._captures import _covered
+from remat import _compat
+from remat._calls import decorated, entry
+from remat._captures import covered
+from remat._graph import values
+from remat._regions import rules, traced
+from remat._tracing import in_place_operators, naming, thread
 from tests.properties import budget, cases, check
 
 
 def residual_treated_as_constant():
     """A derivative of the backward sees its operands as constants."""
-    honest = _region.pullback
+    honest = traced.pullback
 
     def pullback(function, pull, **options):
         gradients = honest(function, pull, **options)
@@ -45,31 +39,31 @@ def residual_treated_as_constant():
 
         return constant
 
-    return mock.patch.object(_region, "pullback", pullback)
+    return mock.patch.object(traced, "pullback", pullback)
 
 
 def lost_detach():
     """A user's detach is overlooked in the trace."""
-    honest = _running.UserCalls.__torch_function__
+    honest = thread.UserCalls.__torch_function__
 
     def overlook(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.detach and _compat.proxy_is_active():
             return args[0]
         return honest(self, func, types, args, kwargs)
 
-    return mock.patch.object(_running.UserCalls, "__torch_function__", overlook)
+    return mock.patch.object(thread.UserCalls, "__torch_function__", overlook)
 
 
 def contiguous_cotangents():
     """The backward reads the memory of every cotangent as if it were contiguous."""
-    honest = _bind._PlainFunction.backward
+    honest = rules._PlainFunction.backward
 
     def backward(ctx, *cotangents):
         return honest(
             ctx, *(each if each is None else flat(each) for each in cotangents)
         )
 
-    return mock.patch.object(_bind._PlainFunction, "backward", staticmethod(backward))
+    return mock.patch.object(rules._PlainFunction, "backward", staticmethod(backward))
 
 
 def flat(cotangent):
@@ -89,35 +83,35 @@ def in_place_left_in():
     """In-place operators stay in the graph, and the check lets them pass."""
     stack = contextlib.ExitStack()
     stack.enter_context(
-        mock.patch.object(_in_place, "has_mutations", return_value=False)
+        mock.patch.object(in_place_operators, "has_mutations", return_value=False)
     )
     stack.enter_context(
-        mock.patch.object(_graph.operators, "is_mutable", return_value=False)
+        mock.patch.object(values.operators, "is_mutable", return_value=False)
     )
     return stack
 
 
 def opaque_name():
     """A named value is a copy of what it names."""
-    honest = _names.checkpoint_name
+    honest = naming.checkpoint_name
     return mock.patch.object(
-        _names, "checkpoint_name", lambda value, name: honest(value.clone(), name)
+        naming, "checkpoint_name", lambda value, name: honest(value.clone(), name)
     )
 
 
 def dropped_capture():
     """A captured tensor enters the trace without its gradient."""
-    honest = _running._capture
+    honest = thread._capture
 
     def capture(running, tensor):
         return honest(running, tensor).detach()
 
-    return mock.patch.object(_running, "_capture", capture)
+    return mock.patch.object(thread, "_capture", capture)
 
 
 def buffers_twice():
     """What a function did to its buffers is done again after the call."""
-    honest = _entry.Entry.call
+    honest = entry.Entry.call
 
     def call(self, roots, tensors, numerics):
         found = honest(self, roots, tensors, numerics)
@@ -125,35 +119,35 @@ def buffers_twice():
             honest(self, roots, tensors, numerics)
         return found
 
-    return mock.patch.object(_entry.Entry, "call", call)
+    return mock.patch.object(entry.Entry, "call", call)
 
 
 def merged_draws():
     """Two draws of the same arguments count as one value."""
-    honest = _graph._key
+    honest = values._key
 
     def key(index, value, numbers):
         found = honest(index, value, numbers)
         return found[:-1] if found[0] == "draw" else found
 
-    return mock.patch.object(_graph, "_key", key)
+    return mock.patch.object(values, "_key", key)
 
 
 def wrong_index_of_output():
     """A value that is saved and handed out is looked for at the first output."""
-    honest = _region.forward_graph
+    honest = traced.forward_graph
 
     def forward_graph(joint, saved):
         outputs = [ref.index for ref in joint.outputs]
         moved = [outputs[0] if index in outputs else index for index in saved]
         return honest(joint, moved)
 
-    return mock.patch.object(_region, "forward_graph", forward_graph)
+    return mock.patch.object(traced, "forward_graph", forward_graph)
 
 
 def stale_global():
     """What a trace rested on is not looked at again."""
-    return mock.patch.object(_covered, "generate_check", _covered.generate_fetch)
+    return mock.patch.object(covered, "generate_check", covered.generate_fetch)
 
 
 #: The bugs by the kind of functions that they break: hunts among others find nothing.
@@ -184,14 +178,14 @@ def hunt(bug, kind, *, shrink):
             error.add_note(repr(case))
             raise
 
-    _decorated._caches.clear()
+    decorated._caches.clear()
     try:
         with bug():
             hunted()
     except Exception as error:  # noqa: BLE001  # whatever was found is the answer
         return error
     finally:
-        _decorated._caches.clear()
+        decorated._caches.clear()
     return None
 
 

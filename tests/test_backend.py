@@ -8,15 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import (
-    RematWarning,
-    _compat,
-    _reuse,
-    checkpoint_name,
-    policies,
-    random,
-    remat,
-)
+from remat import RematWarning, _compat, checkpoint_name, policies, random, remat
+from remat._programs import overwriting
 from remat.testing import assert_equivalent
 from tests.benchmarks.memory import allocated
 from tests.support import seeded
@@ -92,7 +85,7 @@ def test_a_compiled_step_peaks_no_higher(
     Held against operators that make new tensors: what may be written over, Inductor decides
     by its own rules.
     """
-    monkeypatch.setattr(_reuse, "_FEWEST_BYTES", 2**60)
+    monkeypatch.setattr(overwriting, "_FEWEST_BYTES", 2**60)
     weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(layers)]
     x = seeded(rows, 32)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from remat import remat
-from remat._bindings import bindings_of
-from remat._graph import Graph, Ref, TensorMeta, Value
-from remat._program import Program
+from remat._graph.values import Graph, Ref, TensorMeta, Value
+from remat._programs.bindings import bindings_of
+from remat._programs.program import Program
 from tests.support import Heard, is_differentiable
 from tests.zoo import FUNCTIONS
 

@@ -433,7 +433,7 @@ region = make(cache, inner)
         """A region's caches and options are nobody's state."""
 
         class Region:
-            __module__ = "remat._region"
+            __module__ = "remat._regions.traced"
 
             def __init__(self, fun):
                 self.__wrapped__, self.num_calls = fun, 0

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from remat import policies, remat
-from remat._holding import HOLD, held_back
-from remat._program import Program
+from remat._programs.barriers import HOLD, held_back
+from remat._programs.program import Program
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from remat import RematWarning, _host, modules, remat
+from remat import RematWarning, modules, remat
+from remat._generators import host
 
 pytestmark = pytest.mark.contract
 
@@ -17,7 +18,7 @@ DRAWS = {"python": random.random, "numpy": np.random.rand}
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
-    monkeypatch.setattr(_host, "_said", set())
+    monkeypatch.setattr(host, "_said", set())
     random.seed(0)
     np.random.seed(0)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import TraceError, _import_fx, remat
+from remat import TraceError, remat
+from remat._tracing import importing
 from tests.support import assert_bitwise, grads, seeded
 
 pytestmark = pytest.mark.contract
@@ -71,13 +72,13 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def second_traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What went through torch's functionalization."""
     known: list[Any] = []
-    functionalized = _import_fx._compat.functionalized
+    functionalized = importing._compat.functionalized
 
     def noticed(function: Any) -> Any:
         known.append(function)
         return functionalized(function)
 
-    monkeypatch.setattr(_import_fx._compat, "functionalized", noticed)
+    monkeypatch.setattr(importing._compat, "functionalized", noticed)
     return known
 
 

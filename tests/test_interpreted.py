@@ -14,10 +14,10 @@ from remat import (
     random,
     remat,
 )
-from remat._composites import fold
-from remat._graph import Graph, Ref, TensorMeta, Value
-from remat._interpreted import function_of
-from remat._overhead import dominates
+from remat._graph.values import Graph, Ref, TensorMeta, Value
+from remat._programs.composites import fold
+from remat._programs.interpreted import function_of
+from remat._programs.overhead import dominates
 from tests.regions import inputs_of, programs
 from tests.support import Heard, LiveBytes
 from tests.zoo import FUNCTIONS

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _bind, _compat, remat
+from remat import _compat, remat
+from remat._regions import rules
 from tests.support import Heard, seeded
 
 pytestmark = pytest.mark.contract
@@ -73,13 +74,13 @@ STEADY = seeded(3, 5, seed=3)
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each backward that is looked up."""
     seen: list[int] = []
-    pulled_back = _bind._pulled_back
+    pulled_back = rules._pulled_back
 
     def counted(ctx: Any, cotangents: Any) -> Any:
         seen.append(1)
         return pulled_back(ctx, cotangents)
 
-    monkeypatch.setattr(_bind, "_pulled_back", counted)
+    monkeypatch.setattr(rules, "_pulled_back", counted)
     return seen
 
 

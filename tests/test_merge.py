@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat._graph import Graph, Ref, TensorMeta, Value, value_numbers
-from remat._merge import merge
-from remat._program import Program
-from remat._trace import record
+from remat._graph.merging import merge
+from remat._graph.values import Graph, Ref, TensorMeta, Value, value_numbers
+from remat._programs.program import Program
+from remat._tracing.trace import record
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract

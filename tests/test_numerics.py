@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat._numerics import Numerics
+from remat._switches.numerics import Numerics
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract

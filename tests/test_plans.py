@@ -29,7 +29,7 @@ from remat import (
     remat,
     storage,
 )
-from remat._memory import limits
+from remat._partition.free_memory import limits
 from remat.reporting import LiveBytes
 from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
 from tests.support import assert_bitwise, assert_close, seeded

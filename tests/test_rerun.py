@@ -29,11 +29,11 @@ from remat import (
     remat,
     scan,
 )
-from remat._any_region import Call
-from remat._bind import bind
-from remat._numerics import Numerics
-from remat._rerun_region import rerun_of
-from remat._trace import Flat
+from remat._regions.protocol import Call
+from remat._regions.rules import bind
+from remat._rerun.region import rerun_of
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import Flat
 from tests.support import (
     LiveBytes,
     assert_bitwise,

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from remat import _compat, _overhead, _reuse, policies, remat
-from remat._bindings import bindings_of
-from remat._composites import fold
-from remat._graph import Graph, Ref, Value
-from remat._reuse import reusing
+from remat import _compat, policies, remat
+from remat._graph.values import Graph, Ref, Value
+from remat._programs import overhead, overwriting
+from remat._programs.bindings import bindings_of
+from remat._programs.composites import fold
+from remat._programs.overwriting import reusing
 from tests.benchmarks.memory import allocated
 from tests.regions import inputs_of, programs
 from tests.support import (
@@ -37,8 +38,8 @@ pytestmark = [
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of any size are written over, and no program is interpreted."""
-    monkeypatch.setattr(_reuse, "_FEWEST_BYTES", 0)
-    monkeypatch.setattr(_overhead, "_MOST_BYTES", -1)
+    monkeypatch.setattr(overwriting, "_FEWEST_BYTES", 0)
+    monkeypatch.setattr(overhead, "_MOST_BYTES", -1)
 
 
 def written(program: Any) -> list[str]:
@@ -121,7 +122,7 @@ def test_pointwise_operators_make_memory_of_their_own() -> None:
     count = 0
     for op, dtype in itertools.product(pointwise(), DTYPES):
         made = Value(op, args=(Ref(0),))
-        if not _reuse._is_alone(made, Graph((Value(None), made), 1, (Ref(1),))):
+        if not overwriting._is_alone(made, Graph((Value(None), made), 1, (Ref(1),))):
             continue
         given = given_to(op, dtype)
         try:

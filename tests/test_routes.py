@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from remat import _bind, _decorated, disabled, first_order, random, remat
+from remat import disabled, first_order, random, remat
+from remat._calls import decorated
+from remat._regions import rules
 from tests.support import seeded
 
 pytestmark = pytest.mark.contract
@@ -62,13 +64,13 @@ class Layer(nn.Module):
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each call that is looked up."""
     seen: list[int] = []
-    call = _decorated.Region._call
+    call = decorated.Region._call
 
     def counted(region: Any, args: Any, kwargs: Any) -> Any:
         seen.append(1)
         return call(region, args, kwargs)
 
-    monkeypatch.setattr(_decorated.Region, "_call", counted)
+    monkeypatch.setattr(decorated.Region, "_call", counted)
     return seen
 
 
@@ -190,7 +192,7 @@ def test_what_is_made_of_outputs_is_made_on_it(
     region = remat(form)
     region(leaf())
     # No other way can be taken.
-    monkeypatch.setattr(_bind, "_run_quietly", None)
+    monkeypatch.setattr(rules, "_run_quietly", None)
 
     def looked_at(run: Callable[[Tensor], Any]) -> tuple[list[Any], Tensor]:
         x = leaf()
@@ -637,7 +639,7 @@ def test_a_switch_that_a_backwards_trace_sets_is_another_backward(
 ) -> None:
     """It is looked up for the switches that are in force when it runs."""
     asked: list[str] = []
-    pulled_back = _bind._pulled_back
+    pulled_back = rules._pulled_back
 
     def leaves_high(ctx: Any, cotangents: Any) -> Any:
         asked.append(torch.get_float32_matmul_precision())
@@ -645,7 +647,7 @@ def test_a_switch_that_a_backwards_trace_sets_is_another_backward(
         torch.set_float32_matmul_precision("high")
         return found
 
-    monkeypatch.setattr(_bind, "_pulled_back", leaves_high)
+    monkeypatch.setattr(rules, "_pulled_back", leaves_high)
     region, x = remat(lambda x: x.sin().sin()), leaf()
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision("highest")

@@ -16,14 +16,14 @@ default dtype and the like are part of the signature instead), constants that li
 classes hold in containers, a builtin's name that becomes a global later, time, files.
 """
 
-from remat._captures._code_key import code_key
-from remat._captures._contents import hides_contents, shows_contents
-from remat._captures._cover import cover, describe_unreachable
-from remat._captures._covered import Covered
-from remat._captures._library import user_bases
-from remat._captures._places import Step, look, put
-from remat._captures._reads import Reads, recording
-from remat._captures._walk import Path, Survey, survey
+from remat._captures.code_key import code_key
+from remat._captures.contents import hides_contents, shows_contents
+from remat._captures.covered import Covered
+from remat._captures.covering import cover, describe_unreachable
+from remat._captures.library import user_bases
+from remat._captures.places import Step, look, put
+from remat._captures.reads import Reads, recording
+from remat._captures.walk import Path, Survey, survey
 
 __all__ = [
     "Covered",

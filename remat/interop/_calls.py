@@ -1,7 +1,7 @@
 """What the drop-ins share: one call of a function as a region.
 
 The peers take a function at each call, so a region is made at each call too. That costs
-microseconds: traces belong to a function's code and to the options (`_decorated`), so a
+microseconds: traces belong to a function's code and to the options (`_calls.decorated`), so a
 lambda, a bound method or a closure that is made anew at each step reuses the trace
 of the last.
 """
@@ -14,13 +14,14 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat, _in_graph
-from remat._decorated import BoundRegion, Region, RematModule, kind_of
+from remat import _compat
+from remat._calls import torch_compile
+from remat._calls.decorated import BoundRegion, Region, RematModule, kind_of
+from remat._calls.options import InputStorages, Settings, inputs_for
+from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain
-from remat._options import InputStorages, Settings, inputs_for
-from remat._running import is_running
-from remat._signature import Statics
-from remat._trackers import is_tracker, register_tracker
+from remat._generators.trackers import is_tracker, register_tracker
+from remat._tracing.thread import is_running
 from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep
 
@@ -77,7 +78,7 @@ def call_as_region(
         inputs_for(storage, "rerun")
         return function(*args, **kwargs)
     if is_dynamo_compiling():
-        return _in_graph.call(_KIND, function, args, dict(kwargs))
+        return torch_compile.call(_KIND, function, args, dict(kwargs))
     return Region(function, _settings(storage))(*args, **kwargs)
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-from remat import _ahead, _compat
+from remat import _compat
 from remat._errors import explain
-from remat._lines import warn
+from remat._messages import warn
+from remat._regions import prefetch
 from remat.interop._calls import (
     call_as_region,
     end_graph_for_storage,
@@ -263,7 +264,7 @@ def reset() -> None:
         >>> from remat.interop import deepspeed
         >>> deepspeed.reset()
     """
-    _ahead.drop()
+    prefetch.drop()
     release_host_memory()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from remat import _compat
 from remat._errors import explain
-from remat._lines import warn
+from remat._messages import warn
 from remat.interop._calls import call_as_region, end_graph_for_storage, preserve
 from remat.interop._groups import shard_over
 from remat.storage import Keep

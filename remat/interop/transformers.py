@@ -19,8 +19,8 @@ from torch import nn
 
 from remat import _compat
 from remat._api import remat
-from remat._lines import warn
-from remat._options import PolicyLike
+from remat._calls.options import PolicyLike
+from remat._messages import warn
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]

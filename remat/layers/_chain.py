@@ -13,9 +13,9 @@ from torch import Tensor
 
 from remat import _compat
 from remat._api import remat
-from remat._decorated import Region, RematModule, is_of_module
+from remat._calls.decorated import Region, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, explain
-from remat._graph import TensorMeta
+from remat._graph.values import TensorMeta
 from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,

@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from remat import _captures, _compat
-from remat._any_region import Call
-from remat._bind import bind_all
-from remat._decorated import Region, RematModule
-from remat._entry import Entry
+from remat._calls.decorated import Region, RematModule
+from remat._calls.entry import Entry
 from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
     SideEffectError,
     explain,
 )
-from remat._graph import TensorMeta
-from remat._hidden import require_nothing_hidden
-from remat._numerics import Numerics
-from remat._running import is_lifting, is_running, lift
-from remat._switch import is_inert
+from remat._graph.values import TensorMeta
+from remat._regions.protocol import Call
+from remat._regions.rules import bind_all
+from remat._rerun.hidden import require_nothing_hidden
+from remat._switches.numerics import Numerics
+from remat._switches.switch import is_inert
+from remat._tracing.thread import is_lifting, is_running, lift
 from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from remat._graph import TensorMeta
-from remat._partition import forward_flops
-from remat._region import Region
+from remat._graph.values import TensorMeta
+from remat._partition.partition import forward_flops
+from remat._regions.traced import Region
 from remat.layers._links import Link
 from remat.schedules import Stage
 

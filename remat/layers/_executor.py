@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._numerics import Numerics
+from remat._switches.numerics import Numerics
 from remat.layers._links import Link, present, pulled
 from remat.layers._runner import Runner
 from remat.layers._stack import Stack

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._any_region import Asked, Call
-from remat._bind import bind, bind_all, run_saving
-from remat._derived import Pull, pullback
-from remat._function import Roots
-from remat._graph import TensorMeta, layout_of
-from remat._numerics import Numerics
-from remat._region import Region
-from remat._trace import Joint
-from remat._views import make_views
+from remat._graph.values import TensorMeta, layout_of
+from remat._regions.function import Roots
+from remat._regions.functions import Pull, pullback
+from remat._regions.protocol import Asked, Call
+from remat._regions.rules import bind, bind_all, run_saving
+from remat._regions.traced import Region
+from remat._regions.views import make_views
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import Joint
 
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
     weakref.WeakKeyDictionary()

@@ -15,12 +15,12 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from remat import _compat
-from remat._numerics import Numerics
-from remat._program import Quiet
-from remat._region import Region
-from remat._trace import View
-from remat._views import make_views
-from remat._waiting import resumed
+from remat._programs.program import Quiet
+from remat._regions.traced import Region
+from remat._regions.views import make_views
+from remat._regions.waiting import resumed
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import View
 from remat.layers._links import Link, added, present
 
 # The last stage gets the cotangent of the loss; the first may want no gradient.

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from remat import _compat
 from remat._api import remat
-from remat._decorated import Region, is_of_module
+from remat._calls.decorated import Region, is_of_module
+from remat._calls.options import PolicyLike
 from remat._errors import CarryError, explain
-from remat._graph import TensorMeta
-from remat._lines import warn
-from remat._numerics import Numerics
-from remat._options import PolicyLike
-from remat._running import is_lifting, lift
+from remat._graph.values import TensorMeta
+from remat._messages import warn
+from remat._switches.numerics import Numerics
+from remat._tracing.thread import is_lifting, lift
 from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,

@@ -1,4 +1,4 @@
-"""A scheduled stack as a region: the rules of differentiation of `_bind`, by replay.
+"""A scheduled stack as a region: the rules of differentiation of `_regions.rules`, by replay.
 
 The forward carries out the sweep of a schedule, and its backward the rest. Both run below
 every transform, and are mapped where a vmap level is met. The backward is a region too, so
@@ -22,14 +22,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._any_region import AnyRegion, Asked, Batched, WithoutProgram
-from remat._derived import Batch, mapped
 from remat._errors import SavedTensorModifiedError, explain
-from remat._forward import Results
-from remat._function import Roots
-from remat._numerics import Numerics
-from remat._rerun_region import Rerun, rerun_of
-from remat._trace import View
+from remat._regions.forwards import Results
+from remat._regions.function import Roots
+from remat._regions.functions import Batch, mapped
+from remat._regions.protocol import AnyRegion, Asked, Batched, WithoutProgram
+from remat._rerun.region import Rerun, rerun_of
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import View
 from remat.layers._executor import Executor
 from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger

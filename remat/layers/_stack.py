@@ -16,10 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._derived import Batch, mapped
-from remat._graph import TensorMeta
-from remat._numerics import Numerics
-from remat._trace import Flat
+from remat._graph.values import TensorMeta
+from remat._regions.functions import Batch, mapped
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import Flat
 from remat.layers._links import Link, dense_stride, on_fakes
 
 

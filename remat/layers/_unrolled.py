@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat, _in_graph
-from remat._decorated import Region, RematModule, is_of_module
+from remat import _compat
+from remat._calls import torch_compile
+from remat._calls.decorated import Region, RematModule, is_of_module
+from remat._calls.options import Settings
+from remat._calls.signature import Statics
 from remat._errors import explain
-from remat._options import Settings
-from remat._signature import Statics
 from remat.policies import nothing_saveable
 
 # The kinds of regions that they are made of: around modules, and around functions.
@@ -88,7 +89,7 @@ def _is_region(f: object) -> bool:
 def _region(f: Callable[..., Any], *args: Any) -> Any:
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
-    return _in_graph.call(kind, f, args, {}, name)
+    return torch_compile.call(kind, f, args, {}, name)
 
 
 def _require_plain(what: str, policy: object, schedule: object) -> None:

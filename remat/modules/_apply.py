@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from remat._api import remat
-from remat._decorated import Region
+from remat._calls.decorated import Region
 from remat._errors import TraceError, explain
-from remat._lines import warn
+from remat._messages import warn
 from remat.modules._where import Where, matching
 
 _M = TypeVar("_M", bound=nn.Module)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from remat import _compat
 from remat._api import remat
 from remat._errors import explain
-from remat._plan import FrontierPoint, Plan, plan as plan_of
+from remat._plans.plan import FrontierPoint, Plan, plan as plan_of
 from remat.modules._apply import apply, remove
 from remat.modules._where import Where, matching
 from remat.planners import Share, share

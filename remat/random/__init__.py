@@ -17,7 +17,7 @@ Salmon et al., SC'11, 2011, https://doi.org/10.1145/2063384.2063405); where torc
 kernels they are used. The names, and what they mean, are those of `jax.random`.
 """
 
-from remat._trackers import register_tracker
+from remat._generators.trackers import register_tracker
 from remat.random._checking import checking
 from remat.random._distributions import (
     categorical,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import KeyReuseError, explain
-from remat._lines import user_line
-from remat._switch import disabled
+from remat._messages import user_line
+from remat._switches.switch import disabled
 
 # The bits of (seed, offset) -> the line that consumed them.
 _Record = dict[tuple[int, int], str]

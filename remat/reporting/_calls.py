@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, final
 
 from remat import _captures
-from remat._graph import Graph
-from remat._region import Region
-from remat._rerun_region import Rerun
-from remat._shortage import name_of
+from remat._graph.values import Graph
+from remat._regions.out_of_memory import name_of
+from remat._regions.traced import Region
+from remat._rerun.region import Rerun
 from remat.reporting._held import Node
 from remat.reporting._traced import Traced
 

@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat, _operators as operators
-from remat._switch import disabled
+from remat import _compat
+from remat._graph import operators
+from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._json import to_json
 from remat.reporting._measure import report

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from remat import policies
 from remat._api import remat
-from remat._decorated import Region
+from remat._calls.decorated import Region
 from remat._errors import RematError, explain
-from remat._shortage import name_of
-from remat._switch import disabled
+from remat._regions.out_of_memory import name_of
+from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._figures import comparison_figure
 from remat.reporting._json import to_json

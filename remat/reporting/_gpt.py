@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from remat import random
-from remat._names import checkpoint_name
+from remat._tracing.naming import checkpoint_name
 
 VOCABULARY = 256
 """One symbol for each value of a byte."""

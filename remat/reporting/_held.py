@@ -14,8 +14,8 @@ from typing import Any, cast, final
 from torch import Tensor
 
 from remat import _compat
-from remat._any_region import Call
-from remat._waiting import storages
+from remat._regions.protocol import Call
+from remat._regions.waiting import storages
 from remat.layers._scheduled import Swept
 
 

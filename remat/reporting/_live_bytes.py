@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 
 from remat import _compat
-from remat._waiting import storages
-from remat._watching import tensors_in
+from remat._programs.watching import tensors_in
+from remat._regions.waiting import storages
 
 
 @final

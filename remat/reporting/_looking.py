@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from remat import _residuals, storage
-from remat._decorated import BoundRegion, Region, RematModule, plain_region
-from remat._entry import Entry
-from remat._function import Roots
-from remat._partition import Analysis, Cut, cut
-from remat._residuals import Residual
+from remat import storage
+from remat._calls.decorated import BoundRegion, Region, RematModule, plain_region
+from remat._calls.entry import Entry
+from remat._calls.residuals import Residual, made_values, operand_residual
+from remat._partition.partition import Analysis, Cut, cut
+from remat._regions.function import Roots
 from remat.policies._sizes import show_size
 
 
@@ -54,12 +54,10 @@ def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
     """What plain autograd holds: the forward values that backward steps read."""
     analysis = entry.region.analysis(roots)
     found = _read_across(analysis)
-    made = _residuals.made_values(
-        analysis, found.saved, "a value that the backward reads"
-    )
+    made = made_values(analysis, found.saved, "a value that the backward reads")
     graph = analysis.joint.graph
     return made + [
-        _residuals.operand_residual(graph, index, path, True, storage.Keep())
+        operand_residual(graph, index, path, True, storage.Keep())
         for index, path in enumerate(entry.labels)
         if index in found.operands
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._waiting import Waiting, parts_of, storages
+from remat._regions.waiting import Waiting, parts_of, storages
 from remat.policies import Value
 from remat.reporting import _suggest
 from remat.reporting._allocator import allocator_peaks

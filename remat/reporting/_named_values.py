@@ -17,11 +17,12 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _compat, _names
+from remat import _compat
 from remat._errors import RematError, explain
-from remat._graph import Graph, TensorMeta
-from remat._lines import user_line
-from remat._watching import Watcher
+from remat._graph.values import Graph, TensorMeta
+from remat._messages import user_line
+from remat._programs.watching import Watcher
+from remat._tracing import naming
 from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import graph_of
 from remat.reporting._step import Step
@@ -143,7 +144,7 @@ class _NameWatcher(Watcher):
     ) -> Any:
         """Runs the operator, and notes its result for its step, or a mark by itself."""
         result = _compat.run_in_mode(func, args, kwargs or {})
-        if func is _names.MARK:
+        if func is naming.MARK:
             if not _compat.is_fake(args[0]):
                 self._see(args[1], user_line(), args[0], None, -1)
         elif self._stack:
@@ -199,7 +200,7 @@ def named_values(
     """
     step = Step(f, args, kwargs)
     _check_has_numbers(step)
-    with step.kept(), _names.marking(), _NameWatcher() as watcher:
+    with step.kept(), naming.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
         calls = Calls(nodes)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _captures, _compat
 from remat._errors import RematError, explain
-from remat._shortage import name_of
+from remat._regions.out_of_memory import name_of
 from remat.reporting._held import graph_of, walk
 
 

@@ -8,10 +8,10 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from typing import final
 
-from remat import _operators as operators, policies
-from remat._function import Roots
-from remat._graph import Graph, TensorMeta, Value, roots
-from remat._partition import (
+from remat import policies
+from remat._graph import operators
+from remat._graph.values import Graph, TensorMeta, Value, roots
+from remat._partition.partition import (
     Analysis,
     Cut,
     backward_graph,
@@ -19,7 +19,8 @@ from remat._partition import (
     permitted_members,
     step_flops,
 )
-from remat._region import Region
+from remat._regions.function import Roots
+from remat._regions.traced import Region
 from remat.policies import Save
 from remat.reporting._waits import Waits, waits
 from remat.storage import AbstractStorage, Keep

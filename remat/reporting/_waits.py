@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from remat import _compat
-from remat._costs import keyless
-from remat._graph import TensorMeta
-from remat._waiting import densely
+from remat._graph.values import TensorMeta
+from remat._partition.costs import keyless
+from remat._regions.waiting import densely
 from remat.storage import (
     AbstractStorage,
     Cast,

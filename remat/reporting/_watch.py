@@ -15,11 +15,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat, _operators as operators
-from remat._graph import Graph
-from remat._lines import user_line
-from remat._waiting import storages
-from remat._watching import Watcher, tensors_in
+from remat import _compat
+from remat._graph import operators
+from remat._graph.values import Graph
+from remat._messages import user_line
+from remat._programs.watching import Watcher, tensors_in
+from remat._regions.waiting import storages
 
 
 @final

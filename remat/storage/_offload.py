@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import explain
-from remat._lines import warn
+from remat._messages import warn
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Place, Stored, first

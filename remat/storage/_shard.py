@@ -26,7 +26,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import NotReplicatedError, explain
-from remat._lines import warn
+from remat._messages import warn
 from remat.storage._bits import bytes_of
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage

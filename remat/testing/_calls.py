@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _compat
-from remat._signature import labels
+from remat._calls.signature import labels
 from remat.testing._transforms import is_differentiable
 
 

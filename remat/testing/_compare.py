@@ -10,7 +10,7 @@ from torch import Tensor
 
 from remat import _compat
 from remat._errors import RematError, explain
-from remat._graph import TensorMeta
+from remat._graph.values import TensorMeta
 
 
 class NotEquivalentError(RematError, AssertionError):

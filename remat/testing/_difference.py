@@ -16,8 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat, _names, _operators as operators
-from remat._lines import user_line
+from remat import _compat
+from remat._graph import operators
+from remat._messages import user_line
+from remat._tracing import naming
 from remat.testing._calls import Arguments, Flattened
 from remat.testing._compare import Gap, mismatched, same_bits
 from remat.testing._state import State, captured
@@ -90,7 +92,7 @@ class _Recorder(_compat.DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = _compat.run_in_mode(func, args, kwargs or {})
-        if func is _names.MARK:
+        if func is naming.MARK:
             step = self._latest.get(_compat.storage_key(args[0]))
             if step is not None and args[1] not in step.names:
                 step.names.append(args[1])
@@ -182,7 +184,7 @@ def _record(
         reached = captured(function)
         labels = [k for k in captures if k in reached]
         operands = [*wanted, *(reached[label] for label in labels)]
-        with _names.marking(), _Recorder() as recorder:
+        with naming.marking(), _Recorder() as recorder:
             outputs = flattened(*wanted)
             recorder.phase = "backward"
             found = gradients(outputs, operands, contiguous_cotangents)

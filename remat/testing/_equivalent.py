@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _compat
-from remat._decorated import BoundRegion, Region, RematModule
+from remat._calls.decorated import BoundRegion, Region, RematModule
 from remat._errors import explain
 from remat.testing._calls import Arguments, Flattened
 from remat.testing._compare import NotEquivalentError, require_same

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from remat import Residual, remat
-from remat._graph import Ref, TensorMeta, prune
-from remat._program import Program
+from remat._graph.values import Ref, TensorMeta, prune
+from remat._programs.program import Program
 from tests.benchmarks.contenders import POLICIES
 from tests.benchmarks.memory import allocated
 from tests.benchmarks.work import Params, Work

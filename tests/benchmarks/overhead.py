@@ -11,7 +11,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from remat import _bind, _routes, remat
+from remat import remat
+from remat._calls import routes
+from remat._regions import rules
 from tests.benchmarks import suite, tables
 from tests.benchmarks.rows import ROWS
 from tests.benchmarks.work import block, blocks
@@ -59,8 +61,8 @@ def _time_to_apply(region: Any, arguments: tuple[Any, ...]) -> float:
 
     times: list[float] = []
     with (
-        mock.patch.object(_bind, "_apply_plainly", ends),
-        mock.patch.object(_routes, "apply_straight", ends),
+        mock.patch.object(rules, "_apply_plainly", ends),
+        mock.patch.object(routes, "apply_straight", ends),
     ):
         for _ in range(1000):
             started = time.perf_counter()

@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from remat import _forward, _waiting, policies, random, remat, storage
+from remat import policies, random, remat, storage
+from remat._regions import forwards, waiting as waiting_module
 from remat.reporting._demo import draw_batches
 from remat.reporting._gpt import GPTShape, block, initial_parameters, make_loss
 
@@ -46,12 +47,12 @@ class Row:
 
     def count(self, batch: Tensor, key: Tensor) -> None:
         """The bytes that wait in one step, in memory and in files."""
-        honest = _waiting.wait
+        honest = waiting_module.wait
 
         def wait(value: Tensor, how: object, place: object) -> Tensor:
             found = honest(value, how, place)  # type: ignore[arg-type]
             self.kept_bytes += value.nbytes
-            waiting = isinstance(found, _waiting.Waiting)
+            waiting = isinstance(found, waiting_module.Waiting)
             for each in found.stored.tensors if waiting else (found,):
                 if each.untyped_storage().filename is None:
                     self.memory_bytes += each.nbytes
@@ -59,7 +60,7 @@ class Row:
                     self.file_bytes += each.nbytes
             return found
 
-        with mock.patch.object(_forward, "wait", wait):
+        with mock.patch.object(forwards, "wait", wait):
             self.loss(self.parameters, batch, key)  # type: ignore[operator]
 
 

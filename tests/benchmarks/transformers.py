@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _decorated
+from remat._calls import decorated
 from tests.benchmarks.bounds import Bound, Verdict, ratio_of, steady
 from tests.benchmarks.contenders import PLAIN
 from tests.benchmarks.memory import Bytes, allocated
@@ -282,7 +282,7 @@ def _traced_s() -> float:
     """What all traces that are kept have taken."""
     kept = [
         found
-        for cache in _decorated._caches.values()
+        for cache in decorated._caches.values()
         for found in cache.entries.values()
     ]
     return sum(entry.trace_s or 0.0 for entries in kept for entry in entries)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from remat import modules, storage
-from remat._waiting import Waiting
+from remat._regions.waiting import Waiting
 from tests.distributed.models import (
     ACTIVATION_BYTES,
     BATCH,

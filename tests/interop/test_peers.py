@@ -17,17 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
-from remat import (
-    RematWarning,
-    SideEffectError,
-    TraceError,
-    _ahead,
-    _decorated,
-    _lookup,
-    _trackers,
-    random,
-    remat,
-)
+from remat import RematWarning, SideEffectError, TraceError, random, remat
+from remat._calls import decorated, lookup
+from remat._generators.trackers import is_tracker, registered
+from remat._regions import prefetch
 from remat.interop import deepspeed, megatron, transformer_engine
 from remat.interop.deepspeed import _Configuration, _Current
 from remat.storage import Keep, Offload
@@ -66,10 +59,10 @@ keyword_peer = pytest.mark.parametrize(
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration of DeepSpeed and no registration of a tracker outlives a test."""
     monkeypatch.setattr(_Current, "value", None)
-    before = dict(_trackers.registered)
+    before = dict(registered)
     yield
-    _trackers.registered.clear()
-    _trackers.registered.update(before)
+    registered.clear()
+    registered.update(before)
 
 
 class Block(nn.Module):
@@ -170,7 +163,7 @@ def test_a_graph_of_torch_compile_registers_a_tracker() -> None:
 
     assert x.grad is not None
     assert_bitwise(x.grad, x.detach().cos())
-    assert _trackers.is_tracker(tracker)
+    assert is_tracker(tracker)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -271,11 +264,11 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
 ) -> None:
     """Traces belong to the code, and equal layers share one."""
     traced: list[str] = []
-    make_entry = _lookup.make_entry
+    make_entry = lookup.make_entry
     monkeypatch.setattr(
-        _lookup, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
+        lookup, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
     )
-    monkeypatch.setattr(_decorated, "_caches", {})
+    monkeypatch.setattr(decorated, "_caches", {})
     for _ in range(3):
         layer, x = Layer(), torch.randn(4, requires_grad=True)
         y = checkpoint(made(layer), x)
@@ -363,7 +356,7 @@ def test_transformer_engines_tracker_is_kept_by_value(use_reentrant: bool) -> No
         state.fill_(0)  # peers hold this very tensor
         assert_bitwise(gradients(y, x), gradients(expected, x))
         state.copy_(kept)
-    assert sum(each is tracker for each in _trackers.registered.values()) == 1
+    assert sum(each is tracker for each in registered.values()) == 1
 
 
 def test_transformer_engines_options_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +376,7 @@ def test_transformer_engines_options_in_front(monkeypatch: pytest.MonkeyPatch) -
             )
         assert_bitwise(gradients(y, x), gradients(x.sin() * 2, x))
     assert asked == [(None, (x, 2), {})]
-    assert any(each is tracker for each in _trackers.registered.values())
+    assert any(each is tracker for each in registered.values())
     calls = TE(lambda flag, f, rest, x: f(x), True, torch.sin, "no group", x)
     assert torch.equal(calls, x.sin())
 
@@ -395,9 +388,9 @@ def test_a_registration_of_the_users_is_left_alone() -> None:
     x = torch.randn(3, requires_grad=True)
     with random.register_tracker(tracker):
         TE(torch.sin, x, get_rng_state_tracker=lambda: tracker)
-        assert sum(each is tracker for each in _trackers.registered.values()) == 1
+        assert sum(each is tracker for each in registered.values()) == 1
 
-    assert not _trackers.is_tracker(tracker)
+    assert not is_tracker(tracker)
 
 
 def test_a_tracker_inside_a_region_is_registered_before_it() -> None:
@@ -614,9 +607,9 @@ def test_deepspeeds_host_memory_is_offload() -> None:
 def test_reset_drops_what_a_failed_backward_left() -> None:
     """The configuration stays."""
     deepspeed.configure()
-    _ahead._thread.flights[(0,)] = None  # type: ignore[assignment]
+    prefetch._thread.flights[(0,)] = None  # type: ignore[assignment]
 
     deepspeed.reset()
 
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
     assert deepspeed.is_configured()

@@ -20,9 +20,8 @@ from remat import (
     RematWarning,
     SideEffectError,
     TraceError,
-    _decorated,
-    _lookup,
 )
+from remat._calls import decorated, lookup
 from remat.interop.torch import (
     CheckpointPolicy,
     checkpoint,
@@ -825,10 +824,10 @@ def test_under_torch_func():
 def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
-    make_entry, traces = _lookup.make_entry, []
-    monkeypatch.setattr(_decorated, "_caches", {})
+    make_entry, traces = lookup.make_entry, []
+    monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        _lookup, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
+        lookup, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
     )
 
     def step(scale):

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat import (
-    RematWarning,
-    SideEffectError,
-    TraceError,
-    _decorated,
-    _lookup,
-    modules,
-    policies,
-)
+from remat import RematWarning, SideEffectError, TraceError, modules, policies
+from remat._calls import decorated, lookup
 from tests.support import LiveBytes, OperatorCounter, assert_bitwise, assert_close
 
 tr: Any = pytest.importorskip("transformers")
@@ -157,10 +150,10 @@ def gradients(model, *, seed=0, **changes):
 @pytest.fixture
 def traces(monkeypatch):
     """Counts the traces that are made, where none is kept from before."""
-    made, make_entry = [], _lookup.make_entry
-    monkeypatch.setattr(_decorated, "_caches", {})
+    made, make_entry = [], lookup.make_entry
+    monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        _lookup, "make_entry", lambda *args: made.append(1) or make_entry(*args)
+        lookup, "make_entry", lambda *args: made.append(1) or make_entry(*args)
     )
     return made
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import chain, remat, scan
-from remat._region import Region
+from remat._regions.traced import Region
 from remat.layers import _chain, _executor
 from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
 from tests.support import seeded

@@ -20,16 +20,15 @@ from remat import (
     ImplicitRandomnessError,
     RematError,
     SideEffectError,
-    _rng,
-    _streams,
-    _trackers,
     checkpoint_name,
     policies,
     random,
     remat,
 )
-from remat._graph import TensorMeta
-from remat._trace import Request, trace
+from remat._generators import recorded, trackers
+from remat._generators.streams import STATE, enter, leave
+from remat._graph.values import TensorMeta
+from remat._tracing.trace import Request, trace
 from tests.support import (
     FakeDevice,
     assert_bitwise,
@@ -628,7 +627,7 @@ def test_a_trace_on_a_device(fake_device: FakeDevice) -> None:
 
     ops = [joint.graph.values[ref.index].op for ref in joint.states]
     streams = [value.stream[-3:] for value in joint.graph.values if value.state]
-    assert ops == [_rng.STATE, _streams.STATE, _rng.STATE]
+    assert ops == [recorded.STATE, STATE, recorded.STATE]
     assert streams == ["", "/tp", ""]
     assert_bitwise(mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8))
     assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
@@ -638,10 +637,10 @@ def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
     """What a program does around a draw: the stream moves, the generator does not."""
     mine, place = OnDevice(fake_device), torch.device("cuda", 0)
     with random.register_tracker(mine):
-        stream = f"{max(_trackers.registered)}/tp"
-        found = _streams.enter(stream, place)
+        stream = f"{max(trackers.registered)}/tp"
+        found = enter(stream, place)
         fake_device.states[0] += 2
-        _streams.leave(stream, found, place)
+        leave(stream, found, place)
 
     assert_bitwise(mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8))
     assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))

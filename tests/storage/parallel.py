@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import checkpoint_name
-from remat._waiting import Waiting
+from remat._regions.waiting import Waiting
 
 HEADS, WIDTH, HIDDEN = 4, 8, 16
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard as Placed
 
-from remat import NotReplicatedError, _ahead, remat
+from remat import NotReplicatedError, remat
+from remat._regions import prefetch
 from remat.interop import deepspeed, megatron, transformer_engine
 from remat.interop.deepspeed import _Current
 from tests.storage.parallel import (
@@ -214,7 +215,7 @@ def check_peers_gather_ahead(checkpoint: Checkpoint, mesh: Any) -> None:
 
     assert len(log.sizes) == 4
     assert log.most_pending == 2
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
 
 
 @each
@@ -228,7 +229,7 @@ def check_peers_errors_leave_nothing(checkpoint: Checkpoint, mesh: Any) -> None:
     (ours,) = torch.autograd.grad(checkpoint(curve, checkpoint(curve, x)).sum(), x)
 
     assert_same([ours], torch.autograd.grad(curve(curve(x)).sum(), x))
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
 
 
 def check_transformer_engines_keywords(mesh: Any) -> None:

@@ -20,15 +20,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from remat import (
-    NotReplicatedError,
-    _ahead,
-    _compat,
-    checkpoint_name,
-    policies,
-    remat,
-    report,
-)
+from remat import NotReplicatedError, _compat, checkpoint_name, policies, remat, report
+from remat._regions import prefetch
 from remat.reporting._gpt import GPTShape
 from remat.storage import Cast, Keep, Offload, Place, Quantize, Shard, Sparse
 from tests.benchmarks.storage import measured
@@ -522,10 +515,10 @@ def check_an_error_in_the_backward_leaves_nothing(mesh: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         step(lambda params, y: next(layers)(params, y), params, x)
     layer(*leaves(params, x))
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
 
     assert_same(step(layer, params, x), plain)
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
 
 
 def check_a_backward_of_a_part_leaves_nothing(mesh: Any) -> None:
@@ -536,7 +529,7 @@ def check_a_backward_of_a_part_leaves_nothing(mesh: Any) -> None:
 
     torch.autograd.grad(z.sum(), y, retain_graph=True)
 
-    assert not _ahead._thread.flights
+    assert not prefetch._thread.flights
     (ours,) = torch.autograd.grad(z.sum(), x)
     assert_same([ours], torch.autograd.grad(curve(curve(x)).sum(), x))
 

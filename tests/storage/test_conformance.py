@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat import (
-    _forward,
-    _waiting,
-    checkpoint_name,
-    disabled,
-    policies,
-    remat,
-    storage,
-)
+from remat import checkpoint_name, disabled, policies, remat, storage
 from remat._compat import same_bits
 from remat._errors import RematError
-from remat._waiting import Waiting, wait
+from remat._regions import forwards, waiting as waiting_module
+from remat._regions.waiting import Waiting, wait
 from remat.random import key
 from remat.storage import AbstractStorage, Place, Stored
 from tests.storage.test_transfer import Fake, Side
@@ -269,8 +262,8 @@ def test_a_value_waits_for_the_backward_alone(name: str) -> None:
         return waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_forward, "wait", noted)
-        patch.setattr(_waiting, "wait", noted)
+        patch.setattr(forwards, "wait", noted)
+        patch.setattr(waiting_module, "wait", noted)
         w = W.clone().requires_grad_()
         y = region(name)(w, X).sum()
         assert all(each() is not None for each in seen)

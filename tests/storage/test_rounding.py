@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import random, storage
-from remat._waiting import Waiting, wait
+from remat._regions.waiting import Waiting, wait
 from remat.storage import Place, Stored
 
 pytestmark = pytest.mark.contract

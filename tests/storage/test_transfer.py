@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import RematWarning, _ahead, remat
+from remat import RematWarning, remat
+from remat._regions.prefetch import _thread
 from remat.storage import (
     AbstractStorage,
     Cast,
@@ -258,7 +259,7 @@ def test_values_are_on_their_way_so_many_regions_ahead(prefetch: int) -> None:
         # Runs before the backward of the next region, and after that of the last one.
         y.register_hook(
             lambda _, index=index: log.append(
-                (index, [*fake.fetched], len(_ahead._thread.flights))
+                (index, [*fake.fetched], len(_thread.flights))
             )
         )
     y.sum().backward()
@@ -270,7 +271,7 @@ def test_values_are_on_their_way_so_many_regions_ahead(prefetch: int) -> None:
         assert fetched[index] == list(range(depth - 1, lowest - 1, -1))
     assert max(flights for _, _, flights in log) == min(prefetch, depth - 1)
     assert sorted(fake.fetched) == list(range(depth))
-    assert not _ahead._thread.flights
+    assert not _thread.flights
 
 
 def test_storages_that_look_less_far_ahead_hold_up_the_others() -> None:
@@ -282,7 +283,7 @@ def test_storages_that_look_less_far_ahead_hold_up_the_others() -> None:
     y = x = torch.ones(1, requires_grad=True)
     for index in range(4):
         y = layer(y, torch.tensor([float(index)]))
-        y.register_hook(lambda _: seen.append(len(_ahead._thread.flights)))
+        y.register_hook(lambda _: seen.append(len(_thread.flights)))
     y.sum().backward()
 
     assert seen == [0, 1, 1, 1]
@@ -307,7 +308,7 @@ def test_an_error_drops_what_is_on_its_way() -> None:
 
     expected = torch.autograd.grad(curve(curve(curve(x))).sum(), x)
     assert_bitwise((found,), expected)
-    assert not _ahead._thread.flights
+    assert not _thread.flights
 
 
 class Counting:

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat, _in_graph
-from remat._decorated import Region, kind_of
+from remat import _compat
+from remat._calls import torch_compile
+from remat._calls.decorated import Region, kind_of
+from remat._calls.options import Settings, policy_for, require_choice
+from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, explain
-from remat._lines import warn
-from remat._options import Settings, policy_for, require_choice
-from remat._signature import Statics
+from remat._messages import warn
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 
@@ -92,7 +93,7 @@ class Options:
         """Calls a function as a region with these options."""
         if is_dynamo_compiling():
             kind = _kind(self.context_fn, self.preserve_rng_state, self.engine)
-            return _in_graph.call(kind, function, args, kwargs)
+            return torch_compile.call(kind, function, args, kwargs)
         if self.use_reentrant and kwargs:
             raise ValueError(
                 f"checkpoint(use_reentrant=True) takes no keyword arguments for the "

@@ -14,9 +14,10 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from remat import _compat, _rng
+from remat import _compat
 from remat._errors import explain
-from remat._lines import warn
+from remat._generators import recorded
+from remat._messages import warn
 from remat.interop.torch._checkpoint import checkpoint
 
 
@@ -291,7 +292,7 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
                 do="Call it for each kind.",
             )
         )
-    return [device.index or 0 for device in devices], [*map(_rng.get, devices)]
+    return [device.index or 0 for device in devices], [*map(recorded.get, devices)]
 
 
 def set_device_states(
@@ -316,7 +317,7 @@ def set_device_states(
     """
     kind = device_type or DefaultDeviceType.get_device_type()
     for index, state in zip(devices, states, strict=False):
-        _rng.put(state, torch.device(kind, index))
+        recorded.put(state, torch.device(kind, index))
 
 
 def _has_no_effect(where: str, why: str, do: str) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _api, _names, policies
+from remat import _api, policies
+from remat._tracing import naming
 from remat.policies import AbstractPolicy
 from remat.testing.strategies._operators import Statement
 from remat.testing.strategies._tensors import TensorSpec, normal
@@ -165,7 +166,7 @@ class Program:
             "F": F,
             "normal": normal,
             "remat": _api.remat,
-            "checkpoint_name": _names.checkpoint_name,
+            "checkpoint_name": naming.checkpoint_name,
         }
         plain = self._source(with_regions=False)
         exec(compile(plain, _FILE, "exec"), namespace)

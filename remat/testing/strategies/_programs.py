@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat._names import checkpoint_name
+from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement

@@ -1,0 +1,411 @@
+"""A decorated function, method or module: it finds the trace of a call, and runs its region."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast, final
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from remat import _captures, _compat
+from remat._calls import torch_compile
+from remat._calls.cache import Cache, CacheInfo
+from remat._calls.entry import Entry
+from remat._calls.lookup import Lookup
+from remat._calls.options import Settings, why_out_of_graphs
+from remat._calls.residuals import Residual, residuals_of_region
+from remat._calls.routes import MISSED
+from remat._calls.signature import Signature, Statics, sign
+from remat._programs.program import Program
+from remat._regions.function import Roots
+from remat._regions.protocol import Asked
+from remat._rerun import call
+from remat._rerun.hidden import require_nothing_hidden
+from remat._switches.numerics import Numerics
+from remat._switches.switch import is_inert
+from remat._tracing.thread import has_open_sizes, is_lifting, lift
+from remat.policies import nothing_saveable
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+_caches: dict[Hashable, Cache] = {}
+_NOTHING_KNOWN = Cache()
+
+
+class Region(Generic[_P, _R]):
+    """A function decorated with `remat`."""
+
+    def __init__(
+        self, fun: Callable[_P, _R], settings: Settings, where: str = ""
+    ) -> None:
+        self.settings = settings
+        self._fun = fun
+        self.rng_default = "preserve" if is_of_module(fun) else "keys"
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self._where = where or _where(fun)
+        self.kind = self._registered()
+        # Becomes `_calls.cache` at the first call that is looked up; a plain attribute is faster.
+        self._known = _NOTHING_KNOWN
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Calls the function; its backward will recompute."""
+        if is_dynamo_compiling():
+            return torch_compile.call(self.kind, self._fun, args, kwargs)
+        cache = self._known
+        routes = cache.routes
+        for route in routes:
+            returned = route.run(self._fun, args, kwargs)
+            if returned is not MISSED:
+                cache.hits += 1
+                if route is not routes[0]:
+                    cache.prefer(route)
+                return returned
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Makes a call that no route recognizes: looks up its signature, or traces it."""
+        if is_inert():
+            return self._fun(*args, **kwargs)
+        if self.settings.engine == "rerun":
+            return call.call(self._fun, args, kwargs, self._rng)
+        self._known = self._cache
+        numerics = Numerics.current()
+        signature = sign(self._fun, args, kwargs, self.settings.statics)
+        roots = (self._fun, *signature.objects)
+        if has_open_sizes():
+            return self._call_inside(signature, roots, numerics, args, kwargs)
+        wants = signature.wants_gradient
+        if not wants and not self._lookup.reaches_gradient(signature, roots, numerics):
+            return self._plain(roots, args, kwargs)
+        signature.require_traceable()
+        entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
+        if _compat.is_in_compiler():
+            torch_compile.require_recordable(entry, roots, self._where)
+        tensors = [*signature.tensors, *captured]
+        if is_lifting():
+            tensors = list(map(lift, tensors))
+            wants = False
+        if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
+            return self._plain(roots, args, kwargs)
+        # A route tells objects apart by their type alone: too little for static arguments.
+        if not (signature.objects and self.settings.statics.are_given):
+            self._cache.learn(args, kwargs, signature, numerics)
+        return entry.call(roots, tensors, numerics)
+
+    def _call_inside(
+        self,
+        signature: Signature,
+        roots: Roots,
+        numerics: Numerics,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Makes a call inside a trace with open sizes."""
+        signature.require_traceable()
+        entry, captured = self._lookup.find_inside(
+            signature, roots, numerics, args, kwargs
+        )
+        tensors = list(map(lift, [*signature.tensors, *captured]))
+        if not any(map(_compat.requires_grad_anywhere, tensors)):
+            return self._plain(roots, args, kwargs)
+        return entry.call(roots, tensors, numerics)
+
+    def _plain(
+        self, roots: Roots, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs the function as it is: nothing that the region sees needs a gradient."""
+        returned = self._fun(*args, **kwargs)
+        require_nothing_hidden(returned, roots)
+        return returned
+
+    @functools.cached_property
+    def _cache(self) -> Cache:
+        key = (
+            _captures.code_key(self._fun),
+            self.settings.policy,
+            self._rng,
+            self.settings.engine,
+            self.settings.statics,
+            self.settings.verify,
+            self.settings.backend,
+            self.settings.inputs,
+            self.settings.dynamic_shapes,
+        )
+        return _caches.setdefault(key, Cache())
+
+    @functools.cached_property
+    def _lookup(self) -> Lookup:
+        return Lookup(self._fun, self.settings, self._rng, self._where, self._cache)
+
+    @property
+    def _rng(self) -> str:
+        return self.settings.rng or self.rng_default
+
+    def _registered(self) -> str:
+        """The key by which a graph of torch.compile finds regions of this kind."""
+        settings = dataclasses.replace(self.settings, rng=self._rng)
+        owner: Any = getattr(self._fun, "__self__", self._fun)
+        # A module that is being copied has no parts yet.
+        is_module = isinstance(owner, nn.Module) and "_modules" in vars(owner)
+        parts = owner.modules() if is_module else ()
+        return kind_of(settings, self._where, *map(type, parts))
+
+    def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
+        """The forward program and the backward program of a call; both print.
+
+        Nothing runs but the trace. What is differentiated is what `saved_residuals`
+        says; the backward is the one for cotangents laid out like the outputs.
+        """
+        entry, roots = self.entry_of(args, kwargs)
+        region = entry.region
+        joint = region.joint(roots)
+        wanted = tuple(meta.requires_grad for meta in region.operands)
+        num_states = len(joint.states)
+        layouts = tuple(meta and meta.layout for meta in joint.layout)
+        asked = Asked(layouts, wanted, num_states, Numerics.current())
+        derived = region.vjp(roots, asked)
+        return (
+            region.forward(roots, save=True).program,
+            derived.forward(roots, save=False).program,
+        )
+
+    def entry_of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, Roots]:
+        """The trace of a call, without running it; for `saved_residuals`."""
+        return self.found_for(args, kwargs)[:2]
+
+    def found_for(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
+        """The trace of a call and the tensors that it captures, found outside any outer trace."""
+        return self._lookup.find_aside(args, kwargs)
+
+    def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
+        """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
+        return residuals_of_region(*self.entry_of(args, kwargs))
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses and traces of this function's code, with these options."""
+        cache = self._cache
+        entries = [entry for found in cache.entries.values() for entry in found]
+        traces = tuple(each.trace_s for each in entries if each.trace_s is not None)
+        return CacheInfo(cache.hits, cache.misses, len(traces), traces)
+
+    def cache_clear(self) -> None:
+        """Forgets the traces of this function's code, with these options."""
+        self._cache.clear()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds a decorated method."""
+        return self if instance is None else BoundRegion(self, instance)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """A decorated method of a module draws like the module."""
+        if issubclass(owner, nn.Module):
+            self.rng_default = "preserve"
+            self.kind = self._registered()
+
+    def __reduce__(self) -> Any:
+        """Pickles a decorated function by its name, another region by its parts."""
+        if _by_name(self) is self:
+            return self._fun.__qualname__
+        return type(self), (self._fun, self.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region[_P, _R]:
+        """Copies what is wrapped; options are values, and may hold a device mesh."""
+        if _by_name(self) is self:
+            return self
+        return type(self)(copy.deepcopy(self._fun, memo), self.settings)
+
+    def __repr__(self) -> str:
+        """The function and its policy."""
+        return f"remat({self._fun!r}, policy={self.settings.policy!r})"
+
+
+# A decorator would hide from type checkers that these are methods.
+for _name in ("__call__", "__get__"):
+    _compat.unseen_by_dynamo(vars(Region)[_name])
+
+
+@final
+class MethodRegion(Region[_P, _R]):
+    """A region around a method of one module, such as its `forward`.
+
+    `torch.compile(module)` skips torch's own frames around `forward` and begins a graph at
+    the first frame below them. If a region replaces `forward`, that is the `__call__` of
+    this class, which Dynamo sees; that of other regions is hidden from it.
+    """
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Calls the method; its backward will recompute."""
+        return super().__call__(*args, **kwargs)
+
+
+# One number for all regions with the same options around modules of the same classes.
+_numbers: dict[tuple[object, ...], int] = {}
+
+
+def kind_of(settings: Settings, where: str, *classes: type) -> str:
+    """Registers a kind of regions for graphs of torch.compile, and returns its key.
+
+    Args:
+        settings: their options, `rng` among them.
+        where: what messages call them.
+        classes: of the modules that they are around, if they are.
+    """
+    number = _numbers.setdefault((settings, *classes), len(_numbers))
+    key = f"{where}, kind {number}"
+    around = functools.partial(_around_graph, settings, where)
+    torch_compile.register(key, where, around, why_out_of_graphs(settings, where))
+    return key
+
+
+def _around_graph(
+    settings: Settings, where: str, function: Callable[..., Any]
+) -> Region[..., Any]:
+    """A region around a graph of torch.compile, with a cache that it shares with no other."""
+    # Dynamo has guarded what is static; a graph takes tensors alone.
+    settings = dataclasses.replace(settings, statics=Statics())
+    region = Region(function, settings, where)
+    region.__dict__["_cache"] = Cache()
+    return region
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """What messages call the region of a function."""
+    fun = inspect.unwrap(function)
+    name = getattr(fun, "__qualname__", type(fun).__name__)
+    code = getattr(fun, "__code__", None)
+    if code is None:
+        kind = cast("type[object]", type(fun))
+        code = getattr(getattr(kind, "forward", None), "__code__", None)
+    if code is None:
+        return f"the region {name}"
+    file = code.co_filename.rpartition("/")[2]
+    return f"the region {name} ({file}:{code.co_firstlineno})"
+
+
+def _by_name(region: Region[..., Any]) -> object:
+    found: Any = sys.modules.get(getattr(region, "__module__", ""))
+    for name in getattr(region, "__qualname__", "<none>").split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+@final
+class BoundRegion:
+    """A decorated method of one object."""
+
+    def __init__(self, region: Region[..., Any], instance: object) -> None:
+        self._region = region
+        self.__self__ = instance
+        self.__wrapped__ = region.__wrapped__.__get__(instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method; its backward will recompute."""
+        return self._region(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What regions answer about a call, with the object filled in."""
+        if name in ("programs", "saved_residuals"):
+            return functools.partial(getattr(self._region, name), self.__self__)
+        if name == "__code__":  # torch.export names the arguments of a forward by it
+            return self.__wrapped__.__code__
+        return getattr(self._region, name)
+
+    def __reduce__(self) -> Any:
+        """Pickles as Python's bound methods do: by its object and its name."""
+        return getattr, (self.__self__, self.__wrapped__.__name__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion:
+        """Binds to a copy of its object, as a copy of a bound method is."""
+        return BoundRegion(self._region, copy.deepcopy(self.__self__, memo))
+
+
+class RematModule(nn.Module):
+    """A module decorated with `remat`: its parameters, buffers and children are shared.
+
+    Whatever is done to one is done to the other; `state_dict` has the module's own keys.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        super().__init__()
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        for name in shared:
+            self.__dict__[name] = module.__dict__[name]
+        self.__dict__["__wrapped__"] = module
+        self.__dict__["_region"] = Region(module, settings)
+        self.__dict__["settings"] = settings
+
+    @property
+    def training(self) -> bool:
+        """The module's own flag."""
+        return self.__dict__["__wrapped__"].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "__wrapped__" in self.__dict__:
+            self.__dict__["__wrapped__"].training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; its backward will recompute."""
+        return self.__dict__["_region"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attributes, and what regions answer about a call."""
+        own = self.__dict__
+        if name in _ANSWERS:
+            return getattr(own["_region"], name)
+        return getattr(own["__wrapped__"], name)
+
+    def __reduce__(self) -> Any:
+        """Pickles with its module."""
+        return RematModule, (self.__dict__["__wrapped__"], self._region.settings)
+
+
+_ANSWERS = (
+    "programs",
+    "saved_residuals",
+    "entry_of",
+    "found_for",
+    "cache_info",
+    "cache_clear",
+)
+
+
+def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
+    """A region for looking at a plain function; it is never called and never warns."""
+    settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
+    return Region(fun, settings)
+
+
+def undecided(fun: Callable[..., Any]) -> Region[..., Any]:
+    """The region of a function, or of what another region runs, without its policy."""
+    if isinstance(fun, RematModule):
+        fun = fun.__dict__["_region"]
+    if not isinstance(fun, (Region, BoundRegion)):
+        return plain_region(fun)
+    settings: Settings = fun.settings
+    rng = settings.rng or fun.rng_default
+    return Region(
+        fun.__wrapped__,
+        dataclasses.replace(settings, policy=nothing_saveable, rng=rng),
+    )
+
+
+def is_of_module(fun: object) -> bool:
+    """Whether a function is an nn.Module or a method of one."""
+    if isinstance(fun, types.MethodType):  # which Dynamo does not find by a name
+        return isinstance(fun.__self__, nn.Module)
+    return isinstance(getattr(fun, "__self__", fun), nn.Module)

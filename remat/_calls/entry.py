@@ -1,0 +1,168 @@
+"""One trace that is kept: how to know that it still holds, and how to call it.
+
+An entry belongs to a function's *code* and to a signature; it holds nothing of the user's
+strongly. Each call checks what the trace rested on (`_captures`), fetches the captured
+tensors anew, and binds the region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from remat import _captures, _compat
+from remat._captures.hooked import Hooked
+from remat._generators.streams import exists
+from remat._graph.values import TensorMeta, layout_of
+from remat._programs.barriers import kept
+from remat._regions.fast_path import Straight
+from remat._regions.function import Roots
+from remat._regions.protocol import Call
+from remat._regions.rules import apply_straight, bind_all
+from remat._regions.traced import Region
+from remat._regions.views import make_views
+from remat._switches.numerics import Numerics
+from remat._switches.orders import is_first_order
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """How what the function returns is put together: the non-tensor leaves are fixed."""
+
+    spec: Any
+    statics: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+    is_leaf: bool
+
+    def tree(self, tensors: Sequence[Any]) -> Any:
+        """The pytree with these tensors."""
+        if self.is_leaf:
+            return tensors[0]
+        rest, fixed = iter(tensors), iter(self.statics)
+        leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
+        return _compat.unflatten(leaves, self.spec)
+
+
+@final
+@dataclasses.dataclass
+class Entry:
+    """A kept trace.
+
+    Attributes:
+        covered: what it rested on, and where its captured tensors are found.
+        captured: their metadata.
+        guard: whether tensors have this metadata, checked in C; None where it cannot be.
+        region: what it traced.
+        output: how the result is put together.
+        labels: what messages call the operands.
+        written: the places of operands that the function changes: its buffers.
+        unseen: those of them that a kernel changes without counting up their version.
+        streams: the streams of registered trackers that it draws from.
+        hooked: modules with weights that torch's hooks make at each call.
+        trace_s: how long the trace took, in seconds; None where a trace with open sizes
+            was there already.
+        gather: the captured tensors of some roots, None if the trace does not hold there.
+    """
+
+    covered: _captures.Covered
+    captured: tuple[TensorMeta, ...]
+    guard: Callable[..., bool] | None
+    region: Region
+    output: Output
+    labels: tuple[str, ...]
+    written: tuple[int, ...]
+    unseen: frozenset[int]
+    streams: frozenset[str]
+    hooked: tuple[Hooked, ...]
+    trace_s: float | None
+    gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
+        init=False, repr=False
+    )
+    _straight: Any = dataclasses.field(default=..., init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        is_covered = not self.streams and not self.captured
+        self.gather = self.covered.gather if is_covered else self._gather
+
+    def _gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
+        if not all(map(exists, self.streams)):
+            return None
+        tensors = self.covered.gather(roots)
+        if not tensors or (self.guard is not None and self.guard(*tensors)):
+            return tensors
+        for tensor, meta in zip(tensors, self.captured, strict=True):
+            if layout_of(tensor) != meta.layout:
+                return None
+        return tensors
+
+    def call_quietly(
+        self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
+    ) -> Any:
+        """`call` where no transform and no mode is active, and a gradient is wanted."""
+        straight = self.straight(roots, numerics)
+        if straight is None:
+            return self.call(roots, tensors, numerics)
+        call = Call(
+            *(self.region, roots, numerics, self.labels),
+            is_first_order=is_first_order(),
+            straight=straight,
+        )
+        outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+        if straight.views is not None:
+            outputs = make_views(straight.views, outputs, tensors)
+        return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether some operand is to be differentiated by plain autograd."""
+        return any(meta.requires_grad for meta in self.region.operands)
+
+    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
+        """What runs for a call that wants a gradient, if it needs no more than one program.
+
+        It is the same at every call: a trace holds for one set of switches.
+        """
+        found = self._straight
+        if found is ...:
+            is_more = self.written or self.hooked or not self.wants_gradient
+            # Without a guard some captured tensor may be wrapped.
+            is_guarded = self.guard is not None or not self.captured
+            is_straight = is_guarded and not is_more
+            found = self.region.straight(roots, numerics) if is_straight else None
+            self._straight = found
+        return found
+
+    def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
+        """Runs the region and writes changed buffers back, once."""
+        result = self._call(roots, tensors, numerics)
+        for each in self.hooked:
+            each.refresh(roots)
+        return result
+
+    def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
+        call = Call(self.region, roots, numerics, self.labels)
+        if not self.written:
+            return self.output.tree(bind_all(call, tensors)[0])
+        given = list(tensors)
+        for index in self.written:
+            # The backward must find what the forward found.
+            given[index] = kept(given[index])
+        returned, mutations = bind_all(call, given)
+        for index, new in zip(self.written, mutations, strict=True):
+            _compat.write_back(tensors[index], new, unseen=index in self.unseen)
+        return self.output.tree(self._with_buffers(roots, returned, tensors))
+
+    def _with_buffers(
+        self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        views = self.region.every_view(roots)
+        return [
+            tensors[view.operand]
+            if view.operand in self.written and view.path is None
+            else tensor
+            for view, tensor in zip(views, returned, strict=True)
+        ]

@@ -1,0 +1,109 @@
+"""Calls that differ in nothing but sizes: what of them is traced once, and what is not.
+
+At first every dimension is open. Where a later call finds that the trace has fixed the very
+dimension that varies, because the function or an operator needed it as a number, the next
+trace opens only the dimensions that were seen to vary, and leaves the fixed one fixed: that
+one is traced for each size, as without `dynamic_shapes`, and costs no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from remat._calls.entry import Entry
+from remat._calls.first_call import OpenEntry
+from remat._calls.signature import Signature
+from remat._graph.values import TensorMeta
+from remat._messages import warn
+from remat._regions.function import Roots
+from remat._tracing.open_sizes import Fixed
+
+_Dimension = tuple[int, int]
+_MANY_TRACES = 5  # a heuristic: branches on sizes make fewer
+
+
+@final
+class Family:
+    """The calls of one function that have one signature, the sizes of tensors aside."""
+
+    def __init__(self, signature: Signature) -> None:
+        """Begins with the first of them."""
+        self._first: Sequence[TensorMeta] = signature.metas
+        self._varied: set[_Dimension] = set()
+        self._fixed: set[_Dimension] = set()
+        self.entries: list[OpenEntry] = []
+        self.is_static = False
+        self._is_told = False
+
+    def find(self, signature: Signature, roots: Roots) -> Entry | None:
+        """The entry for the sizes of a call, if some trace holds for them."""
+        for place, (was, now) in enumerate(
+            zip(self._first, signature.metas, strict=True)
+        ):
+            sizes = enumerate(zip(was.shape, now.shape, strict=True))
+            self._varied |= {(place, dim) for dim, (old, new) in sizes if old != new}
+        for known in self.entries:
+            found = known.at(signature, roots)
+            if found is not None:
+                return found
+        return None
+
+    def fixed_for(
+        self, signature: Signature, roots: Roots, names: Sequence[str], where: str
+    ) -> Fixed:
+        """Which dimensions the next trace fixes, for a call that no trace holds for."""
+        found = {
+            dimension
+            for known in self.entries
+            for dimension in known.fixed_for(signature, roots)
+        }
+        for place, dim in sorted(found - self._fixed):
+            _warn_of_dimension(f"dimension {dim} of `{names[place]}`", where)
+        served = sum(known.first.gather(roots) is not None for known in self.entries)
+        if not found and not self._is_told and served + 1 == _MANY_TRACES:
+            self._is_told = True
+            _warn_of_many(where)
+        self._fixed |= found
+        is_open = self._varied - self._fixed
+        return tuple(
+            tuple(
+                bool(self._fixed) and (place, dim) not in is_open
+                for dim in range(len(meta.shape))
+            )
+            for place, meta in enumerate(signature.metas)
+        )
+
+    def give_up(self, error: Exception, where: str) -> None:
+        """Traces each size from now on: with symbols the function cannot be traced."""
+        self.is_static = True
+        first = str(error).partition("\n")[0].rstrip(". ")
+        warn(
+            where=where,
+            what="is traced for each size, in spite of dynamic_shapes=True.",
+            why=f"With symbols for sizes the trace fails: {first}.",
+            do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
+            "out of the function.",
+        )
+
+
+def _warn_of_dimension(dimension: str, where: str) -> None:
+    warn(
+        where=where,
+        what=f"is traced for each size of {dimension}, in spite of "
+        "dynamic_shapes=True.",
+        why="The function, or an operator in it, needs that size as a number: a loop "
+        "over range(size), int(size), or a string like f'{size}'.",
+        do="Compute with x.shape, or leave `dynamic_shapes` out.",
+    )
+
+
+def _warn_of_many(where: str) -> None:
+    warn(
+        where=where,
+        what="is traced for a fifth time, in spite of dynamic_shapes=True.",
+        why="A trace is valid only for strides and sizes at which the function's "
+        "comparisons have the same results, and at which each number that it "
+        "computed from sizes, as in range(x.shape[0] * x.shape[1]), is the same.",
+        do="Compute with x.shape, or leave `dynamic_shapes` out.",
+    )

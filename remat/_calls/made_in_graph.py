@@ -1,0 +1,110 @@
+"""`remat` called inside of what torch.compile traces.
+
+Dynamo follows options to where they were made, and has no whole value for those that are
+made in there. What it traces here finds a kind of regions by such options; what makes a
+region outside of the graph is handed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+
+from remat import _compat
+from remat._calls import torch_compile
+from remat._calls.decorated import is_of_module, kind_of
+from remat._calls.options import Settings, settings_of
+from remat._errors import RematError, explain
+
+
+@_compat.unseen_by_dynamo
+def with_options(
+    remat: Callable[..., Any], options: dict[str, Any], fun: Any
+) -> Callable[..., Any]:
+    """What `remat` makes of a function.
+
+    Args:
+        remat: the decorator itself.
+        options: of the call, all of them.
+        fun: the function.
+    """
+    if isinstance(options["saved_inputs"], Mapping):
+        _compat.end_graph(_MADE_OUTSIDE)
+    why = _why_made_outside(**options)
+    if why:
+        _compat.end_graph(why)
+    kind = _kind_of_options(is_of_module(fun), **options)
+    return _made(kind, functools.partial(remat, **options), fun)
+
+
+def with_settings(
+    decorate: Callable[..., Any], settings: Settings, fun: Any
+) -> Callable[..., Any]:
+    """What `remat(...)`, called outside of the graph, makes of a function in there.
+
+    Args:
+        decorate: makes it of the function and `settings` by keyword.
+        settings: the options, checked.
+        fun: the function.
+    """
+    kind = _kind_of_settings(settings, is_of_module(fun))
+    return _made(kind, functools.partial(decorate, settings=settings), fun)
+
+
+def _made(kind: str, make: Callable[..., Any], fun: Any) -> Callable[..., Any]:
+    """A function as a region of a kind; `make` makes it outside of the graph."""
+    if not callable(fun) or isinstance(fun, type):
+        _compat.end_graph(_MADE_OUTSIDE)
+    return functools.partial(_call_made, kind, make, fun)
+
+
+@_compat.unseen_by_dynamo
+def _call_made(
+    kind: str,
+    make: Callable[..., Any],
+    fun: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_dynamo_compiling():
+        return torch_compile.call(kind, fun, args, kwargs)
+    return make(fun)(*args, **kwargs)
+
+
+@_compat.constant_for_dynamo
+def _why_made_outside(**options: Any) -> str:
+    """Why a graph ends in front of a call of `remat`, if it does; else empty."""
+    if not all(map(_compat.has_its_attributes, options.values())):
+        return _MADE_OUTSIDE
+    try:
+        settings_of(**options)
+    except (RematError, TypeError, ValueError) as error:
+        return str(error)  # which is raised outside of the graph
+    return ""
+
+
+@_compat.constant_for_dynamo
+def _kind_of_options(is_of_module: bool, **options: Any) -> str:
+    return _kind_of_settings(settings_of(**options), is_of_module)
+
+
+@_compat.constant_for_dynamo
+def _kind_of_settings(settings: Settings, is_of_module: bool) -> str:
+    rng = settings.rng or ("preserve" if is_of_module else "keys")
+    return kind_of(dataclasses.replace(settings, rng=rng), "remat(...)")
+
+
+_MADE_OUTSIDE = explain(
+    where="remat(...)",
+    what="is called under torch.compile with an option that is made there, or with "
+    "what is not a function.",
+    why="Python objects that a compiled function makes do not exist yet when it is "
+    "compiled.",
+    do="Make policies and storages, or the region itself, outside the compiled "
+    "function; or compile without fullgraph=True: the region then runs between two "
+    "graphs.",
+)

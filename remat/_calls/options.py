@@ -1,0 +1,416 @@
+"""The options of `remat`: their checks, and the errors for wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
+
+from remat._calls.signature import Statics
+from remat._errors import PolicyError, explain
+from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
+from remat.storage import AbstractStorage, Keep
+
+PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
+SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
+
+
+_KEEP = Keep()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class InputStorages:
+    """How inputs wait: `saved_inputs`.
+
+    Attributes:
+        each: for a path, which may be a glob, the storage.
+        others: for inputs that no path names; parameters of modules are kept as they are.
+        activations_only: whether `others` is for arguments of a floating or complex dtype
+            alone: not for masks and indices, nor for what the function captures.
+    """
+
+    each: tuple[tuple[str, AbstractStorage], ...] = ()
+    others: AbstractStorage = _KEEP
+    activations_only: bool = False
+
+    def of(
+        self,
+        path: str,
+        tensor: Tensor,
+        *,
+        is_argument: bool,
+        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> AbstractStorage:
+        """The storage of one input, an argument or a captured tensor.
+
+        Args:
+            path: what it is called.
+            tensor: the input.
+            is_argument: which of the two it is.
+            aliases: for a path what else the call has called this tensor.
+        """
+        names = (path, *aliases.get(path, ()))
+        for glob, storage in self.each:
+            if any(fnmatch.fnmatchcase(name, glob) for name in names):
+                return storage
+        is_activation = is_argument and (
+            tensor.is_floating_point() or tensor.is_complex()
+        )
+        if isinstance(tensor, nn.Parameter) or (
+            self.activations_only and not is_activation
+        ):
+            return Keep()
+        return self.others
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of `remat`, checked."""
+
+    # Regions inside a traced function are told apart by their options.
+    __remat_compares_as_a_whole__: ClassVar[bool] = True
+
+    policy: AbstractPolicy
+    rng: str | None
+    engine: str
+    statics: Statics
+    verify: bool
+    backend: str | None = None
+    inputs: InputStorages = InputStorages()
+    dynamic_shapes: bool = False
+
+
+def settings_of(
+    *,
+    policy: PolicyLike,
+    saved_inputs: SavedInputs,
+    rng: str | None,
+    engine: str,
+    backend: str | None,
+    dynamic_shapes: bool,
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+    verify: bool,
+    **unknown: Any,
+) -> Settings:
+    """Checks the options of `remat`.
+
+    Raises:
+        PolicyError: `policy` is not a policy, or cannot be used with this engine.
+        TypeError: an option is unknown, or of a wrong type.
+        ValueError: an option has a value that it cannot have.
+    """
+    require_known(unknown, _NAMES)
+    require_choice("rng", rng, (None, "keys", "preserve"))
+    require_choice("engine", engine, ("trace", "rerun"))
+    require_choice("backend", backend, (None, "inductor"))
+    require_compilable(backend, engine, verify)
+    require_choice("dynamic_shapes", dynamic_shapes, (False, True))
+    require_traced(dynamic_shapes, engine)
+    return Settings(
+        policy_for(policy, engine),
+        rng,
+        engine,
+        statics_of(static_argnums, static_argnames),
+        verify,
+        backend,
+        inputs_for(saved_inputs, engine),
+        dynamic_shapes,
+    )
+
+
+_NAMES = inspect.getfullargspec(settings_of).kwonlyargs
+_OF_OTHERS: dict[str, tuple[str, str]] = {
+    "fun": ("The function is passed by position.", "Write remat(fun, ...)."),
+    "prevent_cse": (
+        "No pass here merges a recomputation with the forward.",
+        "Leave it out.",
+    ),
+    "concrete": (
+        "A trace has no values.",
+        'Leave it out; a function that branches on values takes engine="rerun".',
+    ),
+    "use_reentrant": (
+        "One implementation does what both variants do.",
+        "Leave it out.",
+    ),
+    "preserve_rng_state": (
+        "`rng` says how random draws are repeated.",
+        'Pass rng="preserve", the default of modules, or rng="keys".',
+    ),
+    "context_fn": (
+        "`policy` says what is saved.",
+        "Pass policy=policies.by_op(...), or call remat.interop.torch.checkpoint, which "
+        "takes contexts.",
+    ),
+    "determinism_check": (
+        "A trace is one program, so the recomputation runs the same operators.",
+        "Leave it out; verify=True looks for nondeterministic kernels.",
+    ),
+    "debug": (
+        "The errors of a trace name the operator and the line anyway.",
+        "Leave it out; region.programs(*args) shows what runs.",
+    ),
+    "early_stop": (
+        "A backward recomputes only what some gradient needs anyway.",
+        "Leave it out.",
+    ),
+}
+
+
+def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses options that `remat` does not have; for those of peers says what to write.
+
+    Args:
+        unknown: the names that were given, and are not options.
+        known: the names that there are.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        why, do = _OF_OTHERS.get(
+            name,
+            (
+                f"The options are {', '.join(known)}.",
+                f"Write `{near[0]}`." if near else "Use one of these.",
+            ),
+        )
+        raise TypeError(
+            explain(
+                where=f"remat({name}=...)",
+                what="is not an option of remat.",
+                why=why,
+                do=do,
+            )
+        )
+
+
+def require_function(fun: Any) -> None:
+    """Refuses what is not a function, and what does its work after its call has ended.
+
+    Raises:
+        TypeError: it is such a thing.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"remat decorates callables, not {fun!r}. Options are passed by keyword: "
+            "@remat(policy=...)."
+        )
+    if isinstance(fun, type):
+        raise _is_a_class(fun)
+    if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
+        raise _works_later(fun, "generator", "Return a list of what it yields.")
+    if inspect.iscoroutinefunction(fun):
+        raise _works_later(
+            fun,
+            "coroutine",
+            "Decorate the function that computes, and call it from there.",
+        )
+
+
+def _is_a_class(fun: type) -> TypeError:
+    return TypeError(
+        explain(
+            where=f"remat({fun.__qualname__})",
+            what="is a class.",
+            why="Its construction would be recomputed, but not the calls of its "
+            "objects.",
+            do="Decorate the method, as in `@remat` above `def forward`; wrap an "
+            f"object, remat({fun.__name__}(...)); or give the modules of a model their "
+            "regions with modules.apply.",
+        )
+    )
+
+
+def _works_later(fun: Any, made: str, do: str) -> TypeError:
+    name = getattr(fun, "__qualname__", repr(fun))
+    return TypeError(
+        explain(
+            where=f"remat({name})",
+            what=f"makes a {made}.",
+            why="Calling it computes nothing yet: the work would be done after the "
+            "region has ended.",
+            do=do,
+        )
+    )
+
+
+def require_parameters(fun: Any, statics: Statics) -> None:
+    """Refuses static arguments that the function does not have."""
+    if not statics.positions and not statics.names:
+        return
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        # Builtins without a signature.
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    unknown = [name for name in sorted(statics.names) if name not in parameters]
+    count = len(parameters)
+    beyond = [
+        index for index in sorted(statics.positions) if not -count <= index < count
+    ]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise _no_parameter("static_argnames", unknown[0], parameters)
+    if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise _no_parameter("static_argnums", beyond[0], parameters)
+
+
+def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
+    return ValueError(
+        explain(
+            where=f"remat({option}=...)",
+            what=f"{value!r} is not a parameter of the function.",
+            why=f"Its parameters are {', '.join(names)}.",
+            do="Correct the name or the position.",
+        )
+    )
+
+
+def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
+    """The policy that an option names, if the engine can follow it."""
+    found = as_policy(policy)
+    if engine == "rerun" and found is not nothing_saveable:
+        raise PolicyError(
+            explain(
+                where='remat(engine="rerun")',
+                what=f"got the policy {found!r}.",
+                why="This engine runs the whole function again; it has no graph whose "
+                "values could be saved one by one.",
+                do='Leave the policy out, or use engine="trace".',
+            )
+        )
+    return found
+
+
+def require_choice(
+    name: str, value: object, choices: tuple[object, ...], of: str = "remat"
+) -> None:
+    """Refuses a value that an option cannot have."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(
+            explain(
+                where=f"{of}({name}={value!r})",
+                what="is not a value of this option.",
+                why=f"It can be {listed}.",
+                do="Choose one of these.",
+            )
+        )
+
+
+def require_traced(dynamic_shapes: bool, engine: str) -> None:
+    """Refuses `dynamic_shapes` with an engine that does not trace."""
+    if dynamic_shapes and engine == "rerun":
+        raise ValueError(
+            explain(
+                where='remat(engine="rerun", dynamic_shapes=True)',
+                what="has no effect with this engine.",
+                why="This engine runs the Python function again, for any sizes.",
+                do='Leave `dynamic_shapes` out, or use engine="trace".',
+            )
+        )
+
+
+def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
+    """Refuses a backend with an engine without programs, and with `verify`."""
+    if backend is None:
+        return
+    if engine == "rerun":
+        raise ValueError(
+            explain(
+                where=f'remat(engine="rerun", backend={backend!r})',
+                what="has no effect with this engine.",
+                why="This engine runs the Python function again; it has no programs.",
+                do='Leave `backend` out, or use engine="trace".',
+            )
+        )
+    if verify:
+        raise ValueError(
+            explain(
+                where=f"remat(verify=True, backend={backend!r})",
+                what="cannot be combined with a backend.",
+                why="verify=True compares bits, and compiled programs round "
+                "differently from single operators.",
+                do="Verify without `backend`.",
+            )
+        )
+
+
+def why_out_of_graphs(settings: Settings, where: str) -> str:
+    """Why a region with these options can be in no graph of torch.compile; else empty.
+
+    Args:
+        settings: the options.
+        where: what messages call the region.
+    """
+    options = [
+        option
+        for option, is_set in (
+            ('engine="rerun"', settings.engine == "rerun"),
+            ("verify=True", settings.verify),
+            # Arguments of a graph have no names.
+            ("saved_inputs={...}", bool(settings.inputs.each)),
+        )
+        if is_set
+    ]
+    if not options:
+        return ""
+    return explain(
+        where=where,
+        what=f"has {' and '.join(options)}, and is called under torch.compile.",
+        why="What it does in the backward cannot be part of a graph.",
+        do="Leave it out, or compile without fullgraph=True: the region then runs "
+        "between two graphs.",
+    )
+
+
+def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
+    """How inputs wait; raises if the engine cannot do it."""
+    if saved_inputs is None:
+        return InputStorages()
+    if isinstance(saved_inputs, Mapping):
+        found = InputStorages(each=tuple(saved_inputs.items()))
+    else:
+        found = InputStorages(others=saved_inputs)
+    for path, _ in found.each:
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                'remat(saved_inputs=...) names arguments by strings, such as "x", not '
+                f"by {path!r}."
+            )
+    storages = [*(storage for _, storage in found.each), found.others]
+    for storage in storages:
+        if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "remat(saved_inputs=...) takes a storage value, such as "
+                "storage.Keep(), or a mapping from argument paths to storage values, "
+                f"not {storage!r}."
+            )
+    if engine == "rerun" and any(type(each) is not Keep for each in storages):
+        raise ValueError(
+            explain(
+                where='remat(engine="rerun", saved_inputs=...)',
+                what=f"got {saved_inputs!r}.",
+                why="This engine runs the Python function again on its arguments as they "
+                "are.",
+                do='Leave saved_inputs out, or use engine="trace".',
+            )
+        )
+    return found
+
+
+def statics_of(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:
+    """`static_argnums` and `static_argnames` as one value."""
+    positions = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    keywords = (names,) if isinstance(names, str) else tuple(names)
+    return Statics(frozenset(positions), frozenset(keywords))

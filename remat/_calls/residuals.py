@@ -1,0 +1,137 @@
+"""What a region holds between its forward and its backward, as a list."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from remat._calls.entry import Entry
+from remat._graph import operators
+from remat._graph.values import Graph, TensorMeta
+from remat._partition.partition import Analysis
+from remat._regions.function import Roots
+from remat.policies import Planned
+from remat.storage import AbstractStorage, Keep
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residual:
+    """One tensor that waits for a backward.
+
+    Attributes:
+        name: what `checkpoint_name` called it; of an argument its path; or "".
+        path: where in the call it comes from ("params.w", "self.weight"); "" for a value
+            that the function made.
+        op: the operator that made it, "aten.mm"; "input" for an argument.
+        shape: the sizes of its dimensions.
+        dtype: its dtype.
+        size_bytes: bytes of its elements, before its storage makes them fewer.
+        storage: how it waits.
+        source: the user's "file.py:line" that made it, "" for an argument.
+        reason: why it is held.
+    """
+
+    name: str
+    path: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size_bytes: int
+    storage: AbstractStorage
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        """One line: path or name, operator, dtype[shape], bytes, storage, source, reason."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        what = self.path or f'"{self.name}"' if self.name else "unnamed"
+        shape = f"{dtype}[{', '.join(map(str, self.shape))}]"
+        stored = "" if type(self.storage) is Keep else f" in {self.storage!r}"
+        source = f" at {self.source}" if self.source else ""
+        return (
+            f"{what}: {self.op} {shape} {self.size_bytes} bytes{stored}{source}, "
+            f"{self.reason}"
+        )
+
+
+SECOND = "an argument, held for a second derivative only"
+
+
+def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
+    """The saved values in the order of the forward, then the operands."""
+    region = entry.region
+    analysis, found = region.analysis(roots), region.cut(roots)
+    decisions = region.decisions(roots)
+    values: list[Residual] = []
+    for index in found.saved:
+        number = analysis.numbers[_root(analysis, index)]
+        view = analysis.views[number]
+        is_planned = isinstance(region.policy, Planned)
+        chosen = "chosen by a plan" if is_planned else f"permitted by {region.policy!r}"
+        storage = decisions[number].storage
+        name = ", ".join(view.names)
+        values.append(_residual(analysis.joint.graph, index, name, storage, chosen))
+    operands = [
+        operand_residual(
+            analysis.joint.graph,
+            index,
+            path,
+            index in found.operands,
+            region.inputs.get(index, Keep()),
+        )
+        for index, path in enumerate(entry.labels)
+    ]
+    return values + operands
+
+
+def operand_residual(
+    graph: Graph, index: int, path: str, is_read: bool, storage: AbstractStorage
+) -> Residual:
+    """An operand, read by the backward or held for a second derivative only."""
+    meta = graph.values[index].meta
+    assert isinstance(meta, TensorMeta)
+    name = ", ".join(graph.values[index].names)
+    reason = "an argument that the backward reads" if is_read else SECOND
+    return Residual(
+        name or path, path, "input", meta.shape, meta.dtype, meta.size_bytes, storage,
+        "", reason,
+    )  # fmt: skip
+
+
+def _root(analysis: Analysis, index: int) -> int:
+    return analysis.roots[index]
+
+
+def _residual(
+    graph: Graph, index: int, name: str, storage: AbstractStorage, reason: str
+) -> Residual:
+    value = graph.values[index]
+    meta = value.meta
+    assert isinstance(meta, TensorMeta)
+    op = operators.made_by(value, graph.values)
+    return Residual(
+        name, "", op, meta.shape, meta.dtype, meta.size_bytes, storage, value.source,
+        reason,
+    )  # fmt: skip
+
+
+def made_values(
+    analysis: Analysis, saved: Sequence[int], reason: str
+) -> list[Residual]:
+    """Values that plain autograd holds, outside any policy."""
+    graph = analysis.joint.graph
+    names = {number: ", ".join(view.names) for number, view in analysis.views.items()}
+    return [
+        _residual(
+            graph,
+            index,
+            names.get(analysis.numbers[_root(analysis, index)], ""),
+            Keep(),
+            reason,
+        )
+        for index in saved
+    ]

@@ -1,0 +1,104 @@
+"""The short way of a call that is like one before: from its arguments to its node of autograd.
+
+A call of a small block takes as long as some of its operators. Between two calls the block's
+own work drives this code out of the processor's caches, so that what counts is less what it
+does than how much of it there is: few functions, and checks in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from remat import _compat
+from remat._calls.entry import Entry
+from remat._calls.guards import PLAINLY, Told, guard_of
+from remat._regions.rules import Call, apply_straight
+from remat._regions.views import make_views
+from remat._switches.departures import departures
+from remat._switches.numerics import Numerics
+
+# What a route gives for a call that is not its own.
+MISSED = object()
+
+# An entry and the captured tensors of a call that it holds for.
+Found = tuple[Entry, tuple[Tensor, ...]]
+
+
+class Route(NamedTuple):
+    """The way of the calls that are like one.
+
+    Attributes:
+        run: from the function and its (args, kwargs) to what the call returns, or `MISSED`.
+        entries: the traces of such calls.
+        told: how their tensors are told apart: plainly, or under reverse mode.
+        same_thread: whether the switches are those that were in force.
+    """
+
+    run: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+    entries: list[Entry]
+    told: Told
+    same_thread: Callable[[], bool]
+
+    def serves(self, entries: list[Entry], told: Told) -> bool:
+        """Whether it is that of the calls of these traces, with tensors told apart so."""
+        return self.entries is entries and self.told is told
+
+
+def route_of(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    numerics: Numerics,
+    entries: list[Entry],
+    told: Told,
+) -> Route:
+    """The route of a call that `_calls.guards.is_simple` accepts, some tensor among its leaves.
+
+    Other transforms and dispatch modes are not asked for: the check of its tensors fails
+    there.
+    """
+    take, same_thread = guard_of(args, kwargs, told), _compat.thread_guard()
+    is_quiet = told is PLAINLY
+
+    def run(
+        fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        taken = take(fun, args, kwargs)
+        if taken is None or departures.count or not same_thread():
+            return MISSED
+        tensors, roots = taken
+        entry = entries[0]
+        captured = entry.gather(roots)
+        if captured is None:
+            found = holding(entries, roots)
+            if found is None:
+                return MISSED
+            entry, captured = found
+        straight = entry.straight(roots, numerics) if is_quiet else None
+        if straight is not None:
+            region, labels = entry.region, entry.labels
+            call = Call(region, roots, numerics, labels, False, False, straight)
+            operands = (*tensors, *captured)
+            outputs = apply_straight(call, *operands)
+            if straight.views is not None:
+                outputs = make_views(straight.views, outputs, operands)
+            output = entry.output
+            return outputs[0] if output.is_leaf else output.tree(outputs)
+        if entry.wants_gradient:
+            return entry.call(roots, (*tensors, *captured), numerics)
+        return MISSED
+
+    return Route(run, entries, told, same_thread)
+
+
+def holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:
+    """The first trace that holds, which is then the first of all."""
+    for entry in entries:
+        captured = entry.gather(roots)
+        if captured is not None:
+            if entry is not entries[0]:
+                entries[:] = [entry, *(each for each in entries if each is not entry)]
+            return entry, captured
+    return None

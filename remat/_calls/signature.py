@@ -1,0 +1,438 @@
+"""A call -> its tensors, the objects that must be looked into, and a key for the rest.
+
+Tensors are dynamic: the key holds their metadata, and which of them are one and the same.
+Every other leaf is static: the key holds its type and value, and 1, 1.0 and True, or 0.0
+and -0.0, are four different ones.
+An object that is neither is a *root*: what the function reads of it is found while it is
+traced, and checked at each call like a closure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from remat import _captures, _compat
+from remat._errors import StaticArgumentError, TraceError, explain
+from remat._graph.values import TensorMeta, layout_of
+from remat._tracing.refusals import is_strided, overriding, unstrided
+
+TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statics:
+    """Which arguments are compared as a whole: `static_argnums`, `static_argnames`."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there are any."""
+        return bool(self.positions or self.names)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How the leaves of a call are put together again.
+
+    Attributes:
+        spec: the pytree of (args, kwargs).
+        kinds: for each leaf whether it is a tensor, a tensor that was there before, static,
+            or a root.
+        again: for each tensor that was there before, which one it is.
+        values: the static leaves, in order.
+    """
+
+    spec: Any
+    kinds: tuple[str, ...]
+    again: tuple[int, ...]
+    values: tuple[Any, ...]
+
+    def arguments(
+        self, tensors: Sequence[Tensor], roots: Sequence[object]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's (args, kwargs) with other tensors and objects."""
+        sources: dict[str, Iterator[Any]] = {
+            TENSOR: iter(tensors),
+            AGAIN: (tensors[place] for place in self.again),
+            STATIC: iter(self.values),
+            ROOT: iter(roots),
+        }
+        leaves = [next(sources[kind]) for kind in self.kinds]
+        return _compat.unflatten(leaves, self.spec)
+
+
+class Signature(NamedTuple):
+    """One call, taken apart.
+
+    Attributes:
+        key: what must be equal for a trace to be used again, captured state aside.
+        arguments: the call's (args, kwargs), static ones kept from being walked.
+        tensors: the dynamic leaves, each once.
+        objects: the leaves that must be looked into.
+        wants_gradient: whether some level of reverse mode wants one of the tensors.
+        untraceable: makes the error of a tensor that cannot be traced; None if all can.
+    """
+
+    key: Hashable
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    tensors: tuple[Tensor, ...]
+    objects: tuple[object, ...]
+    wants_gradient: bool
+    untraceable: Callable[[], TraceError] | None
+
+    def require_traceable(self) -> None:
+        """Refuses tensors that cannot be traced; a plain run of the function may take them.
+
+        Raises:
+            TraceError: a tensor is sparse or nested, or of a class with functions of its own.
+        """
+        if self.untraceable is not None:
+            raise self.untraceable()
+
+    @property
+    def layout(self) -> Layout:
+        """How the arguments are put together; needed only where a call is traced."""
+        leaves, spec = _compat.flatten(self.arguments)
+        places: dict[int, int] = {}
+        kinds: list[str] = []
+        again: list[int] = []
+        values: list[Any] = []
+        for leaf in leaves:
+            kind = _kind(leaf)
+            if kind == TENSOR and id(leaf) in places:
+                kind = AGAIN
+                again.append(places[id(leaf)])
+            elif kind == TENSOR:
+                places[id(leaf)] = len(places)
+            elif kind == STATIC:
+                values.append(_value(leaf))
+            kinds.append(kind)
+        return Layout(spec, tuple(kinds), tuple(again), tuple(values))
+
+    @property
+    def general_key(self) -> Hashable:
+        """The key without the sizes of tensors, but with their number of dimensions."""
+        return _Leaves(_without_sizes).read(self.arguments)
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the tensors."""
+        return tuple(map(TensorMeta.of_operand, self.tensors))
+
+
+@final
+class _Static:
+    """Keeps an argument from being walked."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def sign(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> Signature:
+    """Takes a call of `function` apart.
+
+    Raises:
+        StaticArgumentError: if a leaf can be neither traced nor compared.
+    """
+    if statics.are_given:
+        args, kwargs = _wrapped(function, args, kwargs, statics)
+    arguments = (args, dict(kwargs))
+    leaves = _Leaves()
+    key = leaves.read(arguments)
+    for leaf in leaves.objects:
+        is_numpy = type(leaf).__module__ == "numpy"
+        if is_numpy or _captures.hides_contents(leaf):
+            flat = _compat.flatten(arguments)[0]
+            index = next(index for index, each in enumerate(flat) if each is leaf)
+            refused = _numpy if is_numpy else _unseen
+            raise refused(leaf, labels(function, args, kwargs)[index])
+    untraceable = None
+    if leaves.has_unstrided:
+        untraceable = functools.partial(_unstrided_among, function, args, kwargs)
+    elif leaves.overrides is not None:
+        untraceable = functools.partial(overriding, leaves.overrides)
+    return Signature(
+        key,
+        arguments,
+        tuple(leaves.tensors),
+        tuple(leaves.objects),
+        leaves.wants_gradient,
+        untraceable,
+    )
+
+
+def _unstrided_among(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TraceError:
+    flat = _compat.flatten((args, dict(kwargs)))[0]
+    return next(
+        unstrided(f"the argument `{name}`", leaf)
+        for name, leaf in zip(labels(function, args, kwargs), flat, strict=True)
+        if isinstance(leaf, Tensor) and not is_strided(leaf)
+    )
+
+
+def _kind(leaf: object) -> str:
+    if isinstance(leaf, Tensor):
+        return TENSOR
+    return ROOT if static_key(leaf) is None else STATIC
+
+
+@final
+class _Leaves:
+    """Collects the tensors and the objects of a pytree, in the order of its leaves."""
+
+    __slots__ = (
+        *("_describe", "_places"),
+        *("has_unstrided", "objects", "overrides", "tensors", "wants_gradient"),
+    )
+
+    def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
+        self._describe = describe
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        self.objects: list[object] = []
+        self.has_unstrided = False
+        self.overrides: type[Tensor] | None = None
+        self.wants_gradient = False
+
+    def read(self, tree: Any) -> Hashable:
+        """A key that is equal for two pytrees that differ only in the numbers of tensors.
+
+        The most common containers are walked here, in a third of the time that torch's
+        pytree takes; torch walks the others.
+        """
+        if isinstance(tree, Tensor):
+            # A tensor that is passed twice is one operand: the function may ask if `q is k`.
+            place = self._places.setdefault(id(tree), len(self.tensors))
+            if place < len(self.tensors):
+                return (AGAIN, place)
+            if _compat.is_under_way(tree):
+                tree = _compat.arrived(tree)
+            self.tensors.append(tree)
+            kind = cast("type[Tensor]", type(tree))
+            if kind is not Tensor and _compat.overrides_functions(kind):
+                self.overrides = kind
+            if not is_strided(tree):
+                self.has_unstrided = True
+                self.wants_gradient |= _compat.requires_grad_anywhere(tree)
+                return Tensor
+            layout = layout_of(tree)
+            if layout[4]:
+                self.wants_gradient = True
+            if self._describe is not None:
+                return (self._describe(tree), layout[4])
+            return layout
+        kind = cast("type[Any]", type(tree))
+        if kind is tuple or kind is list:
+            return (kind, *map(self.read, tree))
+        if kind is dict:
+            return (dict, tuple(tree), *map(self.read, tree.values()))
+        key = static_key(tree)
+        return self._read_other(tree) if key is None else key
+
+    def _read_other(self, tree: Any) -> Hashable:
+        leaves, spec = _compat.flatten(tree)
+        if len(leaves) == 1 and leaves[0] is tree:
+            self.objects.append(tree)
+            kind = cast("type[object]", type(tree))
+            return (kind, tree) if isinstance(tree, type) else kind
+        return (spec, *map(self.read, leaves))
+
+
+def _without_sizes(tensor: Tensor) -> Hashable:
+    return (tensor.dim(), tensor.dtype, tensor.device)
+
+
+def _wrapped(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = _parameter_names(function, len(args))
+    positions = {
+        index + len(args) if index < 0 else index for index in statics.positions
+    }
+    # A parameter that is static by name is also static if it is passed by position, and the
+    # other way round.
+    by_position = {
+        parameter.name
+        for index, parameter in enumerate(_positional(function))
+        if index in positions
+    }
+    chosen = statics.names | by_position
+    wrapped = [
+        _static(arg, name) if index in positions or name in chosen else arg
+        for index, (arg, name) in enumerate(zip(args, names, strict=True))
+    ]
+    return tuple(wrapped), {
+        name: _static(arg, name) if name in chosen else arg
+        for name, arg in kwargs.items()
+    }
+
+
+def _static(value: Any, name: str) -> _Static:
+    if isinstance(value, Tensor):
+        raise StaticArgumentError(
+            explain(
+                where=f"the static argument `{name}`",
+                what=f"is a tensor, {TensorMeta.of(value)}.",
+                why="Static arguments are compared by == and hash; a tensor would "
+                "become a constant of the trace and lose its gradient.",
+                do="Take it out of static_argnums and static_argnames.",
+            )
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise StaticArgumentError(
+            explain(
+                where=f"the static argument `{name}` of type {type(value).__name__}",
+                what=f"cannot be hashed ({error}).",
+                why="Static arguments are compared by == and hash at each call.",
+                do="Pass a tuple instead of a list, a frozen dataclass instead of a "
+                "dict, or leave it out of static_argnums and static_argnames.",
+            )
+        ) from error
+    return _Static(value)
+
+
+_BY_VALUE = frozenset(
+    (
+        *(bool, int, str, bytes, range),
+        *(type(None), types.EllipsisType, type(NotImplemented)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+
+
+def static_key(leaf: object) -> Hashable | None:
+    """What stands for a static leaf in the key; None if it must be looked into."""
+    kind = type(leaf)
+    if kind in (float, complex):
+        # The text tells -0.0 from 0.0 and lets nan equal itself.
+        return (kind, repr(leaf))
+    if kind in _BY_VALUE:
+        return (kind, leaf)
+    if isinstance(leaf, _Static):
+        return _whole_key(leaf.value)
+    if isinstance(leaf, type):
+        # A class of the user may change.
+        return None if _captures.user_bases(leaf) else (kind, leaf)
+    if isinstance(leaf, (enum.Enum, torch.Generator)):
+        return (kind, leaf)
+    if kind is set or kind is frozenset:
+        items = cast("set[object] | frozenset[object]", leaf)
+        found = frozenset(map(static_key, items))
+        return None if None in found else (kind, found)
+    if isinstance(leaf, slice):
+        whole = cast("slice[Any, Any, Any]", leaf)
+        parts = (whole.start, whole.stop, whole.step)
+        keys = [static_key(part) for part in parts]
+        return None if None in keys else (kind, *keys)
+    return None
+
+
+def _value(leaf: Any) -> Any:
+    """The value of a static leaf at the call; a set is copied, because it may change."""
+    if isinstance(leaf, _Static):
+        return leaf.value
+    return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _whole_key(value: object) -> Hashable:
+    if type(value) in (float, complex):
+        return (type(value), repr(value))
+    return (type(value), value)
+
+
+def _numpy(leaf: Any, label: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        explain(
+            where=f"the argument `{label}`",
+            what=f"is a numpy {type(leaf).__name__}.",
+            why="It is not a tensor and cannot be compared at each call, so its "
+            "contents would become constants of the trace.",
+            do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
+            "constant, pass a Python number or a tuple of numbers.",
+        )
+    )
+
+
+def _unseen(leaf: Any, label: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        explain(
+            where=f"the argument `{label}`",
+            what=f"is a {type(leaf).__name__}, which hides its contents.",
+            why="Its contents can be neither traced nor compared at each call: "
+            "gradients would be lost, and changes would not be seen.",
+            do="Pass its contents as a tuple, a list or a dict.",
+        )
+    )
+
+
+def labels(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What messages and reports call each leaf of a call: "x", "params.w", "xs.0"."""
+    names = _parameter_names(function, len(args))
+    return tuple(
+        ".".join([name, *path])
+        for name, tree in [*zip(names, args, strict=True), *kwargs.items()]
+        for path, _ in _compat.leaves_with_path(tree)
+    )
+
+
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that take arguments by position, in order."""
+    # A module's own signature is (*args, **kwargs): what it is called with goes to forward.
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        every = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        # Builtins without a signature.
+        return []
+    return [each for each in every if each.kind in _BY_POSITION]
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    """What the first arguments of a call are called; those of `*xs` are xs.0, xs.1, ..."""
+    positional = _positional(function)
+    names: list[str] = []
+    for index in range(count):
+        last = min(index, len(positional) - 1)
+        if not positional:
+            names.append(f"args.{index}")
+        elif positional[last].kind is inspect.Parameter.VAR_POSITIONAL:
+            names.append(f"{positional[last].name}.{index - last}")
+        else:
+            names.append(positional[last].name)
+    return names

@@ -1,0 +1,211 @@
+"""A region as a part of a graph of torch.compile.
+
+Dynamo, torch.compile's first half, traces the region's function like any other code. It
+guards the Python state that the function reads, and makes each tensor that it reaches an
+argument. Around the resulting graph it leaves an opaque call. AOTAutograd, the second half,
+makes that call when it records forward and backward. The region is then a region around
+Dynamo's graph: it is traced and cut as usual, and its programs are recorded, both under
+plain autograd and inside torch.func transforms.
+
+A region that cannot be recorded in this way stays out: the graph ends before its call. Of
+some kinds this is known in advance. For the others it turns out when the call is recorded;
+Dynamo then traces the frame again, with that knowledge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._calls.entry import Entry
+from remat._errors import RematError, explain
+from remat._messages import with_lines
+from remat._regions.function import Roots
+from remat._switches.switch import is_disabled
+from remat.storage import Keep
+
+_Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Regions that are handled alike.
+
+    Attributes:
+        where: what messages call them.
+        around: makes one around a function.
+        known: those around Dynamo's graphs.
+    """
+
+    where: str
+    around: _Around
+    known: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = (
+        dataclasses.field(
+            default_factory=weakref.WeakKeyDictionary[
+                fx.GraphModule, Callable[..., Any]
+            ]
+        )
+    )
+
+
+# By a string, which Dynamo guards by its value: equal layers share a graph.
+_kinds: dict[str, _Kind] = {}
+# Why the kinds that always stay apart do.
+_apart: dict[str, str] = {}
+# Why others do in the frame that is being compiled, by name.
+_apart_here: weakref.WeakKeyDictionary[object, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _NotRecordable(RematError):
+    """A region that cannot be part of a graph, though it runs outside one."""
+
+
+def register(key: str, where: str, around: _Around, why_apart: str) -> None:
+    """Makes a kind of region known.
+
+    Args:
+        key: what tells it from others.
+        where: what messages call it.
+        around: makes such a region around a function.
+        why_apart: why it cannot be in a graph, if it never can; else empty.
+    """
+    _kinds.setdefault(key, _Kind(where, around))
+    if why_apart:
+        _apart[key] = why_apart
+
+
+def _why_apart(key: str, name: str) -> str:
+    """Why a region ends the graph in front of it, if it does; else empty."""
+    here: Any = _apart_here.get(_compat.compilation(), {})
+    return _apart.get(key) or here.get(name, "")
+
+
+_compat.constant_for_dynamo(_why_apart)
+
+
+def call(
+    key: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: str = "",
+) -> Any:
+    """What Dynamo traces where a region is called.
+
+    Args:
+        key: of the region's kind.
+        function: what it is around.
+        args: of the call.
+        kwargs: those by keyword.
+        part: tells apart those of its kind that may stay apart by themselves.
+    """
+    # Dynamo cannot trace a question about inference mode, but grad mode is off there too.
+    if is_disabled() or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    name = key + part
+    why = _why_apart(key, name)
+    if why:
+        _compat.end_graph(why)
+    _compat.take_floats_for_constants()
+    recorded = functools.partial(_recorded, key, name)
+    return _compat.call_unseen(recorded, function, *args, **kwargs)
+
+
+def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]:
+    """The region around a graph of Dynamo's, for AOTAutograd to record.
+
+    A backend without AOTAutograd calls it as it runs.
+    """
+    kind = _kinds[key]
+    region = kind.known.get(module)
+    if region is None:
+        region = kind.known[module] = kind.around(
+            lambda *args: with_lines(_compat.at_current_level(module))(*args)
+        )
+
+    def run(*args: Any) -> Any:
+        compilation = _compat.compilation()
+        try:
+            with _compat.dual_level_told():
+                return region(*[_settled(kind.where, arg) for arg in args])
+        except RematError as error:
+            if compilation is None:
+                raise
+            _apart_here.setdefault(compilation, {})[name] = str(error)
+            raise _compat.trace_again() from error
+
+    return run
+
+
+def _settled(where: str, argument: Any) -> Any:
+    """The argument with sizes that are numbers: the graph then holds for these alone."""
+    if not isinstance(argument, Tensor):
+        return _number(where, argument)
+    if any(isinstance(size, torch.SymInt) for size in argument.shape):
+        return argument.expand([_number(where, size) for size in argument.shape])
+    return argument
+
+
+def _number(where: str, symbol: Any) -> Any:
+    why = _compat.why_open(symbol)
+    if why:
+        raise _NotRecordable(
+            explain(
+                where=where,
+                what=f"is called under torch.compile, and depends on {why}.",
+                why="A graph with a region is specialized to its sizes; other sizes "
+                "compile another graph.",
+                do="Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or "
+                "compile without fullgraph=True: the region then runs between two "
+                "graphs.",
+            )
+        )
+    return _compat.number(symbol)
+
+
+def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
+    """Refuses a trace whose region does at run time what a graph cannot hold.
+
+    Args:
+        entry: the trace.
+        roots: of the call.
+        where: what messages call the region.
+
+    Raises:
+        RematError: it draws from a tracker, or something waits in a storage.
+    """
+    if entry.streams:
+        raise _NotRecordable(
+            explain(
+                where=where,
+                what="is called under torch.compile, and draws from the state "
+                f"{min(entry.streams)!r} of a registered tracker.",
+                why="A compiled graph draws only from torch's own generators.",
+                do="Draw from keys (remat.random), or compile without fullgraph=True: "
+                "the region then runs between two graphs.",
+            )
+        )
+    storages = [*entry.region.inputs.values(), *entry.region.storages(roots)]
+    others = [each for each in storages if type(each) is not Keep]
+    if others:
+        raise _NotRecordable(
+            explain(
+                where=where,
+                what="is called under torch.compile, and stores values in "
+                f"{others[0]!r}.",
+                why="A compiled graph cannot contain what a storage does between "
+                "forward and backward.",
+                do="Compile without fullgraph=True: the region then runs between two "
+                "graphs.",
+            )
+        )

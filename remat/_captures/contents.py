@@ -1,0 +1,387 @@
+"""The values at an object's places: one function for each sort of object.
+
+Each returns the values that can be reached in one step. `names` are the names that the
+user's code mentions: of modules, classes and functions only these are looked at.
+"""
+
+import contextvars
+import functools
+import importlib.util
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
+
+from torch import nn
+
+from remat import _compat
+from remat._captures.library import (
+    OWN_FILES,
+    cached_by_class,
+    is_library_file,
+    is_library_module,
+    mentions,
+    user_bases,
+)
+from remat._captures.places import (
+    Step,
+    attributes,
+    in_context,
+    is_simple,
+    proxied,
+    referent,
+)
+from remat._generators import trackers
+
+Content: TypeAlias = dict[Step, object]
+
+REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
+# Classes of the standard library whose instances hold the user's values. Others are internals,
+# from which a walk (by loggers, threads) would get everywhere.
+_NAMESPACES = frozenset(
+    {"types.SimpleNamespace", "argparse.Namespace", "collections.ChainMap"}
+    | {"collections.UserDict", "collections.UserList"}
+    | {f"{threading.local.__module__}.{threading.local.__qualname__}"}
+)
+# Methods that run when an object is made. Code that uses an existing object never runs them.
+_CONSTRUCTION = frozenset(
+    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
+    | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
+)
+# Set by a recording while it runs, and removed after it.
+_WATCHERS = frozenset({"__getattribute__", "__setattr__"})
+
+
+def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
+    """Of a function of a library: what the user passed to it, not its own caches."""
+    content = _of_function(function, names)
+    content = {
+        step: value
+        for step, value in content.items()
+        if step[0] != "cell" or not isinstance(value, (dict, list))
+    }
+    if "registry" in function.__dict__:  # of functools.singledispatch
+        content["var", "registry"] = function.__dict__["registry"]
+    return content
+
+
+def _of_function(function: types.FunctionType, names: set[str]) -> Content:
+    content: Content = {}
+    for index, cell in enumerate(function.__closure__ or ()):
+        try:
+            content["cell", index] = cell.cell_contents
+        except ValueError:
+            continue  # not yet filled
+    for index, value in enumerate(function.__defaults__ or ()):
+        content["default", index] = value
+    for key, value in (function.__kwdefaults__ or {}).items():
+        content["kwdefault", key] = value
+    for key, value in function.__dict__.items():
+        if key in names or key == "__wrapped__":
+            content["var", key] = value
+    return content
+
+
+def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
+    """Of the user's function: cells, defaults, and the globals and imports it names."""
+    content = _of_function(function, names)
+    space = function.__globals__
+    mentioned = mentions(function.__code__)
+    for key in sorted(mentioned.globals):
+        if key in space:
+            content["global", key] = space[key]
+    for dots, name in sorted(mentioned.imports):
+        package: str = space.get("__package__") or ""
+        full = "." * dots + name
+        key = importlib.util.resolve_name(full, package) if package else full
+        if key in sys.modules and not is_library_module(key):
+            content["import", key] = sys.modules[key]
+    return content
+
+
+def _of_attributes(owner: object, names: set[str]) -> Content:
+    del names
+    content: Content = {("var", k): v for k, v in attributes(owner).items()}
+    for name in slots(type(owner)):
+        try:
+            content["attr", name] = object.__getattribute__(owner, name)
+        except AttributeError:
+            continue  # an unset slot
+    return content
+
+
+def _of_object(owner: object, names: set[str]) -> Content:
+    content = _of_attributes(owner, names)
+    if user_bases(type(owner)):
+        content["type", ""] = type(owner)
+    return content
+
+
+def _of_module(module: nn.Module, names: set[str]) -> Content:
+    content = _of_object(module, names)
+    for name in _compat.second_places(type(module)):
+        content.pop(("var", name), None)
+    for holder, kind in REGISTERED.items():
+        entries = cast("dict[str, object]", content.pop(("var", holder), {}))
+        for key, value in entries.items():
+            content[kind, key] = value
+    return content
+
+
+def _of_sequence(owner: Iterable[object], names: set[str]) -> Content:
+    content: Content = {("item", i): v for i, v in enumerate(owner)}
+    return (
+        content if type(owner) in {list, tuple} else content | _of_object(owner, names)
+    )
+
+
+def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
+    content: Content = {}
+    for index, (key, value) in enumerate(owner.items()):
+        if is_simple(key):
+            content["item", key] = value
+        else:
+            # By their order: what is kept of a trace holds no object of the user's.
+            content["key", index] = key
+            content["value", index] = value
+    return content if type(owner) is dict else content | _of_object(owner, names)
+
+
+def _of_partial(
+    owner: functools.partial[object] | functools.partialmethod[object], names: set[str]
+) -> Content:
+    del names
+    content: Content = {("attr", "func"): owner.func}
+    content |= {("arg", i): v for i, v in enumerate(owner.args)}
+    return content | {("keyword", k): v for k, v in owner.keywords.items()}
+
+
+def _of_method(owner: types.MethodType, names: set[str]) -> Content:
+    del names
+    return {("attr", "__self__"): owner.__self__, ("attr", "__func__"): owner.__func__}
+
+
+def _of_builtin_method(owner: types.BuiltinFunctionType, names: set[str]) -> Content:
+    del names
+    return {("attr", "__self__"): owner.__self__}
+
+
+def _of_property(owner: property, names: set[str]) -> Content:
+    del names
+    return {("attr", "fget"): owner.fget}
+
+
+def _of_descriptor(owner: Any, names: set[str]) -> Content:
+    del names
+    return {("attr", "__func__"): owner.__func__}
+
+
+def _of_dispatch(
+    owner: "functools.singledispatchmethod[object]", names: set[str]
+) -> Content:
+    del names
+    return {("attr", "dispatcher"): owner.dispatcher, ("attr", "func"): owner.func}
+
+
+def _of_proxy(owner: types.MappingProxyType[Any, object], names: set[str]) -> Content:
+    """Of a read-only mapping: the mapping behind it, unless that is the one of a class."""
+    del names
+    mapping = proxied(owner)
+    return {} if "__module__" in mapping else {("proxied", ""): mapping}
+
+
+def _of_variable(owner: contextvars.ContextVar[object], names: set[str]) -> Content:
+    del names
+    return {("variable", ""): in_context(owner)}
+
+
+def _of_reference(owner: weakref.ref[object], names: set[str]) -> Content:
+    del names
+    return {("referent", ""): referent(owner)}
+
+
+def _of_wrapper(owner: object, names: set[str]) -> Content:
+    """Of our own regions and of cached functions: what they wrap, and with what options.
+
+    A chain has its functions under `fs`, and its option is `schedule`.
+    """
+    del names
+    held = attributes(owner)
+    keys = ("__wrapped__", "settings", "fs", "schedule")
+    return {("var", key): held[key] for key in keys if key in held}
+
+
+def _of_namespace(owner: object, names: set[str]) -> Content:
+    held = attributes(owner)
+    return {("var", key): held[key] for key in held if key in names}
+
+
+def of_class(owner: type, names: set[str]) -> Content:
+    """Of a class met as the type of an object: methods and constants that are mentioned."""
+    content: Content = {}
+    for key, value in attributes(owner).items():
+        operator = key.startswith("__") and isinstance(value, types.FunctionType)
+        if key in _WATCHERS or (operator and key in _CONSTRUCTION):
+            continue
+        if key in names or key == "forward" or operator:
+            content["var", key] = value
+    first, *others = user_bases(owner) or (0,)
+    for index in others if first == 0 else (first, *others):
+        content["base", index] = owner.__mro__[index]
+    if user_bases(type(owner)):
+        content["type", ""] = type(owner)
+    return content
+
+
+def of_called_class(owner: type, names: set[str]) -> Content:
+    """Of a class met as a value: it may be called, or its functions applied."""
+    content = of_class(owner, names)
+    for key, value in attributes(owner).items():
+        function = isinstance(value, (types.FunctionType, staticmethod, classmethod))
+        if function and key not in _WATCHERS:
+            content["var", key] = value
+    return content
+
+
+def _of_nothing(owner: object, names: set[str]) -> Content:
+    del owner, names
+    return {}
+
+
+@cached_by_class
+def slots(kind: type) -> tuple[str, ...]:
+    """The slots that the Python classes among the bases of a class declare."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        own: Mapping[str, object] = attributes(base)
+        declared = own.get("__slots__", ())
+        each = (declared,) if isinstance(declared, str) else declared
+        found += [
+            _mangled(name, base)
+            for name in cast("Iterable[str]", each)
+            if name not in {"__dict__", "__weakref__"}
+        ]
+    return tuple(found)
+
+
+def _mangled(name: str, base: type) -> str:
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{base.__name__.lstrip('_')}{name}" if private else name
+
+
+Look: TypeAlias = Callable[[Any, set[str]], Content]
+
+# First match wins; a sort that holds the user's code or constants by name is looked at
+# again when more names are known.
+_SORTS: tuple[tuple[type, Look], ...] = (
+    (nn.Module, _of_module),
+    (functools.partial, _of_partial),
+    (functools.partialmethod, _of_partial),
+    (functools.singledispatchmethod, _of_dispatch),
+    (types.MappingProxyType, _of_proxy),
+    (types.MethodType, _of_method),
+    (types.BuiltinFunctionType, _of_builtin_method),
+    (property, _of_property),
+    (staticmethod, _of_descriptor),
+    (classmethod, _of_descriptor),
+    (contextvars.ContextVar, _of_variable),
+    (weakref.ref, _of_reference),
+    (dict, _of_dict),
+    (list, _of_sequence),
+    (tuple, _of_sequence),
+)
+
+
+# The hooks of `fully_shard` on one module lead to the parameters of all others. These belong to
+# the engine, not to the function (`_rerun.fully_shard`). As operands of a region that does not use them,
+# they would make autograd wait for the region before it returns their gradients.
+_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
+
+
+def _sort_of_type(kind: type) -> Look:
+    for base, sort in _SORTS:
+        if issubclass(kind, base):
+            return sort
+    if kind.__module__.startswith(_ENGINES):
+        return _of_nothing
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _NAMESPACES:
+        return _of_attributes
+    own = kind.__module__.partition(".")[0]
+    if own == __name__.partition(".")[0] or own in sys.stdlib_module_names - {
+        "__main__"
+    }:
+        return _of_wrapper
+    return _of_object
+
+
+def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
+    """The function that looks at an object which this step led to."""
+    kind = type(value)
+    if trackers.is_tracker(value):
+        return _of_nothing  # its states are no constants: see there
+    if isinstance(value, types.FunctionType):
+        return _look_for_function(value, step)
+    if isinstance(value, types.ModuleType):
+        return _of_nothing if is_library_module(value.__name__) else _of_namespace
+    if isinstance(value, type):
+        if not user_bases(value):
+            return _of_nothing
+        return of_class if is_class_of_an_object(step) else of_called_class
+    if kind not in cache:
+        cache[kind] = _sort_of_type(kind)
+    return cache[kind]
+
+
+def hides_contents(value: object) -> bool:
+    """Whether a value holds others that the walk does not see, as an iterator does.
+
+    They are compared nowhere, and the equality of the value does not cover them.
+    """
+    return not shows_contents(type(value)) and not is_simple(value)
+
+
+@cached_by_class
+def shows_contents(kind: type) -> bool:
+    """Whether the walk sees all that the values of a class hold, whatever they are."""
+    if not {set, frozenset}.isdisjoint(kind.__mro__):
+        return False
+    if not hasattr(kind, "__iter__") or type in kind.__mro__:
+        return True
+    look = _sort_of_type(kind)
+    has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
+    return look is not _of_wrapper and (look is not _of_object or has_places)
+
+
+def _look_for_function(function: types.FunctionType, step: Step) -> Look:
+    file = function.__code__.co_filename
+    if file.startswith(OWN_FILES):
+        return _of_wrapper
+    # A root is what the user has chosen, even if a library wrote it.
+    if step[0] != "root" and is_library_file(file):
+        return _of_library_function
+    return of_user_function
+
+
+def is_class_of_an_object(step: Step) -> bool:
+    """Whether a class was met as the type of something, and not as a value."""
+    return step[0] in {"type", "base"}
+
+
+def of_roots(roots: tuple[object, ...], names: set[str]) -> Content:
+    """Of the tuple of roots itself."""
+    del names
+    return {("root", index): root for index, root in enumerate(roots)}
+
+
+# Looked at again when more names are known.
+BY_NAME = frozenset(
+    {
+        *(_of_namespace, of_class, of_called_class),
+        *(_of_library_function, of_user_function),
+    }
+)
+# Objects whose attribute reads are watched; of all others, what is looked at is covered.
+WATCHED = frozenset({_of_module, _of_object, _of_attributes, _of_dict, _of_sequence})

@@ -1,0 +1,141 @@
+"""What is baked: fetches, checks, explains and restores the covered state."""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from remat._captures.generating import generate_check, generate_fetch
+from remat._captures.places import MISSING, NOT_THERE, Step, in_words, put, remove
+from remat._captures.rules import (
+    Absent,
+    Equal,
+    Instance,
+    IsTensor,
+    Keyed,
+    Registered,
+    Runs,
+    SameAs,
+    Sized,
+    Spot,
+    visit,
+)
+from remat._errors import RecomputationError, explain
+
+
+@final
+class Covered:
+    """Frozen knowledge of what a trace depends on besides its arguments.
+
+    Holds types, code and simple constants; nothing of the user's is kept alive.
+
+    Attributes:
+        fetch: the used tensors, found anew from the roots.
+        gather: the same with the check in one pass; None if the check fails.
+        labels: the fetched tensors in the user's words, in the same order.
+    """
+
+    __slots__ = ("__weakref__", "_spots", "fetch", "gather", "labels")
+
+    def __init__(self, spots: Sequence[Spot], fetched: Sequence[int]) -> None:
+        self._spots = tuple(spots)
+        self.labels = tuple(spots[index].label for index in fetched)
+        self.fetch: Callable[[tuple[object, ...]], tuple[Tensor, ...]]
+        self.gather: Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]
+        self.fetch = generate_fetch(spots, fetched)
+        self.gather = generate_check(spots, fetched)
+
+    def check(self, roots: tuple[object, ...]) -> bool:
+        """Whether the covered state equals what was baked."""
+        return self.gather(roots) is not None
+
+    def explain(self, roots: tuple[object, ...]) -> str:
+        """The first difference in words, or that there is none."""
+        for spot, _, value, holds in visit(self._spots, roots):
+            if not holds:
+                return _difference(spot, value)
+        return "nothing that is covered has changed"
+
+    @contextlib.contextmanager
+    def restored(self, roots: tuple[object, ...]) -> Generator[None, None, None]:
+        """Sets covered simple values to what was baked, and undoes that at the end.
+
+        Raises:
+            RecomputationError: something else changed, or a place cannot be written.
+        """
+        with contextlib.ExitStack() as undo:
+            for spot, owner, value, holds in visit(self._spots, roots):
+                if not holds:
+                    _mend(spot, owner, value, undo)
+            yield
+
+
+def _difference(spot: Spot, value: object) -> str:
+    now = "gone" if value is MISSING else in_words(value)
+    match spot.rule:
+        case Equal(const):
+            return f"{spot.label} was {in_words(const)} and is {now}"
+        case Absent():
+            return f"{spot.label} was not there and is {now}"
+        case SameAs():
+            return f"{spot.label} was shared with another place and is no more"
+        case Runs(code):
+            return f"{spot.label} ran {code.co_qualname} and runs other code"
+        case Sized(kind, num):
+            return f"{spot.label} was a {kind.__name__} of {num} items and has changed"
+        case Keyed(kind, keys):
+            return f"{spot.label} was a {kind.__name__} with the keys {keys} and has changed"
+        case Registered():
+            return f"{spot.label} was another tracker"
+        case Instance(kind) | IsTensor(kind):
+            return f"{spot.label} was a {kind.__qualname__} and is {now}"
+
+
+def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> None:
+    try:
+        match spot.rule:
+            case Equal(const):
+                put(owner, spot.step, const)
+                _undo_place(owner, spot.step, value, undo)
+            case Absent():
+                remove(owner, spot.step)
+                _undo_place(owner, spot.step, value, undo)
+            case Sized(kind, num) if type(value) is kind is list:
+                undo.callback(_refill_list, value, [*value])
+                value[:] = (value + [None] * num)[:num]
+            case Keyed(kind, keys) if type(value) is kind:
+                undo.callback(_refill_dict, value, dict(value))
+                _refill_dict(value, {key: value.get(key) for key in keys})
+            case Sized(kind, 0) if type(value) is kind and issubclass(kind, dict):
+                undo.callback(_refill_dict, value, dict(value))
+                _refill_dict(value, {})
+            case _:
+                raise TypeError("only simple values can be restored")
+    except NOT_THERE as error:
+        raise RecomputationError(
+            explain(
+                where=spot.label,
+                what=f"changed after the forward: {_difference(spot, value)}.",
+                why=f"The backward needs the old value, but {error}.",
+                do="Change it after the backward, or pass it as an argument.",
+            )
+        ) from error
+
+
+def _undo_place(
+    owner: object, step: Step, value: object, undo: contextlib.ExitStack
+) -> None:
+    if value is MISSING:
+        undo.callback(remove, owner, step)
+    else:
+        undo.callback(put, owner, step, value)
+
+
+def _refill_list(owner: list[object], items: list[object]) -> None:
+    owner[:] = items
+
+
+def _refill_dict(owner: dict[object, object], entries: dict[object, object]) -> None:
+    owner.clear()
+    owner.update(entries)

@@ -1,0 +1,299 @@
+"""Turns what was reached and what was read into spots and rules: what a trace depends on."""
+
+import functools
+import threading
+import types
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, cast, final
+
+from torch import Tensor, nn
+
+from remat import _compat
+from remat._captures.contents import REGISTERED, WATCHED, slots
+from remat._captures.covered import Covered
+from remat._captures.library import is_library_module, user_bases
+from remat._captures.places import (
+    ITEMS,
+    NOT_THERE,
+    Label,
+    Step,
+    attributes,
+    is_kept_property,
+    is_simple,
+    look,
+)
+from remat._captures.rules import (
+    Absent,
+    Equal,
+    Instance,
+    IsTensor,
+    Keyed,
+    Registered,
+    Rule,
+    Runs,
+    SameAs,
+    Sized,
+    Spot,
+)
+from remat._captures.walk import EVERYTHING, Node, Survey
+from remat._errors import CapturedTensorError, explain
+from remat._generators import trackers
+
+
+def describe_unreachable(tensor: Tensor) -> str:
+    """The tensor in words, for the error that no path to it was found."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = ", ".join(str(size) for size in tensor.shape)
+    kind = type(tensor).__name__
+    return f"a captured {kind} ({dtype}[{shape}], on {tensor.device})"
+
+
+def cover(
+    survey: Survey, reads: Mapping[int, Iterable[str]], used: Sequence[int]
+) -> "Covered":
+    """Bakes what a trace depends on.
+
+    Args:
+        survey: what the roots reached before the trace.
+        reads: the attributes that the trace read, from `recording`.
+        used: the ids of the captured tensors that the trace met, in input order.
+
+    Raises:
+        CapturedTensorError: a tensor of `used` is reached by no path.
+    """
+    lost = [identity for identity in used if identity not in survey.tensors]
+    if lost:
+        raise CapturedTensorError(
+            explain(
+                where="a captured tensor",
+                what="is reached in a way that cannot be followed at the next call.",
+                why="It would be stale, or lose its gradient, at the next call.",
+                do="Pass it as an argument.",
+            )
+        )
+    survey.follow(_names_of_classes(survey, reads))
+    baker = _Baker(survey, reads, {})
+    baker.bake()
+    hidden = [identity for identity in used if identity not in baker.tensors]
+    if hidden:
+        # It was reached without a read that is noted, by C code for example.
+        forced: dict[int, set[Step]] = {}
+        for identity in hidden:
+            for owner, step in survey.tensors[identity][0].steps():
+                forced.setdefault(id(owner.value), set()).add(step)
+        baker = _Baker(survey, reads, forced)
+        baker.bake()
+    return Covered(baker.finish(used), [baker.tensors[i][0] for i in used])
+
+
+def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set[str]:
+    """The names that were read of objects and that the user's classes have.
+
+    No code need mention them: `getattr(self, f"_{kind}")(x)` makes one up.
+    """
+    found: set[str] = set()
+    for identity, names in reads.items():
+        kind = survey.nodes[identity].kind
+        for index in user_bases(kind):
+            found.update(attributes(kind.__mro__[index]).keys() & set(names))
+    return {name for name in found if not name.startswith("__")}
+
+
+@final
+class _Baker:
+    """Walks from the roots through covered places, and writes a spot for each."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        reads: Mapping[int, Iterable[str]],
+        forced: Mapping[int, set[Step]],
+    ) -> None:
+        self.survey = survey
+        self.reads = reads
+        self.forced = forced
+        self.spots: list[Spot] = []
+        self.labels: list[Label] = []
+        self.tensors: dict[int, list[int]] = {}
+        self.known: dict[int, int] = {}
+        self.pending: deque[tuple[Node, int]] = deque()
+
+    def bake(self) -> None:
+        """Writes the spots, nearest first."""
+        self.pending.append((self.survey.roots, -1))
+        while self.pending:
+            node, index = self.pending.popleft()
+            for step in self.steps(node, index):
+                self.cover_place(node, index, step)
+        self.cover_overrides()
+
+    def finish(self, used: Sequence[int]) -> list[Spot]:
+        """The spots, with aliases of the tensors that are used."""
+        spots = list(self.spots)
+        for identity in dict.fromkeys(used):
+            first, *others = self.tensors[identity]
+            for other in others:
+                spot = spots[other]
+                spots[other] = Spot(spot.parent, spot.step, spot.label, SameAs(first))
+        return spots
+
+    def steps(self, node: Node, index: int) -> Iterable[Step]:
+        """The covered places of a reached object; writes those without a value at once."""
+        names = self.reads.get(id(node.value), (EVERYTHING,))
+        if EVERYTHING in names or node.look not in WATCHED:
+            for step in _shapes(node):
+                self.cover_shape(node, index, step)
+            return node.content
+        found = dict.fromkeys(self.forced.get(id(node.value), ()))
+        found |= {s: None for s in node.content if s[0] in {*ITEMS, "type"}}
+        for name in names:
+            self.cover_name(node, index, name, found)
+        return found
+
+    def cover_name(
+        self, node: Node, index: int, name: str, found: dict[Step, None]
+    ) -> None:
+        """Adds the places that a read of this name depends on."""
+        if name in _compat.second_places(node.kind):
+            return
+        if isinstance(node.value, nn.Module) and name in REGISTERED:
+            self.cover_shape(node, index, ("var", name))
+            kind = REGISTERED[name]
+            found |= {step: None for step in node.content if step[0] == kind}
+            return
+        for kind in ("var", "attr", *REGISTERED.values()):
+            if (kind, name) in node.content:
+                found[kind, name] = None
+                return
+        self.cover_absence(node, index, name)
+
+    def cover_absence(self, node: Node, index: int, name: str) -> None:
+        """Covers a name that the object lacked: it came from the class, or was missing."""
+        kind = node.kind
+        held = attributes(node.value)
+        if name in held and is_kept_property(kind, name):  # found in the trace
+            self.write(node, index, ("var", name), Equal(held[name]))
+            return
+        if name in slots(kind):
+            self.write(node, index, ("attr", name), Absent())
+        if not _has_dict(node.value) or (name[:2] == "__" == name[-2:]):
+            return
+        for base in kind.__mro__:
+            if name in base.__dict__:
+                given: object = base.__dict__[name]
+                if not hasattr(cast("Any", type(given)), "__set__"):
+                    self.write(node, index, ("var", name), Absent())
+                if is_simple(given) and not isinstance(given, type):
+                    self.write(node, index, ("inherited", name), Equal(given))
+                return
+        self.cover_missing(node, index, name)
+
+    def cover_missing(self, node: Node, index: int, name: str) -> None:
+        """Neither an object nor its class has what was read: none may come to have it."""
+        self.write(node, index, ("var", name), Absent())
+        if not hasattr(node.kind, name):  # else its metaclass has it, for itself alone
+            self.write(node, index, ("inherited", name), Absent())
+        if isinstance(node.value, nn.Module):
+            for registered in REGISTERED.values():
+                self.write(node, index, (registered, name), Absent())
+
+    def cover_overrides(self) -> None:
+        """Covers that no class before the base that defines a name gets that name."""
+        places: dict[tuple[int, str], None] = {}
+        for identity in self.known:
+            kind = self.survey.nodes[identity].value
+            if isinstance(kind, type):
+                for base, name in _overridable(kind, self.survey.names):
+                    places[id(base), name] = None
+        for identity, name in places:
+            if identity in self.known:
+                node = self.survey.nodes[identity]
+                self.write(node, self.known[identity], ("var", name), Absent())
+
+    def cover_shape(self, node: Node, index: int, step: Step) -> None:
+        """Covers the size or the keys of a container that belongs to the object."""
+        try:
+            rule = _rule(look(node.value, step))
+        except NOT_THERE:
+            rule = Absent()
+        self.write(node, index, step, rule)
+
+    def cover_place(self, node: Node, index: int, step: Step) -> None:
+        """Writes the spot of one value, and continues from each value once."""
+        value = node.content[step]
+        if isinstance(value, Tensor):
+            spot = self.write(node, index, step, IsTensor(type(value)))
+            self.tensors.setdefault(id(value), []).append(spot)
+        elif id(value) not in self.survey.nodes:
+            if is_simple(value):
+                self.write(node, index, step, Equal(value))
+        elif id(value) not in self.known:
+            spot = self.write(node, index, step, _rule(value))
+            self.known[id(value)] = spot
+            self.pending.append((self.survey.nodes[id(value)], spot))
+        elif step[0] not in {"type", "base"}:
+            same = SameAs(self.known[id(value)])
+            self.write(node, index, step, Equal(value) if is_simple(value) else same)
+
+    def write(self, node: Node, index: int, step: Step, rule: Rule) -> int:
+        """Adds a spot and returns its index."""
+        above = self.labels[index] if index >= 0 else Label("", "")
+        label = above.then(node.value, step)
+        self.labels.append(label)
+        self.spots.append(Spot(index, step, str(label), rule))
+        return len(self.spots) - 1
+
+
+def _has_dict(value: object) -> bool:
+    return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
+
+
+def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
+    """Bases and mentioned names, such that the class has the name from a later base."""
+    metaclass: type = type(kind)
+    order = (*kind.__mro__, *metaclass.__mro__)
+    for index, base in enumerate(order):
+        found = attributes(base).keys()
+        for name in found & names | found & {"forward"}:
+            if not any(name in attributes(each) for each in order[:index]):
+                yield from ((each, name) for each in order[:index])
+
+
+def _shapes(node: Node) -> Iterable[Step]:
+    """The containers that stand between an object and its places."""
+    value: object = node.value
+    if isinstance(value, types.FunctionType) and value.__defaults__:
+        return (("attr", "__defaults__"),)
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        return (("attr", "args"), ("attr", "keywords"))
+    shapes: list[Step] = []
+    # Every hook dictionary is an OrderedDict, which gets no attributes of its own.
+    own_dict = _has_dict(value) and node.kind.__module__ != "collections"
+    if node.look in WATCHED and own_dict:
+        shapes.append(("attr", "__dict__"))
+    if isinstance(value, nn.Module):
+        shapes += [("var", name) for name in REGISTERED]
+    return shapes
+
+
+def _rule(value: object) -> Rule:
+    """The rule for an object, whatever it holds."""
+    kind = type(value)
+    number = trackers.number_of(value)
+    if number is not None:
+        return Registered(number)
+    if isinstance(value, types.FunctionType):
+        return Runs(value.__code__)
+    if is_simple(value):
+        return Equal(value)
+    if isinstance(value, types.ModuleType) and is_library_module(value.__name__):
+        return Equal(value)
+    if isinstance(value, dict):
+        entries = cast("dict[Hashable, object]", value)
+        if entries and all(is_simple(key) for key in entries):
+            return Keyed(kind, tuple(entries))
+        return Sized(kind, len(entries))
+    if isinstance(value, (list, tuple)):
+        return Sized(kind, len(cast("list[object]", value)))
+    return Instance(kind)

@@ -1,0 +1,136 @@
+"""Spots -> one straight-line Python function that reads each common prefix once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from remat._captures.places import kind_of
+from remat._captures.reads import GENERATED
+from remat._captures.rules import Absent, Constants, SameAs, Spot
+
+_INSTANCE_DICT = "{}.__dict__"
+
+
+@final
+class _Writer:
+    """Writes the lines of one function over `roots`."""
+
+    def __init__(self, spots: Sequence[Spot], failure: str) -> None:
+        self.spots = spots
+        self.constants = Constants()
+        self.lines: list[str] = []
+        self.line_reads: dict[int, tuple[str, ...]] = {}
+        self.failure = failure
+        self._holders: dict[str, str] = {}
+        self._clauses: list[str] = []
+        self._reads: dict[int, list[str]] = {}
+        for spot in spots:
+            self._reads.setdefault(spot.parent, []).append(str(spot.step[1]))
+
+    def add(self, line: str) -> None:
+        """Writes a line, after the clauses that came before it."""
+        self.flush()
+        self.lines.append(line)
+
+    def require(self, clause: str) -> None:
+        """Notes a condition on which the function goes on."""
+        self._clauses.append(clause)
+        if len(self._clauses) >= 32:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the conditions that are noted."""
+        if self._clauses:
+            condition = " and ".join(self._clauses)
+            self.lines.append(f"if not ({condition}): return {self.failure}")
+            self._clauses = []
+
+    def place(self, spot: Spot) -> str:
+        """The expression for the value at a spot; binds its holder to a name on first use."""
+        holder = self.holder(spot)
+        kind = kind_of(spot.step)
+        return holder if not kind.item else holder + kind.item.format(self.key(spot))
+
+    def holder(self, spot: Spot) -> str:
+        """The name of the object that holds the spot."""
+        owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
+        text = kind_of(spot.step).holder
+        if text == "{}" or not kind_of(spot.step).item:
+            return text.format(owner)
+        if text.startswith(_INSTANCE_DICT):
+            held = self._bound(_INSTANCE_DICT.format(owner), spot.parent)
+            rest = text.removeprefix(_INSTANCE_DICT)
+            return self._bound(held + rest, spot.parent) if rest else held
+        return self._bound(text.format(owner), spot.parent)
+
+    def key(self, spot: Spot) -> str:
+        """The key of a spot's step, written out or as a constant."""
+        kind, key = spot.step
+        if kind in {"attr", "inherited"}:
+            return str(key)
+        return repr(key) if type(key) in {str, int} else self.constants.name(key)
+
+    def _bound(self, text: str, parent: int) -> str:
+        name = self._holders.get(text)
+        if name is None:
+            name = self._holders[text] = f"h{len(self._holders)}"
+            self.add(f"{name} = {text}")
+            # Line 1 is the `def`, line 2 the `try`.
+            self.line_reads[len(self.lines) + 2] = tuple(self._reads[parent])
+        return name
+
+    def function(self, name: str, result: str) -> Callable[[tuple[object, ...]], Any]:
+        """The function that the lines make, which ends with `result`."""
+        self.add(f"return {result}")
+        body = "".join(f"  {line}\n" for line in self.lines)
+        text = f"def {name}(roots):\n try:\n{body} except NOT_THERE: "
+        text += "raise\n" if self.failure == "raise" else f"return {self.failure}\n"
+        space = self.constants.space
+        space["LINE_READS"] = self.line_reads
+        exec(compile(text, GENERATED, "exec"), space)
+        return space.pop(name)
+
+
+def generate_check(
+    spots: Sequence[Spot], fetched: Sequence[int]
+) -> Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]:
+    """A function of the roots: the tensors at `fetched`, or None if a rule is broken."""
+    writer = _Writer(spots, "None")
+    bound = {spot.parent for spot in spots} | set(fetched)
+    bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
+    for index, spot in enumerate(spots):
+        if isinstance(spot.rule, Absent):
+            writer.require(_absence(writer, spot))
+            continue
+        place = writer.place(spot)
+        if index in bound:
+            writer.add(f"v{index} = {place}")
+            place = f"v{index}"
+        writer.require(spot.rule.clause(place, writer.constants))
+    return writer.function("check", _tuple(fetched))
+
+
+def generate_fetch(
+    spots: Sequence[Spot], fetched: Sequence[int]
+) -> Callable[[tuple[object, ...]], tuple[Tensor, ...]]:
+    """A function of the roots: the tensors at `fetched`, with nothing checked."""
+    writer = _Writer(spots, "raise")
+    needed = set(fetched)
+    for index in reversed(range(len(spots))):
+        if index in needed:
+            needed.add(spots[index].parent)
+    for index, spot in enumerate(spots):
+        if index in needed:
+            writer.add(f"v{index} = {writer.place(spot)}")
+    return writer.function("fetch", _tuple(fetched))
+
+
+def _tuple(fetched: Sequence[int]) -> str:
+    return f"({''.join(f'v{index}, ' for index in fetched)})"
+
+
+def _absence(writer: _Writer, spot: Spot) -> str:
+    if spot.step[0] in {"attr", "inherited"}:
+        return f"not hasattr({writer.holder(spot)}, {spot.step[1]!r})"
+    return f"{writer.key(spot)} not in {writer.holder(spot)}"

@@ -1,0 +1,390 @@
+"""Places: where a value is in a user's objects, and how to read, write and name it.
+
+A `Step` is a pair (kind, key): from an owner to one value that it holds, such as
+`("cell", 1)` or `("parameter", "weight")`. A `Path` is a chain of steps from `roots`. All
+that differs between the kinds stands in the table `_KINDS` below: a new kind of reach is
+one more line there.
+
+This module also says what a *simple* value is: one that is compared by what it is, and
+that a baked trace may hold on to without keeping anything of the user's alive.
+"""
+
+import contextvars
+import enum
+import functools
+import numbers
+import sys
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, final
+
+import torch
+
+from remat._captures.library import cached_by_class, user_bases
+
+Step: TypeAlias = tuple[str, Hashable]
+
+# Steps into a list or a dict. Keys that are not simple, and what is under them, go by order.
+ITEMS = frozenset({"item", "key", "value"})
+
+# What is found where nothing stands.
+MISSING = object()
+
+_BY_VALUE = frozenset(
+    {int, float, complex, str, bytes, range, slice}
+    | {torch.Size, torch.device, torch.finfo, torch.iinfo}
+)
+_BY_IDENTITY = frozenset(
+    {
+        *(type(None), bool, type(...), type(NotImplemented)),
+        *(torch.dtype, torch.layout, torch.memory_format),
+        *(types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    }
+)
+
+
+class Unset(enum.Enum):
+    """The value of a context variable that is not set and has no default."""
+
+    UNSET = enum.auto()
+
+
+# The types whose instances are simple whatever they hold: the quick test of the walk.
+SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
+
+# Operators of torch are values of their own, not objects with attributes to watch.
+_OPERATORS = ("torch._ops", "torch._library.custom_ops")
+
+
+# Asked about most often, and never simple: they skip the slower questions.
+_CONTAINERS = frozenset({dict, list, OrderedDict})
+
+
+# A frozen class of this package has this attribute if == compares all that it holds.
+COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
+
+
+def in_words(value: object) -> str:
+    """A value for a message: simple ones as written, others by their type."""
+    if value is MISSING:
+        return "not there"
+    if is_simple(value):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"an object of type {type(value).__qualname__}"
+
+
+def is_simple(value: object) -> bool:
+    """Whether `value` is compared by what it is; tuples count if all they hold does."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return False
+    if kind in SIMPLE_TYPES or isinstance(value, (enum.Enum, type, str, bytes)):
+        return True
+    if hasattr(kind, COMPARES_AS_A_WHOLE):
+        return True
+    if kind is tuple or kind is frozenset:
+        items = cast("tuple[object, ...] | frozenset[object]", value)
+        return all(is_simple(item) for item in items)
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
+    if kind.__module__ in _OPERATORS or isinstance(value, numbers.Number):
+        return True
+    return _is_value_class(kind)
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is simple and its class has no methods that the user wrote."""
+    kind = type(value)
+    if kind in SIMPLE_TYPES:
+        return True
+    if kind is tuple:
+        return all(map(is_plain, cast("tuple[object, ...]", value)))
+    return is_simple(value) and not user_bases(kind)
+
+
+@cached_by_class
+def _is_value_class(kind: type) -> bool:
+    """Whether a class of the standard library says by == and hash all there is: a date, a path.
+
+    What is called or iterated holds other things, of which equality may not tell.
+    """
+    module = kind.__module__.partition(".")[0]
+    if module == "__main__" or module not in sys.stdlib_module_names:
+        return False
+    compares = kind.__eq__ is not object.__eq__
+    is_plain = not {"__call__", "__iter__"}.intersection(dir(kind))
+    return compares and kind.__hash__ not in {None, object.__hash__} and is_plain
+
+
+def same(value: object, const: object) -> bool:
+    """Whether two simple values are one: by type and bits, so 1, 1.0 and True differ.
+
+    0.0 and -0.0 differ; a NaN equals itself.
+    """
+    if value is const:
+        return True
+    if type(value) is not type(const):
+        return False
+    if isinstance(const, (float, complex)):
+        return repr(value) == repr(const)
+    if isinstance(const, (numbers.Number, str, bytes)):
+        # Scalars of numpy, decimals and the like; enumerations were told by identity.
+        return not isinstance(const, enum.Enum) and bool(value == const)
+    if type(const) is tuple:
+        pair = cast("tuple[tuple[object, ...], tuple[object, ...]]", (value, const))
+        return len(pair[0]) == len(pair[1]) and all(map(same, *pair))
+    if type(const) is slice:
+        left = cast("slice[object, object, object]", value)
+        right = cast("slice[object, object, object]", const)
+        return same(
+            (left.start, left.stop, left.step), (right.start, right.stop, right.step)
+        )
+    kind = type(const)
+    is_whole = hasattr(kind, COMPARES_AS_A_WHOLE) or _is_value_class(kind)
+    if is_whole or kind in _BY_VALUE or kind is frozenset:
+        return bool(value == const)
+    return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of step is taken, written as code, and named.
+
+    `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
+    the key; `find` gives the same holder. `prefix` is the label's first word where the
+    label starts anew at this step, and `label` the text that the step adds.
+    """
+
+    holder: str
+    item: str
+    find: Callable[[Any], Any]
+    label: str
+    prefix: str | None = None
+
+
+def _owner(owner: Any) -> Any:
+    return owner
+
+
+def attributes(owner: object) -> dict[str, object]:
+    """The instance dictionary of `owner`, read past any `__getattribute__` of its class.
+
+    So a read of ours is not noted as a read of the user's code.
+    """
+    if isinstance(owner, type):
+        return cast("dict[str, object]", type.__dict__["__dict__"].__get__(owner))
+    if isinstance(owner, threading.local):
+        # This thread's own. A subclass has one for all threads besides, which stays empty.
+        return threading.local.__getattribute__(owner, "__dict__")
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def in_context(variable: contextvars.ContextVar[object]) -> object:
+    """What a context variable holds here."""
+    try:
+        return variable.get()
+    except LookupError:
+        return Unset.UNSET
+
+
+def referent(reference: Callable[[], object]) -> object:
+    """What a weak reference refers to; None if that is gone."""
+    return reference()
+
+
+def is_kept_property(kind: type, name: str) -> bool:
+    """Whether a class has a `functools.cached_property` of this name."""
+    given = (
+        attributes(base)[name] for base in kind.__mro__ if name in attributes(base)
+    )
+    return isinstance(next(given, None), functools.cached_property)
+
+
+class _Bare:
+    """Makes `proxy | _Bare()` return the mapping behind the proxy."""
+
+    def __ror__(self, mapping: Any) -> Any:
+        return mapping
+
+
+def proxied(proxy: Any) -> Any:
+    """The mapping behind a `types.MappingProxyType`."""
+    return proxy | _Bare()
+
+
+def _registered(name: str) -> Callable[[Any], Any]:
+    return lambda owner: attributes(owner)[name]
+
+
+_KINDS = {
+    "root": Kind("{}", "[{}]", _owner, "{}", ""),
+    "item": Kind("{}", "[{}]", _owner, "[{!r}]"),
+    "key": Kind("(*{},)", "[{}]", lambda owner: (*owner,), ".keys()[{!r}]"),
+    "value": Kind(
+        "(*{}.values(),)", "[{}]", lambda owner: (*owner.values(),), ".values()[{!r}]"
+    ),
+    "attr": Kind("{}", ".{}", _owner, ".{}"),
+    "var": Kind("{}.__dict__", "[{}]", attributes, ".{}"),
+    "parameter": Kind(
+        "{}.__dict__['_parameters']", "[{}]", _registered("_parameters"), ".{}"
+    ),
+    "buffer": Kind("{}.__dict__['_buffers']", "[{}]", _registered("_buffers"), ".{}"),
+    "child": Kind("{}.__dict__['_modules']", "[{}]", _registered("_modules"), ".{}"),
+    "cell": Kind(
+        "{}.__closure__",
+        "[{}].cell_contents",
+        lambda owner: owner.__closure__,
+        "{}",
+        "closure variable",
+    ),
+    "global": Kind(
+        "{}.__globals__", "[{}]", lambda owner: owner.__globals__, "{}", "global"
+    ),
+    "default": Kind(
+        "{}.__defaults__", "[{}]", lambda owner: owner.__defaults__, "{}", "default of"
+    ),
+    "kwdefault": Kind(
+        "{}.__kwdefaults__",
+        "[{}]",
+        lambda owner: owner.__kwdefaults__,
+        "{}",
+        "default of",
+    ),
+    "arg": Kind("{}.args", "[{}]", lambda owner: owner.args, "{}", "partial argument"),
+    "keyword": Kind(
+        "{}.keywords", "[{}]", lambda owner: owner.keywords, "{}", "partial argument"
+    ),
+    "inherited": Kind("type({})", ".{}", type, ".{}"),
+    "import": Kind(
+        "__import__('sys').modules", "[{}]", lambda owner: sys.modules, "{}", "import"
+    ),
+    "variable": Kind("in_context({})", "", in_context, "{}", "context variable"),
+    "referent": Kind("{}()", "", referent, "()"),
+    "proxied": Kind("proxied({})", "", proxied, ""),
+    "type": Kind("type({})", "", type, "{}", "class"),
+    "base": Kind(
+        "{}.__mro__", "[{}]", lambda owner: owner.__mro__, "{}", "base class"
+    ),
+}  # fmt: skip
+
+
+def kind_of(step: Step) -> Kind:
+    """How a step of this kind is taken."""
+    return _KINDS[step[0]]
+
+
+# What `look` raises where nothing stands.
+NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
+
+
+def look(owner: object, step: Step) -> object:
+    """The value one step from `owner`.
+
+    Raises:
+        AttributeError, LookupError, TypeError, ValueError: nothing stands there.
+    """
+    kind, key = step
+    if kind == "attr" and key != "__dict__":
+        return object.__getattribute__(owner, cast("str", key))
+    if kind == "attr":
+        return attributes(owner)
+    if kind == "inherited":
+        return getattr(type(owner), cast("str", key))
+    holder = _KINDS[kind].find(owner)
+    if not _KINDS[kind].item:
+        return holder
+    return holder[key].cell_contents if kind == "cell" else holder[key]
+
+
+def put(owner: Any, step: Step, value: object) -> None:
+    """Writes `value` one step from `owner`, past any `__setattr__` of its class.
+
+    Raises:
+        AttributeError, LookupError, TypeError, ValueError: the place cannot be written.
+    """
+    kind, key = step
+    if kind == "attr":
+        object.__setattr__(owner, cast("str", key), value)
+    elif kind == "cell":
+        owner.__closure__[key].cell_contents = value
+    elif kind == "default":
+        defaults = list(owner.__defaults__)
+        defaults[cast("int", key)] = value
+        owner.__defaults__ = tuple(defaults)
+    elif kind == "var" and isinstance(owner, type):
+        type.__setattr__(owner, cast("str", key), value)
+    elif kind == "value":
+        owner[[*owner][cast("int", key)]] = value
+    elif kind == "variable":
+        if value is Unset.UNSET:
+            raise LookupError("only who set a context variable can make it unset again")
+        owner.set(value)
+    else:
+        _KINDS[kind].find(owner)[key] = value
+
+
+def remove(owner: Any, step: Step) -> None:
+    """Empties the place one step from `owner`; raises as `put` does."""
+    kind, key = step
+    if kind == "attr":
+        object.__delattr__(owner, cast("str", key))
+    elif kind == "cell":
+        del owner.__closure__[key].cell_contents
+    elif kind == "var" and isinstance(owner, type):
+        type.__delattr__(owner, cast("str", key))
+    else:
+        del _KINDS[kind].find(owner)[key]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The words for a place: the kind of name that it starts from, and the rest."""
+
+    prefix: str
+    body: str
+
+    def __str__(self) -> str:
+        """Such as: self.attn.weight, global `W`, closure variable `scale`."""
+        return f"{self.prefix} `{self.body}`" if self.prefix else self.body
+
+    def then(self, owner: Any, step: Step) -> "Label":
+        """The label of the place one step on, where `owner` stands at this one."""
+        kind = kind_of(step)
+        if step == ("attr", "__self__"):
+            return Label("", "self")
+        if kind.prefix is None:
+            return Label(self.prefix, self.body + kind.label.format(step[1]))
+        return Label(kind.prefix, _first_word(owner, step))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def _first_word(owner: Any, step: Step) -> str:
+    """The name with which a label starts anew."""
+    kind, key = step
+    if kind == "root":
+        root = owner[key]
+        return root.__name__ if isinstance(root, _FUNCTIONS) else "self"
+    if kind == "cell":
+        return owner.__code__.co_freevars[key]
+    if kind == "default":
+        code = owner.__code__
+        first = code.co_argcount - len(owner.__defaults__)
+        return code.co_varnames[first + cast("int", key)]
+    if kind == "variable":
+        return owner.name
+    if kind == "type":
+        return type(owner).__qualname__
+    if kind == "base":
+        return owner.__mro__[key].__qualname__
+    return str(key)

@@ -1,0 +1,176 @@
+"""What a trace reads: which attributes of which reached objects, library reads included.
+
+While a recording is active, the Python classes of the surveyed objects carry a
+`__getattribute__` that notes the name and goes on to the class's own. Only reads on the
+recording thread are noted, and only of attributes that were there before. A trace does not
+depend on an attribute that it wrote first itself, such as what a context manager keeps for
+its exit; a `__setattr__` notes such writes. Classes that cannot get these methods
+(builtins, C types) are not watched: everything that their instances hold counts as read.
+
+A region inside the traced function may find its own trace in its cache, and then runs only
+its generated check, which reads instance dictionaries. Such a read stands for the
+attributes that the check's line goes on to look at: `line_reads` of the generated code.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, final
+
+from torch import nn
+
+from remat._captures.contents import WATCHED
+from remat._captures.walk import EVERYTHING, Survey
+
+# The file name of generated checks, which tells their reads from the user's.
+GENERATED = "<remat captures>"
+
+# These look one name up in the instance dictionary: a read of that, not of all.
+_LOOKUPS: frozenset[Any] = frozenset(
+    getattr(kind, name).__code__
+    for kind, name in (
+        *((nn.Module, f"__{name}attr__") for name in ("get", "set", "del")),
+        (functools.cached_property, "__get__"),
+    )
+)
+
+
+@final
+class Reads(dict[int, dict[str, None]]):
+    """The names read, in order, by the id of the object they were read from."""
+
+    def __init__(self, survey: Survey) -> None:
+        """Starts with nothing read from any object of `survey`."""
+        super().__init__({identity: {} for identity in survey.nodes})
+        self._written: dict[int, set[str]] = {}
+
+    def note(self, owner: object, names: Iterable[str]) -> None:
+        """Notes a read of these names, less those that were written before."""
+        known = self.get(id(owner))
+        if known is not None:
+            written = self._written.get(id(owner), ())
+            known.update((name, None) for name in names if name not in written)
+
+    def note_write(self, owner: object, name: str) -> None:
+        """Notes that an attribute was written."""
+        if id(owner) in self:
+            self._written.setdefault(id(owner), set()).add(name)
+
+
+class _Active(threading.local):
+    """The recordings of one thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.reads: list[Reads] = []
+
+
+_active = _Active()
+_lock = threading.Lock()
+# Watched classes: how many recordings want them watched.
+_watchers: dict[type, int] = {}
+
+
+@contextlib.contextmanager
+def recording(survey: Survey) -> Generator[Reads, None, None]:
+    """Notes what this thread reads from the objects of `survey`, until the block ends."""
+    reads = Reads(survey)
+    watched: dict[type, None] = {}
+    unwatchable: set[type] = set()
+    try:
+        for identity, node in survey.nodes.items():
+            kind = node.kind
+            unseen = kind in _PLAIN or kind in unwatchable
+            if unseen or node.look not in WATCHED:
+                reads[identity][EVERYTHING] = None
+            elif kind not in watched:
+                if _watch(kind):
+                    watched[kind] = None
+                else:
+                    unwatchable.add(kind)
+                    reads[identity][EVERYTHING] = None
+        _active.reads.append(reads)
+        try:
+            yield reads
+        finally:
+            _active.reads.pop()
+    finally:
+        for kind in watched:
+            _unwatch(kind)
+
+
+_PLAIN = frozenset({list, tuple, dict})
+
+
+def _watch(kind: type) -> bool:
+    with _lock:
+        if kind not in _watchers:
+            watchers = _watcher(kind), _write_watcher(kind)
+            try:
+                for watcher in watchers:
+                    type.__setattr__(kind, watcher.__name__, watcher)
+            except TypeError:
+                return False
+            _watchers[kind] = 0
+        _watchers[kind] += 1
+    return True
+
+
+def _unwatch(kind: type) -> None:
+    with _lock:
+        _watchers[kind] -= 1
+        if _watchers[kind]:
+            return
+        del _watchers[kind]
+        for name in ("__getattribute__", "__setattr__"):
+            own = kind.__dict__[name].own
+            if own is None:
+                type.__delattr__(kind, name)
+            else:
+                type.__setattr__(kind, name, own)
+
+
+def _watcher(kind: type) -> Callable[[Any, str], object]:
+    original = _original(kind.__getattribute__)
+
+    def __getattribute__(self: object, name: str) -> object:
+        if _active.reads:
+            _note(self, name)
+        return original(self, name)
+
+    return _made(__getattribute__, kind, original)
+
+
+def _write_watcher(kind: type) -> Callable[[Any, str, object], None]:
+    original = _original(kind.__setattr__)
+
+    def __setattr__(self: object, name: str, value: object) -> None:
+        original(self, name, value)
+        for reads in _active.reads:
+            reads.note_write(self, name)
+
+    return _made(__setattr__, kind, original)
+
+
+def _original(inherited: Any) -> Any:
+    """Skips the watcher of a base class, so that one read is not noted twice."""
+    return getattr(inherited, "original", inherited)
+
+
+def _made(watcher: Any, kind: type, original: Any) -> Any:
+    watcher.original = original
+    watcher.own = kind.__dict__.get(watcher.__name__)
+    return watcher
+
+
+def _note(owner: object, name: str) -> None:
+    names: tuple[str, ...] = (name,)
+    if name == EVERYTHING:
+        frame = sys._getframe(2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if frame.f_code in _LOOKUPS:
+            return
+        if frame.f_code.co_filename == GENERATED:
+            names = frame.f_globals["LINE_READS"].get(frame.f_lineno, names)
+    for reads in _active.reads:
+        reads.note(owner, names)

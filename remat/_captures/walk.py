@@ -1,0 +1,432 @@
+"""The walk: everything that a function and its static arguments reach, before the trace.
+
+From the roots the walk goes, breadth first and so by shortest path, through closure
+cells, named globals, defaults, partials, bound instances, `__wrapped__`, modules, instance
+dictionaries, slots, lists, tuples, dicts, and through the user's helper functions and the
+methods of the user's classes, each by the names that code mentions. It notes for each
+object what stands at each of its places, so that a later look tells what a trace changed.
+
+Library code (torch, the standard library, site-packages, this package) is not followed
+into its globals; what its functions hold in closures, and its objects, are.
+"""
+
+import contextlib
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, cast, final
+
+from torch import Tensor, nn
+
+from remat import _compat
+from remat._captures.contents import (
+    BY_NAME,
+    Content,
+    Look,
+    is_class_of_an_object,
+    look_for,
+    of_called_class,
+    of_class,
+    of_roots,
+    of_user_function,
+)
+from remat._captures.library import mentions
+from remat._captures.places import (
+    ITEMS,
+    MISSING,
+    NOT_THERE,
+    SIMPLE_TYPES,
+    Label,
+    Step,
+    Unset,
+    in_words,
+    is_kept_property,
+    is_plain,
+    is_simple,
+    kind_of,
+    look,
+    put,
+    remove,
+    same,
+)
+from remat._errors import RecomputationError, explain
+
+# Among the names that were read: all that the object holds.
+EVERYTHING = "__dict__"
+
+
+@final
+class Node:
+    """One reached object: its shortest path, and what stood at its places."""
+
+    __slots__ = ("content", "look", "parent", "step", "value")
+
+    def __init__(self, value: object, parent: "Node | None", step: Step) -> None:
+        self.value: Any = value
+        self.parent = parent
+        self.step = step
+        self.look: Look = of_roots
+        self.content: Content = {}
+
+    @property
+    def kind(self) -> type:
+        """The class of the object."""
+        value: object = self.value
+        return type(value)
+
+    @property
+    def way(self) -> tuple[Step, ...]:
+        """The steps of the shortest path, from the roots."""
+        steps: list[Step] = []
+        node = self
+        while node.parent is not None:
+            steps.append(node.step)
+            node = node.parent
+        return tuple(reversed(steps))
+
+    @property
+    def label(self) -> Label:
+        """The words for the shortest path."""
+        chain: list[Node] = [self]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        label = Label("", "")
+        for parent, node in itertools.pairwise(reversed(chain)):
+            label = label.then(parent.value, node.step)
+        return label
+
+
+@final
+class Path:
+    """One way to a tensor: the node that holds it, and the last step."""
+
+    __slots__ = ("owner", "step")
+
+    def __init__(self, owner: Node, step: Step) -> None:
+        self.owner = owner
+        self.step = step
+
+    def steps(self) -> Iterator[tuple[Node, Step]]:
+        """Owners and steps, from the tensor back to a root."""
+        node, step = self.owner, self.step
+        yield node, step
+        while node.parent is not None:
+            step, node = node.step, node.parent
+            yield node, step
+
+    @property
+    def label(self) -> str:
+        """The way in the user's words, such as self.attn.weight or global `W`."""
+        return str(self.owner.label.then(self.owner.value, self.step))
+
+    @property
+    def code(self) -> str:
+        """The way as a Python expression over `roots`."""
+        text = "roots"
+        for _, step in reversed([*self.steps()]):
+            text = expression(text, step)
+        return text
+
+
+def expression(owner: str, step: Step) -> str:
+    """The step written in Python, from an expression for the owner."""
+    kind = kind_of(step)
+    key = step[1] if step[0] == "attr" else repr(step[1])
+    return kind.holder.format(owner) + kind.item.format(key)
+
+
+@final
+class Survey:
+    """What the roots reach, as it stood before the trace. Holds the objects alive.
+
+    Attributes:
+        names: what the user's code that was reached mentions.
+        nodes: each reached object that has places, by its id, nearest first.
+        tensors: all paths to each reached tensor, by its id, shortest first.
+    """
+
+    def __init__(self, roots: tuple[object, ...]) -> None:
+        self.roots = Node(roots, None, ("root", 0))
+        self.nodes: dict[int, Node] = {}
+        self.tensors: dict[int, tuple[Path, ...]] = {}
+        self.names: set[str] = set()
+        self._buffers: set[int] = set()
+        self._held: list[object] = [roots]
+        self._sorts: dict[type, Look] = {}
+        self._tensor_types: dict[type, bool] = {}
+        self._walk()
+
+    @property
+    def reached(self) -> list[Tensor]:
+        """The reached tensors, each once."""
+        firsts = (paths[0] for paths in self.tensors.values())
+        return [cast("Tensor", path.owner.content[path.step]) for path in firsts]
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The tensors in sets and queues, to which no path holds from call to call."""
+        found: list[Tensor] = []
+        seen: set[int] = set()
+        pending: list[Survey] = [self]
+        while pending:
+            nodes = pending.pop().nodes
+            new = {key: each.value for key, each in nodes.items() if key not in seen}
+            seen.update(new)
+            inside = tuple(
+                itertools.chain.from_iterable(
+                    cast("Iterable[object]", each)
+                    for each in new.values()
+                    if issubclass(type(each), (set, frozenset, deque))
+                )
+            )
+            if inside:
+                further = Survey(inside)
+                found += further.reached
+                pending.append(further)
+        return found
+
+    def is_buffer(self, identity: int) -> bool:
+        """Whether the tensor of this id is registered as a buffer of some module."""
+        return identity in self._buffers
+
+    def follow(self, names: Set[str]) -> None:
+        """Goes on to what these names lead to, where the user's code mentions them not."""
+        if not names <= self.names:
+            self.names |= names
+            self._walk()
+
+    def _walk(self) -> None:
+        pending = deque([self.roots])
+        while pending:
+            while pending:
+                node = pending.popleft()
+                self._open(node, node.look(node.value, self.names), pending)
+            # Names that were met later may be attributes of namespaces met earlier.
+            for node in [*self.nodes.values()]:
+                if node.look in BY_NAME:
+                    self._open(node, node.look(node.value, self.names), pending)
+
+    def _open(self, node: Node, content: Content, pending: deque[Node]) -> None:
+        known = node.content
+        for step, value in content.items():
+            if type(value) not in SIMPLE_TYPES and step not in known:
+                self._meet(value, node, step, pending)
+        node.content = content
+
+    def _meet(
+        self, value: object, owner: Node, step: Step, pending: deque[Node]
+    ) -> None:
+        if self._is_tensor(value):
+            paths = self.tensors.get(id(value), ())
+            self.tensors[id(value)] = (*paths, Path(owner, step))
+            self._held.append(value)
+            if step[0] == "buffer":
+                self._buffers.add(id(value))
+            return
+        node = self.nodes.get(id(value))
+        if node is None and (isinstance(value, type) or not is_plain(value)):
+            node = self.nodes[id(value)] = Node(value, owner, step)
+            node.look = look_for(value, step, self._sorts)
+            if node.look is of_user_function:
+                self.names |= mentions(node.value.__code__).names
+            pending.append(node)
+        elif node and node.look is of_class and not is_class_of_an_object(step):
+            node.look = of_called_class
+            pending.append(node)
+
+    def _is_tensor(self, value: object) -> bool:
+        # Tensor's metaclass makes isinstance slow, so it is asked once for each type.
+        kind = type(value)
+        known = self._tensor_types.get(kind)
+        if known is None:
+            known = self._tensor_types[kind] = issubclass(kind, Tensor)
+        return known
+
+    # --- what a trace changed -------------------------------------------------------
+
+    def changes(self, reads: Mapping[int, Iterable[str]] | None = None) -> str | None:
+        """The first reached state that differs from what it was, in words.
+
+        With `reads` (of `recording`), an attribute that was only written, never read
+        before, counts only if a tensor was left in it: nothing that the trace did rests on
+        it. What a `functools.cached_property` has kept may be simple: `cover` goes by it.
+
+        Args:
+            reads: the attributes that the trace read, by the id of their owner.
+        """
+        for node, step, before, after in self._differences():
+            if reads is None or step[0] not in {"var", "attr"}:
+                return _changed(node, step, before, after)
+            plain = node.look in BY_NAME
+            names = reads.get(id(node.value), (EVERYTHING,))
+            name = cast("str", step[1])
+            kept = before is MISSING and is_simple(after)
+            kept = kept and is_kept_property(node.kind, name)
+            read = EVERYTHING in names or (name in names and not kept)
+            if plain or read or self._leaks(after):
+                return _changed(node, step, before, after)
+        return None
+
+    def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Replaces each stand-in that was assigned over its own tensor by that tensor."""
+        own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
+        for node, step, before, after in list(self._differences()):
+            if step[0] != "key" and own.get(id(after)) is before is not None:
+                put(node.value, step, before)
+        self._refresh()
+
+    def restore(self) -> None:
+        """Puts back, in place, all reached state that a trace changed."""
+        for node, step, before, _ in [*self._differences()]:
+            if step[0] in ITEMS:
+                _refill(node.value, node.content)
+            elif before is MISSING:
+                remove(node.value, step)
+            elif before is not Unset.UNSET:
+                put(node.value, step, before)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for node in self.nodes.values():
+            _compat.refresh_second_places(node.value)
+
+    @contextlib.contextmanager
+    def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
+        """Inside, all reached state is what it was in the survey, except numbers in tensors.
+
+        The current state, such as a parameter that `functional_call` has put back, or
+        `training`, stands there again at the end. A weak reference stays as it is.
+
+        Args:
+            but: tensors whose places are left as they are.
+
+        Raises:
+            RecomputationError: a place is no more.
+        """
+        with contextlib.ExitStack() as undo:
+            for node, step in self._places(frozenset(map(id, but))):
+                before, now = node.content[step], _standing(node.value, step)
+                if now is before or (is_simple(before) and same(now, before)):
+                    continue
+                try:
+                    put(node.value, step, before)
+                except NOT_THERE as error:
+                    raise _gone(node, step) from error
+                if now is MISSING:
+                    undo.callback(remove, node.value, step)
+                else:
+                    undo.callback(put, node.value, step, now)
+            self._put_back_state(undo)
+            yield
+
+    def _put_back_state(self, undo: contextlib.ExitStack) -> None:
+        """Puts back what the places of tensors and of modules leave out."""
+        filled: set[int] = set()
+        for node, step, before, after in [*self._differences()]:
+            owner = node.value
+            is_placed = isinstance(before, Tensor) and not _is_by_order(step)
+            if is_placed or step[0] == "referent":
+                continue
+            if step[0] in ITEMS:
+                if id(owner) not in filled:
+                    filled.add(id(owner))
+                    undo.callback(_fill, owner, _copied(owner))
+                    _refill(owner, node.content)
+                continue
+            try:
+                if before is MISSING:
+                    remove(owner, step)
+                else:
+                    put(owner, step, before)
+            except NOT_THERE as error:
+                raise _gone(node, step) from error
+            if after is MISSING:
+                undo.callback(remove, owner, step)
+            else:
+                undo.callback(put, owner, step, after)
+
+    def _places(self, but: Set[int]) -> Iterator[tuple[Node, Step]]:
+        for identity, paths in self.tensors.items():
+            if identity not in but:
+                for path in paths:
+                    if not _is_by_order(path.step):
+                        yield path.owner, path.step
+        for node in self.nodes.values():
+            if isinstance(node.value, nn.Module):
+                for step, value in node.content.items():
+                    if step[0] == "var" and is_simple(value):
+                        yield node, step
+
+    def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
+        for node in (self.roots, *self.nodes.values()):
+            then, now = node.content, node.look(node.value, self.names)
+            for step in then if then.keys() == now.keys() else {**then, **now}:
+                before, after = then.get(step, MISSING), now.get(step, MISSING)
+                if before is not after and not (
+                    is_simple(before) and same(after, before)
+                ):
+                    yield node, step, before, after
+
+    def _leaks(self, value: object) -> bool:
+        if value is MISSING or is_simple(value):
+            return False
+        return not survey((value,)).tensors.keys() <= self.tensors.keys()
+
+
+def survey(roots: tuple[object, ...]) -> Survey:
+    """Looks at everything that `roots` reach; see the module's docstring."""
+    return Survey(roots)
+
+
+def _standing(owner: object, step: Step) -> object:
+    try:
+        return look(owner, step)
+    except NOT_THERE:
+        return MISSING
+
+
+def _gone(node: Node, step: Step) -> RecomputationError:
+    return RecomputationError(
+        explain(
+            where=str(node.label.then(node.value, step)),
+            what="cannot be restored to its value in the forward.",
+            why="The function runs again in the backward, and would see another value.",
+            do="Change it after backward(), or pass the tensor as an argument.",
+        )
+    )
+
+
+def _refill(owner: list[object] | dict[object, object], content: Content) -> None:
+    before: dict[object, object] = {}
+    for step, value in content.items():
+        if step[0] == "item":
+            before[step[1]] = value
+        elif step[0] == "value":
+            before[content["key", step[1]]] = value
+    _fill(owner, [*before.values()] if isinstance(owner, list) else before)
+
+
+def _is_by_order(step: Step) -> bool:
+    """Whether a place is put back with all of its dict."""
+    return step[0] in {"key", "value"}
+
+
+def _copied(owner: Any) -> Any:
+    return [*owner] if isinstance(owner, list) else {**owner}
+
+
+def _fill(owner: Any, items: Any) -> None:
+    """Makes a list or a dict hold these items, past any method of its class."""
+    if isinstance(owner, list):
+        held = cast("list[object]", owner)
+        list[object].__setitem__(held, slice(None), items)
+        return
+    # An ordered one keeps its order beside: dict's own methods would spoil it.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    base.update(owner, items)
+
+
+def _changed(node: Node, step: Step, before: object, after: object) -> str:
+    label = node.label.then(node.value, step)
+    return f"{label} was {in_words(before)} and became {in_words(after)}"

@@ -1,0 +1,185 @@
+"""Draws for graphs of torch.compile: one operator for a draw and its generator's state.
+
+A program reads the state of a generator, then draws. A backward program sets the state,
+draws again, and puts the generator's state back. A compiler orders steps by their inputs,
+and these steps have none of each other's. So in a graph for a compiler each of them is one
+operator: a draw that also returns the state from which it started, and a draw from a state
+that is its input. A draw of the first kind takes the state of the draw before it as an input.
+So the order of the draws is kept, and the numbers are those that PyTorch draws outside a
+graph, whatever the compiler.
+
+`torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation. They cannot
+be used here: AOTAutograd does not accept them in a graph that it has yet to differentiate.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._generators import recorded
+from remat._graph import operators
+
+# The state that the last draw of a graph started from.
+_latest: weakref.WeakKeyDictionary[fx.Graph, Tensor] = weakref.WeakKeyDictionary()
+
+
+def with_state(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    in_place: bool,
+) -> tuple[Any, Tensor]:
+    """Draws as one step of the graph that is being recorded.
+
+    Args:
+        op: the operator that draws.
+        args: its arguments.
+        kwargs: those by keyword.
+        device: whose generator it draws from.
+        in_place: whether its in-place variant makes the numbers.
+
+    Returns:
+        What the operator returns, and the generator's state before it.
+    """
+    # Each takes the state of the draw before, so that a compiler keeps their order.
+    graph = _compat.active_graph()
+    before = _latest.get(graph)
+    *drawn, state = _drawing(op)(
+        *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
+    )
+    _latest[graph] = state
+    return _result(op, drawn), state
+
+
+def from_state(
+    op: Any,
+    state: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    in_place: bool,
+) -> Any:
+    """Draws again, as one step; arguments as above, and the state that it starts from.
+
+    The generator is left as it was found.
+    """
+    return _redrawing(op)(
+        state, *args, **kwargs, rng_device=device, rng_in_place=in_place
+    )
+
+
+def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
+    return drawn[0] if len(_compat.schema_of(op).returns) == 1 else tuple(drawn)
+
+
+@functools.cache
+def _drawing(op: Any) -> Any:
+    """The operator that draws as another does, and also returns the state; made when met."""
+    given, returned = _declared(op)
+
+    def draw(
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        rng_before: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        del rng_before
+        state = recorded.get(rng_device)
+        return (*_drawn(op, args, kwargs, rng_in_place), state)
+
+    def fake(
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        rng_before: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        del rng_in_place, rng_before
+        return (*_drawn(op, args, kwargs, False), recorded.fake_state(rng_device))
+
+    return _compat.define(
+        f"draw_{_name(op)}",
+        f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
+        draw,
+        fake,
+        (torch.Tag.nondeterministic_seeded,),
+    )
+
+
+@functools.cache
+def _redrawing(op: Any) -> Any:
+    """The operator that draws from a state as another did; made when met."""
+    given, returned = _declared(op)
+
+    def redraw(
+        state: Tensor,
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        **kwargs: Any,
+    ) -> Any:
+        found = recorded.get(rng_device)
+        recorded.put(state, rng_device)
+        try:
+            return _result(op, _drawn(op, args, kwargs, rng_in_place))
+        finally:
+            recorded.put(found, rng_device)
+
+    def fake(
+        state: Tensor,
+        *args: Any,
+        rng_device: torch.device,
+        rng_in_place: bool,
+        **kwargs: Any,
+    ) -> Any:
+        del state, rng_device, rng_in_place
+        return _result(op, _drawn(op, args, kwargs, False))
+
+    return _compat.define(
+        f"redraw_{_name(op)}",
+        f"(Tensor rng_state, {given}) -> ({returned})",
+        redraw,
+        fake,
+        (),
+    )
+
+
+def _name(op: Any) -> str:
+    return operators.full_name(op).replace("::", "_").replace(".", "_")
+
+
+def _declared(op: Any) -> tuple[str, str]:
+    """What an operator takes, with what its draws are told, and returns, as schemas say it."""
+    text = str(_compat.schema_of(op))
+    given, _, returned = text.partition("(")[2].rpartition(") -> ")
+    joint = ", " if "*" in given else ", *, "
+    given = f"{given}{joint}Device rng_device, bool rng_in_place"
+    return given, returned.removeprefix("(").removesuffix(")")
+
+
+def _drawn(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool
+) -> list[Tensor]:
+    if in_place:
+        variant = operators.in_place_variant(op)
+        assert variant is not None, f"{op} has no in-place variant"
+        drawn = variant(torch.empty_like(args[0]), *args[1:], **kwargs)
+    else:
+        drawn = op(*args, **kwargs)
+    outputs = [drawn] if isinstance(drawn, Tensor) else list(drawn)
+    # If nothing is dropped, torch returns its argument itself.
+    return [
+        each.clone() if any(each is given for given in args) else each
+        for each in outputs
+    ]

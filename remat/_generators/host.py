@@ -1,0 +1,66 @@
+"""The random generators of Python and numpy, which may decide what a function computes.
+
+A function may draw a number from them to decide which layer it skips, say. A trace keeps
+that number as a constant, and warns; a function that runs again draws the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+from collections.abc import Generator
+from typing import Any
+
+from remat._messages import warn
+
+_said: set[str] = set()
+
+
+def states() -> tuple[Any, ...]:
+    """Both states by value; None for numpy's if numpy is not loaded."""
+    numpy = sys.modules.get("numpy.random")
+    # Pickled, the state of any bit generator of numpy is a copy that can be compared.
+    there = None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
+    return random.getstate(), there
+
+
+@contextlib.contextmanager
+def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
+    """Inside, draws start from these states; the old ones are back afterwards. None: no-op."""
+    if found is None:
+        yield
+        return
+    before = states()
+    _put(found)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(found: tuple[Any, ...]) -> None:
+    python, numpy = found
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(pickle.loads(numpy))
+
+
+@contextlib.contextmanager
+def told(where: str) -> Generator[None]:
+    """Warns, once a function, if its trace, which runs inside, draws from either generator."""
+    before = states()
+    yield
+    # Not an error: it may have been another thread, such as that of a data loader.
+    if before == states() or where in _said:
+        return
+    _said.add(where)
+    warn(
+        where=where,
+        what="Python's `random`, or numpy's, was drawn from while it was traced.",
+        why="A trace runs Python once, so a number that the function drew is a "
+        "constant, the same in each later call.",
+        do="Draw from a key, draw outside the region and pass the number as a tensor, "
+        'or use engine="rerun".',
+    )

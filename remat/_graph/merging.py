@@ -1,0 +1,245 @@
+"""Two programs over the same inputs -> one that shares what both compute.
+
+The outputs of the first keep their bits. Where the second computes what the first
+computes too (one value number, see `_graph.values.value_numbers`), both read one value.
+Occurrences are matched one to one, in order: a value that a program computes twice, as an
+outer region's backward does for a region inside, is computed twice in the merged one, so
+that inner regions still bound the peak (law 9).
+
+The second program sets the order. What both compute comes where the second computes it. What
+only the first computes comes as late as its readers permit, so that a value lives no longer
+than both programs need it. Value numbering is Cocke and Schwartz's (1970); matching values by
+occurrence is added here for recomputation.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from remat._graph import operators
+from remat._graph.values import (
+    Graph,
+    Numbering,
+    Ref,
+    Value,
+    check,
+    has_effect,
+    prune,
+    renumbered,
+    roots,
+)
+
+
+def merge(
+    first: Graph,
+    second: Graph,
+    reads: Sequence[Ref | None],
+    known: Graph | None = None,
+) -> Graph:
+    """The program that returns the outputs of the first, then those of the second.
+
+    If the first draws random numbers, the order of its steps counts. Then it runs as a whole
+    before the second, and nothing is shared.
+
+    Args:
+        first: a program.
+        second: another one.
+        reads: for each input of the second, which value of the first it is; None for one
+            that the first does not have, which becomes a further input.
+        known: a program over the first's inputs whose outputs these are known to be, in
+            their order: what the second reads instead of computing it.
+    """
+    line = _line_up(first, second, reads, known)
+    if any(map(_moves_generator, first.values)):
+        return _written(line, _Match({}, {}, ()), [*line.first, *line.second])
+    match = _match(line)
+    return _written(line, match, _order(line, match))
+
+
+def _moves_generator(value: Value) -> bool:
+    is_draw = operators.draws(value) and not value.is_redraw
+    return is_draw or operators.is_rng_state(value.op)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Both programs in a row, over the inputs of both.
+
+    Attributes:
+        values: the inputs, what the first's inputs are known to be, and the steps of each.
+        numbers: the value number of each.
+        num_inputs: how many are inputs.
+        first: where the first's steps are.
+        second: where the second's steps are.
+        outputs: the first's, then the second's.
+        own: steps of the second that share storage with what it returns, which must be
+            nobody else's.
+    """
+
+    values: tuple[Value, ...]
+    numbers: tuple[int, ...]
+    num_inputs: int
+    first: range
+    second: range
+    outputs: tuple[Ref | None, ...]
+    own: frozenset[int]
+
+
+def _line_up(
+    first: Graph, second: Graph, reads: Sequence[Ref | None], known: Graph | None
+) -> _Line:
+    given = zip(second.values, reads, strict=False)
+    further = [value for value, ref in given if ref is None]
+    values = [*first.values[: first.num_inputs], *further]
+    num_inputs = len(values)
+    numbering = Numbering()
+    for value in values:
+        numbering.add(value)
+
+    def append(graph: Graph, places: dict[int, int], like: Mapping[int, int]) -> range:
+        start = len(values)
+        for index in range(graph.num_inputs, len(graph.values)):
+            value = renumbered(graph.values[index], lambda use: Ref(places[use]))
+            places[index] = len(values)
+            values.append(value)
+            numbering.add(value, like.get(index))
+        return range(start, len(values))
+
+    inputs = {index: index for index in range(first.num_inputs)}
+    if known is not None:
+        what = {ref.index: k for k, ref in enumerate(known.outputs) if ref is not None}
+        append(known, dict(inputs), what)
+    firsts, rest = dict(inputs), iter(range(first.num_inputs, num_inputs))
+    in_first = append(first, firsts, {})
+    seconds = {
+        index: next(rest) if ref is None else firsts[ref.index]
+        for index, ref in enumerate(reads)
+    }
+    in_second = append(second, seconds, {})
+    owners = roots(second)
+    handed_out = {owners[ref.index] for ref in second.outputs if ref is not None}
+    return _Line(
+        values=tuple(values),
+        numbers=tuple(numbering.numbers),
+        num_inputs=num_inputs,
+        first=in_first,
+        second=in_second,
+        outputs=(*_renamed(first, firsts), *_renamed(second, seconds)),
+        own=frozenset(
+            seconds[k] for k, owner in enumerate(owners) if owner in handed_out
+        ),
+    )
+
+
+def _renamed(graph: Graph, places: Mapping[int, int]) -> list[Ref | None]:
+    return [None if ref is None else Ref(places[ref.index]) for ref in graph.outputs]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Match:
+    """What the second program need not compute.
+
+    Attributes:
+        stand_ins: for steps of the second, the input that each is known to be.
+        twins: for steps of the first, the step of the second that is the same.
+        steps: what the second has to compute, twins included, in order.
+    """
+
+    stand_ins: Mapping[int, int]
+    twins: Mapping[int, int]
+    steps: tuple[int, ...]
+
+
+def _match(line: _Line) -> _Match:
+    inputs = {line.numbers[index]: index for index in range(line.num_inputs)}
+    stand_ins = {
+        index: inputs[line.numbers[index]]
+        for index in line.second
+        if line.numbers[index] in inputs and index not in line.own
+    }
+    steps = _needed(line, stand_ins)
+    waiting = collections.defaultdict[int, collections.deque[int]](collections.deque)
+    for index in steps:
+        if index not in line.own:
+            waiting[line.numbers[index]].append(index)
+    twins: dict[int, int] = {}
+    for index in line.first:
+        same = waiting[line.numbers[index]]
+        if same:
+            twins[index] = same.popleft()
+    return _Match(stand_ins, twins, steps)
+
+
+def _needed(line: _Line, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
+    """The steps of the second that its outputs need; stand-ins need none."""
+    found: set[int] = set()
+    pending = [ref.index for ref in line.outputs if ref is not None]
+    pending += [index for index in line.second if has_effect(line.values[index])]
+    while pending:
+        index = pending.pop()
+        if index in line.second and index not in found and index not in stand_ins:
+            found.add(index)
+            pending.extend(line.values[index].uses)
+    return tuple(sorted(found))
+
+
+def _order(line: _Line, match: _Match) -> list[int]:
+    """The order of the second's steps, with the steps of the first alone put among them.
+
+    Such a step comes just before its first reader. If only the caller reads it, it comes
+    when the second has read one of the values that it needs for the last time, or when the
+    last of these values is made; at the end if it needs none. The outputs of one operator
+    are unpacked where the operator runs: see `_partition.partition.late`.
+    """
+    twins, values, end = match.twins, line.values, line.second.stop
+    alone = [index for index in line.first if index not in twins]
+    last = {use: index for index in match.steps for use in values[index].uses}
+    soonest = dict(twins)
+    until = {index: last.get(twin, twin) for index, twin in twins.items()}
+    for index in alone:
+        uses = [use for use in values[index].uses if use in soonest]
+        soonest[index] = max((soonest[use] for use in uses), default=-1)
+        until[index] = min((until[use] for use in uses), default=end)
+    place: dict[int, int] = {}
+    for index in reversed(alone):
+        place.setdefault(index, max(soonest[index], until[index]))
+        for use in values[index].uses:
+            place[use] = min(place[index], place.get(use, end))
+    for index in alone:
+        if values[index].op is operator.getitem:
+            maker = values[index].args[0].index
+            place[index] = place.get(maker, soonest[maker])
+    steps = [(index, False, index) for index in match.steps]
+    steps += [(place[index], True, index) for index in alone]
+    return [index for *_, index in sorted(steps)]
+
+
+def _written(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
+    is_late = any(line.values[index].is_backward for index in line.first)
+    number = {index: index for index in range(line.num_inputs)} | dict(match.stand_ins)
+    firsts = {twin: index for index, twin in match.twins.items()}
+    values = list(line.values[: line.num_inputs])
+    for index in order:
+        value = renumbered(line.values[index], lambda use: Ref(number[use]))
+        number[index] = len(values)
+        if index in firsts:
+            twin = line.values[firsts[index]]
+            same = {"args": value.args, "kwargs": value.kwargs, "state": value.state}
+            value = dataclasses.replace(twin, **same)
+            number[firsts[index]] = len(values)
+        elif index in line.second:
+            # A rank counts the values of one function: the first program's.
+            value = dataclasses.replace(value, is_backward=is_late, rank=-1)
+        values.append(value)
+    outputs = tuple(
+        None if ref is None else Ref(number[ref.index]) for ref in line.outputs
+    )
+    graph = Graph(tuple(values), line.num_inputs, outputs)
+    effects = [index for index, value in enumerate(values) if has_effect(value)]
+    return check(prune(graph, effects))

@@ -1,0 +1,342 @@
+"""A joint graph and a budget -> which of its values are saved, and how.
+
+The joint graph becomes a `planners.Problem`, which knows no tensors: the steps that a
+backward with nothing saved would run, and the values that may be saved in their place.
+Its answer becomes decisions, as any policy gives them, so that what is held is what the
+partition cuts there, and can be counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, final
+
+import torch
+
+from remat._errors import BudgetError, PolicyError, explain
+from remat._graph import operators
+from remat._graph.values import Meta, Ref, TensorMeta
+from remat._partition import free_memory
+from remat._partition.costs import Costs, by_flops, is_free, waiting
+from remat._partition.partition import (
+    Analysis,
+    Cut,
+    Decisions,
+    cut,
+    decide,
+    permitted_members,
+    starts,
+    step_flops,
+)
+from remat._partition.peak import peak_bytes
+from remat.planners import Option, Outcome, Problem, Solution, Step, solve_cut
+from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
+from remat.policies._budget import Memory
+from remat.storage import AbstractStorage, Keep
+
+_RESERVE = Fraction(1, 10)
+# Parts of what is saved without remat, among which "auto" looks for what fits.
+_STAGES = 16
+
+Solver = Callable[[Problem, int, str], Solution]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A value that may be saved.
+
+    Attributes:
+        number: its class in the joint graph.
+        storages: the ways in which it may wait, one for each option of the problem.
+    """
+
+    number: int
+    storages: tuple[AbstractStorage, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A joint graph as a planner sees it.
+
+    Attributes:
+        analysis: the joint graph.
+        items: what may be saved, in the order of the problem's items.
+        problem: what the planner is asked.
+    """
+
+    analysis: Analysis
+    items: tuple[Item, ...]
+    problem: Problem
+
+    def decisions(self, choice: Sequence[int | None]) -> Decisions:
+        """A planner's choice as a policy's answers."""
+        return {
+            item.number: Save(item.storages[option])
+            for item, option in zip(self.items, choice, strict=True)
+            if option is not None
+        }
+
+    def cut(self, choice: Sequence[int | None]) -> Cut:
+        """Where forward and backward part under a choice."""
+        members = permitted_members(self.analysis, self.decisions(choice))
+        return cut(self.analysis, members, self.analysis.joint.gradients)
+
+    def recompute_flops(self, choice: Sequence[int | None]) -> int:
+        """FLOPs, by torch's formulas, of the forward steps that the backward runs."""
+        graph = self.analysis.joint.graph
+        return sum(
+            step_flops(graph, graph.values[index])
+            for index in self.cut(choice).steps
+            if is_recomputed(self.analysis, index)
+        )
+
+    def predicted_peak_bytes(self, choice: Sequence[int | None]) -> int:
+        """The most that lives at one time in forward and backward."""
+        outcome = self.problem.outcome(choice)
+        storages = [save.storage for save in self.decisions(choice).values()]
+        return peak_bytes(
+            self.analysis.joint,
+            self.cut(choice),
+            outcome.saved_bytes,
+            frees=all(type(each) is Keep for each in storages),
+        )
+
+    @functools.cached_property
+    def everything(self) -> Outcome:
+        """The outcome of saving everything that may be saved."""
+        return self.problem.outcome(self.problem.everything)
+
+
+def is_recomputed(analysis: Analysis, index: int) -> bool:
+    """Whether a step of a backward makes a value that the forward had made."""
+    value = analysis.joint.graph.values[index]
+    return not is_free(value) and analysis.numbers[index] in analysis.members
+
+
+def model_of(
+    analysis: Analysis,
+    storages: Callable[[Value], tuple[AbstractStorage, ...]],
+    costs: Costs = by_flops,
+) -> Model:
+    """The planner's problem of a joint graph.
+
+    Args:
+        analysis: the joint graph.
+        storages: the ways in which a value may wait, as `Budget.storages` gives them.
+        costs: of a step, a whole number.
+    """
+    joint, graph = analysis.joint, analysis.joint.graph
+    whole = cut(analysis, frozenset(), joint.gradients).steps
+    certain = set(cut(analysis, _all_members(analysis), joint.gradients).steps)
+    steps = [index for index in whole if index not in certain]
+    place = {index: k for k, index in enumerate(steps)}
+    saved_as = _saved_as(analysis, steps)
+
+    def cost(index: int) -> int:
+        return costs(graph, index) if is_recomputed(analysis, index) else 0
+
+    wanted = starts(analysis, joint.gradients)
+    wanted += [use for index in sorted(certain) for use in analysis.uses[index]]
+    items = [
+        Item(number, storages(analysis.views[number]))
+        for number in dict.fromkeys(saved_as.values())
+    ]
+    items = [item for item in items if item.storages]
+    item_of = {item.number: k for k, item in enumerate(items)}
+    problem = Problem(
+        steps=tuple(
+            Step(
+                cost(index),
+                tuple(place[use] for use in analysis.uses[index] if use in place),
+                item_of.get(saved_as.get(index, -1)),
+            )
+            for index in steps
+        ),
+        wanted=tuple(dict.fromkeys(place[use] for use in wanted if use in place)),
+        items=tuple(_options(analysis, item) for item in items),
+        fixed_bytes=_fixed_bytes(analysis),
+        base_cost=sum(map(cost, certain)),
+    )
+    return Model(analysis, tuple(items), problem)
+
+
+def _saved_as(analysis: Analysis, steps: Sequence[int]) -> dict[int, int]:
+    """For each step that a saved value can replace: the class of that value.
+
+    The last view of matmul is saved instead of the product.
+    """
+    members = _all_members(analysis)
+    found: dict[int, int] = {}
+    for index in steps:
+        member = analysis.members.get(analysis.numbers[index])
+        if member in members and analysis.roots[member] == member:
+            found[index] = analysis.numbers[member]
+    return found
+
+
+def _all_members(analysis: Analysis) -> frozenset[int]:
+    return permitted_members(analysis, dict.fromkeys(analysis.views, Save()))
+
+
+def _options(analysis: Analysis, item: Item) -> tuple[Option, ...]:
+    member = analysis.members[item.number]
+    meta = analysis.joint.graph.values[member].meta
+    assert isinstance(meta, TensorMeta)
+    return tuple(Option(*waiting(storage, meta)) for storage in item.storages)
+
+
+def _fixed_bytes(analysis: Analysis) -> int:
+    """Bytes of generator states and copies of changed buffers, which are always held."""
+    joint = analysis.joint
+    held = [state.index for state in joint.states]
+    held += [operand for operand, _ in joint.mutations]
+    metas = [joint.graph.values[index].meta for index in held]
+    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+
+def no_remat_bytes(analysis: Analysis) -> int:
+    """Bytes of intermediate values that are saved where all may be."""
+    whole = cut(analysis, _all_members(analysis), analysis.joint.gradients)
+    metas = [analysis.joint.graph.values[index].meta for index in whole.saved]
+    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+
+def solve(
+    model: Model, budget: Budget, solver: Solver = solve_cut
+) -> tuple[int, Solution]:
+    """The bytes that a budget means for a program, and what is saved within them.
+
+    Raises:
+        BudgetError: nothing fits; the message says what would.
+    """
+    size, where = budget.size, repr(budget)
+    if isinstance(size, float):
+        size = int(size * no_remat_bytes(model.analysis))
+    if isinstance(size, int):
+        return size, solver(model.problem, size, where)
+    memory = free_memory.free_bytes if isinstance(size, str) else size
+    return _solve_for_memory(model, memory, solver, where)
+
+
+def _solve_for_memory(
+    model: Model, memory: Memory, solver: Solver, where: str
+) -> tuple[int, Solution]:
+    """Saves as much as leaves the predicted peak within what is free."""
+    device = _device(model.analysis)
+    free = memory(device)
+    usable = int(free * (1 - _RESERVE))
+    low, high = model.problem.fixed_bytes, model.everything.saved_bytes
+
+    peaks: list[int] = []
+    # The peak does not always grow with what is saved: recomputation takes room, too.
+    for stage in range(_STAGES, -1, -1):
+        size = low + (high - low) * stage // _STAGES
+        solution = solver(model.problem, size, where)
+        peaks.append(model.predicted_peak_bytes(solution.choice))
+        if peaks[-1] <= usable:
+            return size, solution
+    smallest = min(peaks)
+    needed = -(-smallest // (1 - _RESERVE))
+    raise BudgetError(
+        explain(
+            where=where,
+            what=f"no plan fits the {free} bytes that are free on {device}.",
+            why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
+            "bytes at its peak, even if nothing is saved.",
+            do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
+            "the function instead.",
+        )
+    )
+
+
+def _device(analysis: Analysis) -> torch.device:
+    metas = [value.meta for value in analysis.joint.graph.values]
+    devices = [meta.device for meta in metas if isinstance(meta, TensorMeta)]
+    others = [each for each in devices if each.type != "cpu"]
+    return next(iter([*others, *devices, torch.device("cpu")]))
+
+
+def decisions(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
+    """The classes that a policy of any kind lets be saved, and how.
+
+    Raises:
+        BudgetError: the policy is a budget that cannot be met.
+        PolicyError: the policy belongs to a plan for another program.
+    """
+    if isinstance(policy, Planned):
+        return _replayed(analysis, policy)
+    if not isinstance(policy, Budget):
+        return decide(analysis, policy)
+    model = model_of(analysis, policy.storages)
+    return model.decisions(solve(model, policy)[1].choice)
+
+
+def places(analysis: Analysis) -> dict[int, int]:
+    """For each value that can be saved, by its class, its place in the forward."""
+    return {number: analysis.ranks[number] for number in analysis.views}
+
+
+def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
+    found = fingerprint(analysis)
+    if found != policy.fingerprint:
+        raise PolicyError(
+            explain(
+                where=f"a plan with the fingerprint {policy.fingerprint}",
+                what=f"got a different program, with the fingerprint {found}.",
+                why="A plan says for each value of one program whether it is saved. "
+                "Other shapes, dtypes or strides, switches such as autocast, and "
+                "other tensors that require grad give a different program.",
+                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                "like these.",
+            )
+        )
+    number = {place: number for number, place in places(analysis).items()}
+    return {number[place]: Save(storage) for place, storage in policy.saved}
+
+
+def fingerprint(analysis: Analysis) -> str:
+    """A short text that tells programs apart by their forwards; devices do not count.
+
+    So a plan that was made without numbers, on the meta device, holds for every device
+    on which the same operators run.
+    """
+    joint = analysis.joint
+    inputs = [*range(joint.num_operands), *analysis.forward]
+    number = {index: k for k, index in enumerate(inputs)}
+    found = hashlib.sha256()
+    for index in inputs:
+        value = joint.graph.values[index]
+        line = (
+            operators.full_name(value.op),
+            _described((value.args, value.kwargs), number),
+            _metas(value.meta),
+        )
+        found.update(repr(line).encode())
+    return found.hexdigest()[:16]
+
+
+def _described(tree: Any, number: dict[int, int]) -> Any:
+    """Literals and places in a form that is the same in every process."""
+    match tree:
+        case Ref():
+            return f"%{number[tree.index]}"
+        case tuple() | list():
+            return [_described(each, number) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+        case torch.device() | torch.Generator():
+            return type(tree).__name__
+        case torch.Tensor():
+            return str(TensorMeta.of(tree))
+        case _:
+            return f"{type(tree).__name__} {tree!r}"
+
+
+def _metas(meta: Meta) -> Any:
+    if isinstance(meta, TensorMeta):
+        return meta.shape, meta.stride, str(meta.dtype)
+    return None if meta is None else [_metas(each) for each in meta]

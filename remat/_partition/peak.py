@@ -1,0 +1,104 @@
+"""The most bytes that live at one time in a forward and its backward, by replay.
+
+Both programs are walked step by step, as they will run: a step allocates storages, and a
+storage is freed after its last use. The results of operators count. Arguments belong to the
+caller and do not; memory inside one kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from remat._graph import operators
+from remat._graph.values import Graph, TensorMeta, last_uses, roots
+from remat._partition.partition import (
+    Cut,
+    backward_graph,
+    forward_graph,
+    unique_outputs,
+)
+from remat._tracing.trace import Joint
+
+_Storage = tuple[int, int]
+"""A storage: the value that made it, and which output of it."""
+
+
+def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int:
+    """The peak of a call under `.backward()`.
+
+    Args:
+        joint: the forward and its backward.
+        found: where they part.
+        held_bytes: what is held between the two.
+        frees: whether the backward lets go of each saved value after its last use, as it
+            does where all wait as they are.
+    """
+    forward, _ = forward_graph(joint, found.saved)
+    backward = backward_graph(joint, found, found.saved, joint.gradients)
+    unique, *_ = unique_outputs(backward, len(found.saved))
+    outputs = sum(
+        meta.size_bytes
+        for ref in joint.outputs
+        if ref.index not in found.saved
+        and isinstance(meta := joint.graph.values[ref.index].meta, TensorMeta)
+    )
+    handed_out = {ref.index for ref in joint.outputs}
+    freed = {
+        place: meta.size_bytes
+        for place, index in enumerate(found.saved)
+        if frees
+        and index not in handed_out
+        and isinstance(meta := joint.graph.values[index].meta, TensorMeta)
+    }
+    return max(_peak(forward), held_bytes + outputs + _peak(unique, freed))
+
+
+def _peak(graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})) -> int:
+    """The most bytes of storages that a program made and that live at one time.
+
+    Args:
+        graph: the program.
+        freed_inputs: for inputs that end with the last use of them and their views, the
+            bytes; they count less than nothing, as they are there before.
+    """
+    last, owners = last_uses(graph), roots(graph)
+    uses = Counter[_Storage]()
+    live = peak = 0
+    for index, value in enumerate(graph.values):
+        if value.op is not operators.constant:
+            made = list(_storages(graph, owners, index))
+            new = [] if value.op is None else [each for each in made if not uses[each]]
+            live += sum(_size(graph, each) for each in new)
+            uses.update(made)
+            peak = max(peak, live)
+        for freed in last.get(index, ()):
+            for each in _storages(graph, owners, freed):
+                uses[each] -= 1
+                is_input = graph.values[each[0]].op is None
+                size = freed_inputs.get(each[0], 0) if is_input else _size(graph, each)
+                live -= 0 if uses[each] else size
+    return peak
+
+
+def _storages(graph: Graph, owners: tuple[int, ...], index: int) -> Iterator[_Storage]:
+    """The storages that a value, or a tuple of values, keeps alive."""
+    owner = owners[index]
+    value = graph.values[owner]
+    if value.op is operator.getitem:
+        yield value.args[0].index, value.args[1]
+    elif isinstance(value.meta, tuple):
+        for place, meta in enumerate(value.meta):
+            if meta is not None:
+                yield owner, place
+    else:
+        yield owner, 0
+
+
+def _size(graph: Graph, storage: _Storage) -> int:
+    maker, place = storage
+    meta = graph.values[maker].meta
+    found = meta[place] if isinstance(meta, tuple) else meta
+    return found.size_bytes if isinstance(found, TensorMeta) else 0

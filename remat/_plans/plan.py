@@ -1,0 +1,446 @@
+"""Plans: which values of a function a budget saves, decided before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, cast, final
+
+from remat._calls.decorated import undecided
+from remat._calls.options import require_choice
+from remat._errors import PolicyError, explain
+from remat._graph.operators import made_by
+from remat._partition import decide
+from remat._partition.costs import Costs, by_flops, measured
+from remat._plans.text import (
+    from_problem,
+    from_storage,
+    name_of,
+    to_problem,
+    to_storage,
+)
+from remat.planners import Problem, Solution, solve_cut, solve_milp
+from remat.policies import (
+    AbstractPolicy,
+    Budget,
+    Planned,
+    budget as make_budget,
+)
+from remat.policies._budget import Size
+from remat.policies._sizes import show_size
+from remat.storage import AbstractStorage
+
+_P = ParamSpec("_P")
+_STAGES = 16
+_VERSION = 1
+_SOLVERS: dict[str, decide.Solver] = {"cut": solve_cut, "milp": solve_milp}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One value that a plan decides about.
+
+    Attributes:
+        place: its place among the values of the forward.
+        name: what `checkpoint_name` called it, or "".
+        op: the operator that made it, "aten.mm".
+        shape: the sizes of its dimensions.
+        dtype: its dtype, "float32".
+        source: the user's "file.py:line" that made it.
+        size_bytes: bytes of its elements.
+        cost: of the operator that makes it, in the unit of the plan's costs.
+        storage: how it is saved; None if it is recomputed.
+        held_bytes: what it holds while it waits, 0 if it is recomputed.
+    """
+
+    place: int
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    size_bytes: int
+    cost: int
+    storage: AbstractStorage | None
+    held_bytes: int
+
+    @property
+    def decision(self) -> str:
+        """What happens to the value: the repr of its storage, or "recompute"."""
+        return "recompute" if self.storage is None else repr(self.storage)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """The outcome of one budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        saved_bytes: what would be held.
+        recompute_cost: what recomputation would cost, in the unit of the plan's costs.
+        lower_bound: no choice within the budget costs less.
+    """
+
+    budget_bytes: int
+    saved_bytes: int
+    recompute_cost: int
+    lower_bound: int
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """Where two plans for one program differ.
+
+    Attributes:
+        changes: the rows of both plans for each value that they treat differently.
+        saved_bytes: how many bytes more the second plan holds.
+        recompute_cost: how much more recomputation costs in it.
+    """
+
+    changes: tuple[tuple[PlanRow, PlanRow], ...]
+    saved_bytes: int
+    recompute_cost: int
+
+    def __str__(self) -> str:
+        """One line a value, and the totals."""
+        lines = [
+            f"{_what(one)} at {one.source}: {one.decision} -> {other.decision}"
+            for one, other in self.changes
+        ]
+        totals = (
+            f"{self.saved_bytes:+d} bytes held, {self.recompute_cost:+d} recompute cost"
+        )
+        return "\n".join([*lines, totals])
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is saved of a function within a budget; `plan` makes it.
+
+    Laws: `saved_bytes <= budget_bytes`; `lower_bound <= recompute_cost`;
+    `Plan.from_json(p.to_json()) == p`. A region with `policy` holds exactly `saved_bytes`.
+
+    Attributes:
+        rows: the values that the plan decides about, in the order of the forward.
+        budget_bytes: the most that may be held, per call of the region.
+        saved_bytes: what a call holds from its forward to its backward because of the
+            plan: saved values, states of generators and copies of changed buffers.
+            Arguments are not counted.
+        predicted_peak_bytes: the most that forward and backward have made and not yet
+            freed at one time, gradients and outputs included, arguments not.
+        recompute_flops: FLOPs of the operators that the backward runs again, by torch's
+            formulas; operators without one count as 0.
+        recompute_cost: what these operators cost, and storing what is saved: FLOPs plus
+            bytes moved, or nanoseconds for `costs="measured"`.
+        lower_bound: no choice within the budget has a lower `recompute_cost`.
+        costs: "flops" or "measured".
+        solver: "cut" or "milp".
+        fingerprint: of the forward that was planned.
+        problem: the problem that the solver solved.
+
+    Example:
+        >>> import torch
+        >>> from remat import plan, remat
+        >>> def f(x, w):
+        ...     return torch.tanh(torch.tanh(x @ w) @ w).sum()
+        >>> found = plan(f, budget=0.5)(torch.ones(4, 8), torch.ones(8, 8))
+        >>> found.saved_bytes, found.recompute_flops, found.gap
+        (128, 512, 0.0)
+        >>> region = remat(f, policy=found.policy)
+    """
+
+    rows: tuple[PlanRow, ...]
+    budget_bytes: int
+    saved_bytes: int
+    predicted_peak_bytes: int
+    recompute_flops: int
+    recompute_cost: int
+    lower_bound: int
+    costs: str
+    solver: str
+    fingerprint: str
+    problem: Problem = dataclasses.field(repr=False)
+
+    @property
+    def gap(self) -> float:
+        """The fraction of `recompute_cost` by which the best plan could be cheaper."""
+        cost = self.recompute_cost
+        return (cost - self.lower_bound) / cost if cost else 0.0
+
+    @property
+    def policy(self) -> AbstractPolicy:
+        """The plan as a policy, for `@remat`; it refuses another program."""
+        saved = [(row.place, row.storage) for row in self.rows]
+        return Planned(
+            self.fingerprint,
+            tuple((place, each) for place, each in saved if each is not None),
+            self.budget_bytes,
+        )
+
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """The outcomes of other budgets, from the least to what is saved without remat.
+
+        Laws: costs fall, and bytes grow, from point to point.
+        """
+        problem = self.problem
+        low = problem.fixed_bytes
+        high = problem.outcome(problem.everything).saved_bytes
+        found: dict[int, FrontierPoint] = {}
+        for stage in range(_STAGES + 1):
+            size = low + (high - low) * stage // _STAGES
+            each = solve_cut(problem, size)
+            point = FrontierPoint(size, each.saved_bytes, each.cost, each.lower_bound)
+            found.setdefault(each.cost, point)
+        return tuple(found.values())
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """The differences to another plan for the same program.
+
+        Raises:
+            PolicyError: the other plan is for another program.
+        """
+        if other.fingerprint != self.fingerprint:
+            raise PolicyError(
+                explain(
+                    where="Plan.diff(other)",
+                    what=f"the programs differ: {self.fingerprint} and "
+                    f"{other.fingerprint}.",
+                    why="Plans decide about the values of one program.",
+                    do="Compare plans of one function, made with arguments of the "
+                    "same shapes.",
+                )
+            )
+        theirs = {row.place: row for row in other.rows}
+        changes = tuple(
+            (row, theirs[row.place])
+            for row in self.rows
+            if row.place in theirs and row.storage != theirs[row.place].storage
+        )
+        return PlanDifference(
+            changes,
+            other.saved_bytes - self.saved_bytes,
+            other.recompute_cost - self.recompute_cost,
+        )
+
+    def to_json(self) -> str:
+        """The plan as text, for `from_json`.
+
+        Raises:
+            PolicyError: a storage cannot be written as text: it has a mesh or a key, or
+                is not a class of this package.
+        """
+        text = {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
+        }
+        text["problem"] = from_problem(self.problem)
+        text["rows"] = [
+            {
+                each.name: getattr(row, each.name)
+                for each in dataclasses.fields(row)
+                if each.name != "storage"
+            }
+            | {"storage": from_storage(row.storage)}
+            for row in self.rows
+        ]
+        return json.dumps({"version": _VERSION, **text})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not a plan, or has another version of this format.
+        """
+        try:
+            read: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _not_a_plan(f"It is not JSON: {error}.") from error
+        found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
+        version = found.pop("version", None)
+        wanted = {each.name for each in dataclasses.fields(cls)}
+        if version != _VERSION or set(found) != wanted:
+            raise _not_a_plan(
+                f"Its version is {version!r}, and it has {sorted(found)}."
+            )
+        try:
+            rows = tuple(map(_row_of, found["rows"]))
+            problem = to_problem(found["problem"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            kind = type(error).__name__
+            raise _not_a_plan(
+                f"A part of it cannot be read: {kind}: {error}."
+            ) from error
+        fields: dict[str, Any] = {**found, "rows": rows, "problem": problem}
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        """A table: one line for all values that are alike, and the totals."""
+        rows = [("count", "value", "bytes", "held", "decision", "source")]
+        groups = Counter(
+            (_what(row), row.size_bytes, row.held_bytes, row.decision, row.source)
+            for row in self.rows
+        )
+        rows += [
+            (str(count), what, show_size(size), show_size(held), decision, source)
+            for (what, size, held, decision, source), count in groups.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [
+            f"saved {show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}, "
+            f"predicted peak {show_size(self.predicted_peak_bytes)}",
+            f"recompute {self.recompute_flops:.3g} FLOPs, cost {self.recompute_cost:.4g} "
+            f"{_UNITS[self.costs]}, at most {self.gap:.2%} above the best",
+        ]
+        return "\n".join(lines)
+
+
+_UNITS = {"flops": "FLOPs and bytes moved", "measured": "ns"}
+
+
+def _what(row: PlanRow) -> str:
+    name = f'"{row.name}" ' if row.name else ""
+    return f"{name}{row.op} {row.dtype}[{', '.join(map(str, row.shape))}]"
+
+
+def _not_a_plan(why: str) -> ValueError:
+    return ValueError(
+        explain(
+            where="Plan.from_json(text)",
+            what=f"the text is not a plan of version {_VERSION}.",
+            why=why,
+            do="Pass what `Plan.to_json` returned, or plan again.",
+        )
+    )
+
+
+def _row_of(text: dict[str, Any]) -> PlanRow:
+    storage = to_storage(text["storage"])
+    fields: dict[str, Any] = {**text, "shape": tuple(text["shape"]), "storage": storage}
+    return PlanRow(**fields)
+
+
+def plan(
+    fun: Callable[_P, Any],
+    *,
+    budget: Size | AbstractPolicy,
+    solver: str = "cut",
+    costs: str = "flops",
+) -> Callable[_P, Plan]:
+    """Decides what a call of a function saves within a budget, without running it.
+
+    Each value is either saved, or recomputed together with the values that it depends
+    on, so that the bytes held stay within the budget and as little as possible is
+    recomputed. The function is only traced, so the arguments may be fake tensors or on
+    the meta device: no weights are needed. It is differentiated as in
+    `saved_residuals`.
+
+    Laws: as those of `Plan`; a larger budget never costs more.
+
+    Args:
+        fun: the function, or a region, whose options other than the policy are kept.
+        budget: as `policies.budget` takes it, or such a policy, with its `allow`.
+        solver: "cut", which sweeps minimum cuts over the price of a byte and takes
+            about a second for a thousand values; or "milp", an integer program, which
+            is exact if it ends within a minute.
+        costs: "flops", FLOPs plus bytes moved of each operator; or "measured", the time
+            that each takes on tensors of these sizes here, in nanoseconds.
+
+    Returns:
+        A callable that takes the call's arguments and returns the plan.
+
+    Raises:
+        BudgetError: by the callable, if more bytes are held even when nothing is saved,
+            or if nothing fits into free memory; the message names the smallest budget
+            that works.
+        PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
+            arguments have no data.
+        ValueError: `solver` or `costs` has a value that it cannot have.
+
+    Example:
+        >>> import torch
+        >>> from remat import plan
+        >>> def f(x, w):
+        ...     return torch.tanh(torch.tanh(x @ w) @ w).sum()
+        >>> w = torch.empty(4096, 4096, device="meta")
+        >>> plan(f, budget="100MiB")(w, w).saved_bytes
+        67108864
+
+    References:
+        Jain et al., "Checkmate", 2020, https://arxiv.org/abs/1910.02653; Beaumont et al.,
+        "Optimal checkpointing for heterogeneous chains", 2019,
+        https://arxiv.org/abs/1911.13214; torch's `activation_memory_budget` chooses for
+        compiled functions, by a knapsack that leaves the closure out.
+    """
+    require_choice("solver", solver, tuple(_SOLVERS), of="plan")
+    require_choice("costs", costs, tuple(_UNITS), of="plan")
+    policy = budget if isinstance(budget, Budget) else make_budget(_size(budget))
+    assert isinstance(policy, Budget)
+    region = undecided(fun)
+
+    def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
+        entry, roots = region.entry_of(args, kwargs)
+        analysis = entry.region.analysis(roots)
+        unit = by_flops
+        if costs == "measured":
+            unit = measured(list(entry.region.operands))
+        model = decide.model_of(analysis, policy.storages, unit)
+        size, solution = decide.solve(model, policy, _SOLVERS[solver])
+        return Plan(
+            rows=tuple(_rows(model, solution, unit)),
+            budget_bytes=size,
+            saved_bytes=solution.saved_bytes,
+            predicted_peak_bytes=model.predicted_peak_bytes(solution.choice),
+            recompute_flops=model.recompute_flops(solution.choice),
+            recompute_cost=solution.cost,
+            lower_bound=solution.lower_bound,
+            costs=costs,
+            solver=solver,
+            fingerprint=decide.fingerprint(analysis),
+            problem=model.problem,
+        )
+
+    return planned
+
+
+def _size(budget: Any) -> Size:
+    if isinstance(budget, AbstractPolicy):
+        raise PolicyError(
+            explain(
+                where="plan(budget=...)",
+                what=f"got the policy {budget!r}.",
+                why="A plan is made for a number of bytes.",
+                do="Pass `policies.budget(size, allow=policy)`.",
+            )
+        )
+    return budget
+
+
+def _rows(model: decide.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:
+    analysis = model.analysis
+    graph, places = analysis.joint.graph, decide.places(analysis)
+    for number, item in enumerate(model.items):
+        member = analysis.members[item.number]
+        view, option = analysis.views[item.number], solution.choice[number]
+        maker = graph.values[member]
+        is_output = maker.op is operator.getitem
+        held = 0 if option is None else model.problem.items[number][option].size_bytes
+        yield PlanRow(
+            place=places[item.number],
+            name=", ".join(view.names),
+            op=made_by(maker, graph.values),
+            shape=view.shape,
+            dtype=name_of(view.dtype),
+            source=view.source,
+            size_bytes=view.size_bytes,
+            cost=costs(graph, maker.args[0].index if is_output else member),
+            storage=None if option is None else item.storages[option],
+            held_bytes=held,
+        )

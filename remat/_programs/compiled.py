@@ -1,0 +1,96 @@
+"""A graph -> a compiled function: `backend="inductor"`.
+
+Inductor gets the graph as it stands, without Dynamo: what the graph rests on is checked at
+each call already. It fuses and reorders, so that numbers agree to rounding and not to the bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._graph import operators
+from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+from remat._programs import overhead
+
+# What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
+_FOR_CPP = 16
+
+
+def can_compile(graph: Graph) -> bool:
+    """Whether a compiler may run a graph: it has data, and no effect but its outputs."""
+    return not any(map(_is_for_eager, graph.values))
+
+
+def _is_for_eager(value: Value) -> bool:
+    """Whether a step does more than to compute, or computes nothing."""
+    is_meta = isinstance(value.meta, TensorMeta) and value.meta.device.type == "meta"
+    return (
+        is_meta
+        or operators.draws(value)
+        or operators.is_check(value.op)
+        or operators.is_rng_state(value.op)
+        or _compat.needs_grad_mode(value.op)
+    )
+
+
+@final
+class Compiled:
+    """A graph that is compiled when it is first run, for the tensors that it then gets."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._function: Callable[..., list[Any]] | None = None
+
+    def __call__(self, inputs: list[Tensor]) -> list[Any]:
+        """The outputs for these inputs, whose list it empties; no gradient is recorded."""
+        if self._function is None:
+            # Inductor's own state is shared by all threads.
+            with (
+                _compat.one_trace_at_a_time(),
+                _compat.leave_functorch(),
+                torch.no_grad(),
+            ):
+                like = [tensor.detach() for tensor in inputs]
+                self._function = _compat.inductor(
+                    exported(self._graph),
+                    like,
+                    wrapper_in_cpp=overhead.dominates(
+                        self._graph, fewest_steps=_FOR_CPP
+                    ),
+                )
+        return list(self._function(inputs))
+
+
+def exported(graph: Graph) -> fx.GraphModule:
+    """The same steps in torch.fx."""
+    made, constants = fx.Graph(), torch.nn.Module()
+    env: dict[int, fx.Node] = {}
+    for index, value in enumerate(graph.values):
+        if value.op is None:
+            env[index] = made.placeholder(f"v{index}")
+        elif value.op is operators.constant:
+            constants.register_buffer(f"c{index}", value.args[0])
+            env[index] = made.get_attr(f"c{index}")
+        elif value.op is operator.getitem:
+            maker, place = value.args
+            env[index] = made.call_function(value.op, (env[maker.index], place))
+        else:
+            args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
+            env[index] = made.call_function(
+                _in_memory(value), tuple(args), dict(kwargs)
+            )
+    made.output([None if ref is None else env[ref.index] for ref in graph.outputs])
+    return fx.GraphModule(constants, made)
+
+
+def _in_memory(value: Value) -> Any:
+    """A step's operator; zeros without memory get some, which a compiled kernel would read."""
+    if operators.short_name(value.op) == "aten._efficientzerotensor":
+        return torch.ops.aten.zeros.default
+    return value.op

@@ -1,0 +1,119 @@
+"""A graph of small tensors -> one call of torch's own interpreter.
+
+For small tensors the Python code between operators takes as long as the operators do. torch
+has an interpreter in C++, TorchScript's, that calls the same operators in the same order and
+frees each value after its last use. It turns every error into a RuntimeError. So it is used
+only for operators that do not raise whatever the numbers are, and not for large tensors, for
+which memory may run out (`_programs.overhead` decides).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import _compat
+from remat._graph import operators
+from remat._graph.values import Graph, Value, replace_refs
+
+# The functions that `_programs.composites` puts into a graph.
+_OVERLOADS: dict[Any, Any] = {
+    torch.matmul: torch.ops.aten.matmul.default,
+    F.linear: torch.ops.aten.linear.default,
+}
+
+# Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
+# lie outside a tensor nor matrices that may be singular are among what these read.
+_MORE = (
+    "mm addmm bmm baddbmm matmul linear convolution convolution_backward "
+    "native_layer_norm native_layer_norm_backward "
+    "native_group_norm native_group_norm_backward "
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward "
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+    "_safe_softmax mse_loss mse_loss_backward cumsum "
+    "cat stack constant_pad_nd slice_backward select_backward _unsafe_view _to_copy "
+    "tril triu flip roll full zeros ones full_like zeros_like ones_like new_zeros arange "
+    "scalar_tensor"
+)
+_SURE = frozenset(f"aten.{name}" for name in _MORE.split(" "))
+
+_Function = Callable[[list[Tensor]], list[Any]]
+
+
+def function_of(graph: Graph) -> _Function | None:
+    """The graph as a function that empties its list; None if the interpreter cannot run it."""
+    steps = graph.values[graph.num_inputs :]
+    if not all(map(_is_sure, steps)):
+        return None
+    try:
+        run, constants = _written(graph)
+    except LookupError:
+        return None
+    holes = [place for place, ref in enumerate(graph.outputs) if ref is None]
+
+    def interpreted(given: list[Tensor]) -> list[Any]:
+        given += constants
+        outputs: list[Any] = run(given)
+        for place in holes:
+            outputs.insert(place, None)
+        return outputs
+
+    return interpreted
+
+
+def _is_sure(value: Value) -> bool:
+    """Whether a step is an operator that draws nothing and fails for no numbers."""
+    if value.op in (operator.getitem, operators.constant):
+        return True
+    op: Any = _OVERLOADS.get(value.op, value.op)
+    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+        return False
+    is_known = (
+        operators.short_name(op) in _SURE
+        or operators.returns_view(op)
+        or torch.Tag.pointwise in op.tags
+        or torch.Tag.reduction in op.tags
+    )
+    return is_known and not operators.draws(value) and not _compat.needs_grad_mode(op)
+
+
+def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
+    """The interpreter's function, and the constants that it takes after the inputs."""
+    steps = _compat.Interpreted()
+    given = range(graph.num_inputs)
+    fixed = [
+        index
+        for index, value in enumerate(graph.values)
+        if value.op is operators.constant
+    ]
+    inputs = steps.inputs(len(given) + len(fixed))
+    made = {index: [each] for index, each in zip((*given, *fixed), inputs, strict=True)}
+    for index, value in enumerate(graph.values):
+        if index in made:
+            continue
+        if value.op is operator.getitem:
+            maker, place = value.args
+            made[index] = [made[maker.index][place]]
+        else:
+            made[index] = _call(steps, value, made)
+    outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
+    return steps.function(outputs), [graph.values[index].args[0] for index in fixed]
+
+
+def _call(
+    steps: _compat.Interpreted, value: Value, made: dict[int, list[Any]]
+) -> list[Any]:
+    op: Any = _OVERLOADS.get(value.op, value.op)
+    args, kwargs = replace_refs(
+        (value.args, value.kwargs), lambda index: made[index][0]
+    )
+    outputs = steps.call(op, operators.arguments(op, tuple(args), dict(kwargs)))
+    if isinstance(value.meta, tuple) and len(outputs) == 1:
+        return steps.unpack(outputs[0], len(value.meta))
+    return outputs

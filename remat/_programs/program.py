@@ -1,0 +1,437 @@
+"""A graph -> one straight-line Python function that frees each value at its last use.
+
+The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
+as Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`). Where no
+dispatch mode listens, some steps are one call (`_programs.composites`) and some write over what is no
+longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it runs.
+Inside an outer trace, the graph is interpreted instead, so that each operator keeps its name
+and its line there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._generators import compiled_draws, recorded, streams
+from remat._graph import operators
+from remat._graph.values import (
+    Graph,
+    TensorMeta,
+    Value,
+    last_uses,
+    refs,
+    replace_refs,
+    roots,
+)
+from remat._programs import batching, compiled, interpreted, overhead, watching
+from remat._programs.barriers import held_back
+from remat._programs.bindings import bindings_of
+from remat._programs.composites import fold
+from remat._programs.overwriting import reusing
+from remat._tracing import importing, naming
+
+# About this many operators save what a call of the interpreter costs: a heuristic.
+_FOR_INTERPRETER = 32
+
+_SIMPLE = (bool, int, str, type(None))
+
+
+class Quiet(NamedTuple):
+    """A program in two parts, which a caller combines itself to save a call.
+
+    Attributes:
+        around: makes the context in which it runs.
+        run: empties a list of inputs and gives the outputs.
+    """
+
+    around: Callable[[], contextlib.AbstractContextManager[Any]]
+    run: Callable[[list[Tensor]], list[Any]]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A graph that can be run on tensors.
+
+    Attributes:
+        graph: what it runs.
+        title: the name of the function in its printed form.
+        backend: "inductor", or None to run operator by operator.
+        num_saved: of a backward, how many of its first inputs are saved values.
+        num_cotangents: of a backward, how many of its last inputs are cotangents.
+    """
+
+    graph: Graph
+    title: str
+    backend: str | None = None
+    num_saved: int = 0
+    num_cotangents: int = 0
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs for these inputs; no gradient is recorded."""
+        return self.consume(list(inputs))
+
+    def consume(self, inputs: list[Tensor]) -> list[Any]:
+        """The same, but it empties the list, and frees each input after its last use."""
+        if self._shares_memory:
+            # Outputs that share memory must stay views: an in-place change shows in all.
+            with torch.no_grad():
+                if self.is_compiled and not _compat.is_watched():
+                    return self._short(inputs)
+                return self._consume_with_gradient(inputs)
+        with _compat.below_autograd():
+            if _compat.is_watched():
+                return self._consume_with_gradient(inputs)
+            return self._short(inputs)
+
+    def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs, differentiable operator by operator if the caller wants that."""
+        return self._consume_with_gradient(list(inputs))
+
+    def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
+        if _compat.proxy_is_active():
+            if _compat.is_in_compiler():
+                return _interpret(self._held_back, inputs)
+            return _interpret(self.graph, inputs)
+        watcher = watching.watcher()
+        if watcher is None:
+            return self._run(inputs)
+        with watcher.following(self.graph, inputs) as at:
+            return self._watched(at, inputs)
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Whether the backend runs it when no mode listens for single operators."""
+        return self.backend is not None and compiled.can_compile(self.graph)
+
+    @functools.cached_property
+    def _held_back(self) -> Graph:
+        """The graph for a compiler that sees forward and backward together: see `_programs.barriers`."""
+        if not self.num_cotangents:
+            return self.graph
+        return held_back(self.graph, self.num_saved, self.num_cotangents)
+
+    @functools.cached_property
+    def _shares_memory(self) -> bool:
+        """Whether an output is a view of an input or of another output."""
+        owners = roots(self.graph)
+        outputs = {ref.index for ref in self.graph.outputs if ref is not None}
+        others = {index for index in outputs if owners[index] != index}
+        known = [owners[index] for index in outputs]
+        return any(
+            owners[index] < self.graph.num_inputs or known.count(owners[index]) > 1
+            for index in others
+        )
+
+    def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return _Writer(self.graph, self.title, {}).text
+
+    @functools.cached_property
+    def _run(self) -> Callable[[list[Tensor]], list[Any]]:
+        return self._compiled(self.graph)
+
+    @functools.cached_property
+    def quiet(self) -> Quiet:
+        """`consume` where no dispatch mode listens and no gradient is recorded, in parts."""
+        if self._shares_memory:
+            return Quiet(contextlib.nullcontext, self.consume)
+        return Quiet(_compat.below_autograd, self._short)
+
+    @functools.cached_property
+    def _short(self) -> Callable[[list[Tensor]], list[Any]]:
+        """The same in fewer calls, if no mode listens for single operators."""
+        if self.is_compiled:
+            return compiled.Compiled(self.graph)
+        folded = fold(self.graph)
+        if overhead.dominates(folded, fewest_steps=_FOR_INTERPRETER):
+            return interpreted.function_of(folded) or self._compiled(folded)
+        reused = reusing(folded)
+        if reused is folded:
+            return self._compiled(folded)
+        sparing = self._compiled(reused)
+
+        def run(inputs: list[Tensor]) -> list[Any]:
+            # What a subclass returns may have no memory to write over.
+            is_plain = all(map(_compat.is_plain, inputs))
+            return (sparing if is_plain else self._run)(inputs)
+
+        return run
+
+    @functools.cached_property
+    def _watched(self) -> Callable[..., list[Any]]:
+        """The same; calls its first argument with the index of each step before it."""
+        return self._compiled(self.graph, is_watched=True)
+
+    def _compiled(
+        self, graph: Graph, *, is_watched: bool = False
+    ) -> Callable[..., list[Any]]:
+        # A dispatch mode gets overloads, whichever binding calls them.
+        bindings = {} if is_watched else bindings_of(graph)
+        writer = _Writer(graph, self.title, bindings, is_watched=is_watched)
+        namespace = dict(writer.bound)
+        exec(compile(writer.consuming, f"<remat {self.title}>", "exec"), namespace)
+        return namespace[self.title]
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operators that a run executes, in order."""
+        return self.graph.operators
+
+
+class _Writer:
+    """Writes the function and collects the objects that its text names.
+
+    Attributes:
+        text: the function, as it is printed.
+        consuming: the same for one list of all inputs, which it empties. A caller holds the
+            arguments of a call until it returns, but not the contents of such a list.
+        bound: the objects by their names.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        title: str,
+        bindings: Mapping[int, Callable[..., Any]],
+        *,
+        is_watched: bool = False,
+    ) -> None:
+        self.graph = graph
+        self._bindings = bindings
+        self._ends = _ends(graph)
+        self.bound: dict[str, Any] = {
+            "rng_swap": recorded.swap,
+            "stream_enter": streams.enter,
+            "stream_leave": streams.leave,
+        }
+        self._names: dict[int, str] = {}
+        inputs = ", ".join(f"v{index}" for index in range(graph.num_inputs))
+        lines: list[str] = []
+        last = last_uses(graph)
+        for index in range(graph.num_inputs, len(graph.values)):
+            value = graph.values[index]
+            lines += [f"    at({index})"] if is_watched else []
+            lines += [f"    {line}" for line in self._lines(index, value)]
+            freed = [f"v{use}" for use in last.get(index, ())]
+            if freed:
+                lines.append(f"    del {', '.join(freed)}")
+        outputs = ", ".join(
+            "None" if ref is None else f"v{ref.index}" for ref in graph.outputs
+        )
+        lines.append(f"    return [{outputs}]")
+        unread = _unread_inputs(graph, last)
+        opening = [f"    {inputs}, = given", "    given.clear()"] if inputs else []
+        opening += [f"    del {', '.join(unread)}"] if unread else []
+        self.text = "\n".join([f"def {title}({inputs}):", *lines]) + "\n"
+        given = "at, given" if is_watched else "given"
+        self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"
+
+    def _lines(self, index: int, value: Value) -> list[str]:
+        if value.op is operators.rng_end:
+            return []
+        comment = _comment(value)
+        call = f"v{index} = {self._call(index, value)}{comment}"
+        if not value.is_redraw and not value.stream:
+            return [call]
+        assert value.state is not None
+        state, device = f"v{value.state.index}", self._bind("device", _device(value))
+        begin, end = f"rng_swap({state}, {device})", f"rng_swap(found, {device})"
+        if not value.is_redraw:
+            begin = f"stream_enter({value.stream!r}, {device})"
+            end = f"stream_leave({value.stream!r}, found, {device})"
+        elif index in self._ends:
+            end = f"v{self._ends[index]} = {end}"
+        return [f"found = {begin}", "try:", f"    {call}", "finally:", f"    {end}"]
+
+    def _call(self, index: int, value: Value) -> str:
+        if value.op is operator.getitem:
+            return f"v{value.args[0].index}[{value.args[1]}]"
+        if value.op is operators.constant:
+            return self._bind("constant", value.args[0])
+        arguments = [self._literal(argument) for argument in value.args]
+        arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
+        op = self._bindings.get(index, value.op)
+        if value.in_place:
+            op = operators.in_place_variant(value.op)
+            arguments[0] = (
+                f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
+            )
+        elif _compat.needs_grad_mode(value.op):
+            op = _compat.with_grad_mode(value.op)
+        name = operators.short_name(value.op).replace(".", "_")
+        return f"{self._bind(name, op)}({', '.join(arguments)})"
+
+    def _literal(self, tree: Any) -> str:
+        if isinstance(tree, (tuple, list)):
+            items = [self._literal(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
+            return f"[{', '.join(items)}]"
+        if type(tree) in _SIMPLE:
+            return repr(tree)
+        if type(tree) is float and tree - tree == 0.0:
+            return repr(tree)
+        for index in refs(tree):
+            return f"v{index}"
+        return self._bind("literal", tree)
+
+    def _bind(self, name: str, thing: Any) -> str:
+        known = self._names.get(id(thing))
+        if known is not None:
+            return known
+        unique, count = name, 2
+        while unique in self.bound:
+            unique, count = f"{name}_{count}", count + 1
+        self.bound[unique] = thing
+        self._names[id(thing)] = unique
+        return unique
+
+
+def _ends(graph: Graph) -> dict[int, int]:
+    """For each redraw the step for the state at which it ends, if that is asked for."""
+    return {
+        value.args[0].index: index
+        for index, value in enumerate(graph.values)
+        if value.op is operators.rng_end
+    }
+
+
+def _comment(value: Value) -> str:
+    notes = [str(value.meta)] if isinstance(value.meta, TensorMeta) else []
+    notes += [f'"{name}"' for name in value.names]
+    notes += [value.source] if value.source else []
+    return "  # " + " ".join(notes) if notes else ""
+
+
+def _unread_inputs(graph: Graph, last: Mapping[int, Sequence[int]]) -> list[str]:
+    """The inputs that neither a step nor an output reads."""
+    kept = {ref.index for ref in graph.outputs if ref is not None}
+    kept.update(index for freed in last.values() for index in freed)
+    return [f"v{index}" for index in range(graph.num_inputs) if index not in kept]
+
+
+def _device(value: Value) -> torch.device:
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return next(meta.device for meta in metas if meta is not None)
+
+
+def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
+    """Runs a graph step by step inside another trace, which learns names and lines."""
+    last, ends = last_uses(graph), _ends(graph)
+    env: dict[int, Any] = dict(enumerate(inputs))
+    with _compat.without_torch_function():
+        for index, value in enumerate(graph.values):
+            if value.op is operators.rng_end:
+                # Computed by the redraw itself; a compiler's graph has all states and none of these.
+                env.setdefault(index, None)
+            elif value.op is not None:
+                env[index] = _step(value, env, ends.get(index))
+            for name in value.names:
+                naming.mark(env[index], name)
+            for freed in last.get(index, ()):
+                del env[freed]
+    return [None if ref is None else env[ref.index] for ref in graph.outputs]
+
+
+def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
+    assert value.op is not None
+    args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
+    traced = _compat.active_graph()
+    before = len(traced.nodes)
+    if _compat.is_in_compiler() and _is_of_generator(value):
+        out = _whole_draw(value, args, dict(kwargs), env)
+    elif value.is_redraw:
+        assert value.state is not None
+        found = recorded.swap(env[value.state.index], _device(value))
+        out = _draw(value, args, dict(kwargs))
+        ended = recorded.swap(found, _device(value))
+        if end is not None:
+            env[end] = ended
+    elif operators.draws(value):
+        out = _draw(value, args, dict(kwargs))
+    elif value.op in (recorded.STATE, recorded.SINCE):
+        out = _state_around(*args)
+    elif value.op is recorded.GOING_ON:
+        out = recorded.going_on(*args)
+    else:
+        out = batching.batchable(value.op)(*args, **dict(kwargs))
+    note = importing.Note(
+        value.source,
+        value.function,
+        stream=_stream_around(value),
+        rank=value.rank if value.is_repeat else -1,
+    )
+    importing.annotate(traced, before, note)
+    return out
+
+
+_OF_GENERATORS = (recorded.STATE, recorded.SINCE, recorded.GOING_ON)
+
+
+def _is_of_generator(value: Value) -> bool:
+    """Whether a step reads the state of a generator, or draws from a state."""
+    return value.state is not None or value.op in _OF_GENERATORS
+
+
+def _whole_draw(
+    value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
+) -> Any:
+    """A draw as a compiler may take it; its state comes with it, not before."""
+    if value.state is None:
+        return args[0] if value.op is recorded.GOING_ON else None
+    place, device = value.state.index, _device(value)
+    if value.is_redraw:
+        return compiled_draws.from_state(
+            value.op, env[place], args, kwargs, device, in_place=value.in_place
+        )
+    out, env[place] = compiled_draws.with_state(
+        value.op, args, kwargs, device, in_place=value.in_place
+    )
+    return out
+
+
+def _stream_around(value: Value) -> str | None:
+    """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
+    if value.is_redraw:
+        return ""
+    return streams.take_inside(value.stream, _device(value)) if value.stream else None
+
+
+def _state_around(*given: Any) -> torch.Tensor:
+    """The state of a generator, which may be that of a tracker in the outer trace.
+
+    Args:
+        *given: of `_generators.recorded.STATE`, or of `_generators.recorded.SINCE`: the device comes last.
+    """
+    stream = streams.current(given[-1])
+    if stream not in ("", streams.UNKNOWN):
+        return streams.STATE(stream)
+    return recorded.STATE(*given) if len(given) == 1 else recorded.since(*given)
+
+
+def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a draw in place where the user's was.
+
+    Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
+    argument such a draw reads only the shape.
+    """
+    assert value.op is not None
+    active = _compat.current_interpreter()
+    is_alike = (
+        active is not None and active[0] == "vmap" and _compat.draws_alike(active[1])
+    )
+    in_place = operators.in_place_variant(value.op)
+    if in_place is None or not (value.in_place or is_alike):
+        return value.op(*args, **kwargs)
+    return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)

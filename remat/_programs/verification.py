@@ -1,0 +1,76 @@
+"""`verify=True`: what was saved, against what the same operands give now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import RecomputationError, explain
+from remat._graph.values import Ref, label
+from remat._partition.partition import Analysis, backward_graph, cut
+from remat._programs.program import Program
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Compares what was saved with what the same operands give now, bit by bit.
+
+    Attributes:
+        program: (saved, operands, states, cotangents) -> the saved values, recomputed.
+        labels: what to call them.
+        is_exact: which of them come back from their storage to the last bit.
+    """
+
+    program: Program
+    labels: tuple[str, ...]
+    is_exact: tuple[bool, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Raises RecomputationError at the first value that differs."""
+        if _compat.proxy_is_active():
+            return
+        # After them may come tangents.
+        again = self.program(tensors[: self.program.graph.num_inputs])
+        saved = tensors[: len(again)]
+        rows = zip(self.labels, self.is_exact, saved, again, strict=True)
+        for name, is_exact, first, second in rows:
+            if is_exact and not _compat.same_bits(first, second):
+                raise _differs(name, first, second)
+
+
+def verification(
+    analysis: Analysis, saved: tuple[int, ...], is_exact: Sequence[bool]
+) -> Verification:
+    """The comparison for the values that a region saves, given by their indices."""
+    wanted = tuple(Ref(index) for index in saved)
+    found = cut(analysis, frozenset(), wanted)
+    graph = backward_graph(analysis.joint, found, saved, wanted)
+    labels = tuple(label(analysis.joint.graph, index) for index in saved)
+    return Verification(Program(graph, "verification"), labels, tuple(is_exact))
+
+
+def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:
+    different = int((first != second).sum())
+    place = (
+        int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
+    )
+    values = first.flatten()[place].item(), second.flatten()[place].item()
+    return RecomputationError(
+        explain(
+            where=name,
+            what=f"the recomputation differs from the forward in {different} of "
+            f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
+            f"saved, {values[1]!r} is recomputed.",
+            why="A tensor that the region reads was changed where autograd does not "
+            "see it (through .data, or under no_grad in a custom operator), or the "
+            "operator is not deterministic.",
+            do="Change tensors in place only after backward(), and see "
+            "torch.use_deterministic_algorithms.",
+        )
+    )

@@ -1,0 +1,49 @@
+"""The engine's only hook for code that watches a run, such as reports and checklists.
+
+A dispatch mode hears every operator that runs on a thread, but not on whose behalf. A
+`Watcher` is a dispatch mode that programs also tell which of their steps comes next.
+Without an active dispatch mode, no watcher is looked for.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from remat import _compat
+from remat._graph.values import Graph
+
+
+class Watcher(_compat.DispatchMode, abc.ABC):
+    """Hears operators as any dispatch mode does, and which step of a program makes each."""
+
+    @abc.abstractmethod
+    def following(
+        self, graph: Graph, inputs: Sequence[Tensor], /
+    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """Around a run of the program of a graph on these inputs.
+
+        Yields:
+            What the run calls before each step, with the step's index in its graph.
+        """
+
+
+def watcher() -> Watcher | None:
+    """The innermost watcher of this thread."""
+    if not _compat.is_watched():
+        return None
+    modes = reversed(_compat.dispatch_modes())
+    return next((mode for mode in modes if isinstance(mode, Watcher)), None)
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors in what an operator returned: one, or a nested sequence of them."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for item in cast("Sequence[Any]", result):
+            yield from tensors_in(item)

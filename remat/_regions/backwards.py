@@ -1,0 +1,147 @@
+"""What the backward of a region reads, runs and returns, under any transform.
+
+It refuses saved tensors that were changed, second derivatives under `first_order`, and
+gradients that autograd would lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
+from remat._graph.values import TensorMeta
+from remat._programs.program import Program
+from remat._regions import out_of_memory
+from remat._regions.protocol import Call
+
+
+def saved(ctx: Any) -> tuple[Tensor, ...]:
+    """What the forward kept, in the order in which the backward reads it.
+
+    Raises:
+        SavedTensorModifiedError: some of it was changed since.
+    """
+    try:
+        found: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_failure(error, ctx)
+        raise
+    before: tuple[int, ...] = ctx.versions
+    if before:
+        now = _compat.versions_below(found[: len(before)])
+        changed = [place for place, each in enumerate(before) if now[place] != each]
+        if changed:
+            raise _modified(ctx, [(place, found[place]) for place in changed])
+    return found
+
+
+def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
+    """The versions of kept tensors, by which `saved` finds out that one was changed.
+
+    Empty without a torch.func transform and in a trace: there autograd itself finds out.
+    """
+    if not is_transformed or _compat.proxy_is_active():
+        return ()
+    return _compat.versions_below(kept)
+
+
+def consumed(
+    program: Program, ctx: Any, cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients by a program, which frees what was saved as it goes."""
+    read = [*saved(ctx), *cotangents]
+    # Unless the graph is kept, each is freed after its last use, not at the end.
+    ctx.maybe_clear_saved_tensors()
+    try:
+        found = program.consume(read)
+    except RuntimeError as error:
+        explain_failure(error, ctx)
+        raise
+    return spread(ctx.needs_input_grad, found)
+
+
+def explain_failure(error: RuntimeError, ctx: Any) -> None:
+    """Explains an error of reading what was saved, or of a run that found no memory.
+
+    Raises:
+        SavedTensorModifiedError: if autograd found that a saved tensor was changed.
+    """
+    if _compat.is_of_a_change(error):
+        raise _modified(ctx, _compat.changed_since_saved(ctx)) from error
+    out_of_memory.note(error, "backward", ctx.call, [ctx])
+
+
+def spread(
+    wanted: Sequence[bool], found: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients at the places of their operands, behind None for the first argument."""
+    if False not in wanted[1:]:
+        return (None, *found)
+    rest = iter(found)
+    return (None, *[next(rest) if each else None for each in wanted[1:]])
+
+
+def require_recordable(cotangents: Sequence[Tensor]) -> None:
+    """Refuses what autograd would record on a wrapper that it then throws away."""
+    if torch.is_grad_enabled() and any(map(_compat.is_batched_by_autograd, cotangents)):
+        raise NotImplementedError(
+            explain(
+                where="a region under torch.autograd.grad(is_grads_batched=True, "
+                "create_graph=True)",
+                what="would give gradients that cannot be differentiated again.",
+                why="autograd records them on a wrapper that it then discards.",
+                do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
+            )
+        )
+
+
+def second_derivative(call: Call) -> SecondDerivativeError:
+    """The error of differentiating a gradient that was taken under `first_order()`."""
+    labels = ", ".join(call.labels) or "none"
+    return SecondDerivativeError(
+        explain(
+            where=f"the gradient of a region with the operands {labels}",
+            what="is differentiated in reverse mode.",
+            why="The region was called under first_order(), which keeps nothing that a "
+            "second derivative reads.",
+            do="Call it outside first_order(), or use forward mode over the gradient.",
+        )
+    )
+
+
+def _modified(
+    ctx: Any, changed: Sequence[tuple[int, Tensor]]
+) -> SavedTensorModifiedError:
+    call: Call = ctx.call
+    others = (
+        f", like {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
+    )
+    return SavedTensorModifiedError(
+        explain(
+            where=f"{_named(ctx, changed)}, which waits for the backward of the region "
+            f"{out_of_memory.name_of(call.roots[0])}",
+            what=f"was changed in place since the forward{others}.",
+            why="The recomputation would start from other numbers.",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after "
+            "backward(), as an optimizer's step does.",
+        )
+    )
+
+
+def _named(ctx: Any, changed: Sequence[tuple[int, Tensor]]) -> str:
+    """The first of the saved tensors that were changed, as users know it."""
+    if not changed:  # autograd reads what the region returned in another way
+        return "an output"
+    place, tensor = changed[0]
+    labels = out_of_memory.labels_of(ctx.call)
+    straight = ctx.call.straight
+    num_states = ctx.num_states if straight is None else straight.num_states
+    if len(labels) + num_states != _compat.num_saved(ctx):
+        labels = []  # a derivative of the region, whose operands have no names
+    label = labels[place][0] if place < len(labels) else ""
+    return f"{label or 'a tensor'} ({TensorMeta.of(tensor)})"

@@ -1,0 +1,214 @@
+"""Forwards of derived regions that are made from the programs of the original region.
+
+These are pure functions of what the original region has found: its joint graph, its saved
+values, its forward. `_regions.traced` says which derived regions get them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from remat._errors import RecomputationError, TraceError, explain
+from remat._graph.values import Graph, Ref, TensorMeta, is_spread
+from remat._partition.partition import Analysis, backward_graph, cut, unique_outputs
+from remat._programs.program import Program
+from remat._programs.verification import verification
+from remat._regions.forwards import Forward, map_program
+from remat._regions.function import Function
+from remat._regions.functions import Batch
+from remat._regions.protocol import Asked
+from remat._tracing.trace import Joint, View
+from remat.storage import AbstractStorage
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A forward made from another region's program, and what the derived region returns.
+
+    Attributes:
+        forward: the program.
+        views: how each returned tensor is made from outputs and operands.
+        origins: a program that computes the leading tensors of the forward, those before its
+            operands, from these operands; None if there is none.
+    """
+
+    forward: Forward
+    views: tuple[View, ...]
+    origins: Graph | None = None
+
+
+class Kept(NamedTuple):
+    """What waits for a backward.
+
+    Attributes:
+        analysis: the joint graph for the cotangents that come.
+        saved: where in it the saved values are.
+        storages: how each of them waits.
+        verify: whether the backward compares them with recomputed ones.
+    """
+
+    analysis: Analysis
+    saved: tuple[int, ...]
+    storages: tuple[AbstractStorage, ...]
+    verify: bool
+
+
+def backward_given(
+    function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
+) -> Given:
+    """The backward: (saved, operands, generator states, cotangents) -> gradients.
+
+    Args:
+        function: what the region computes.
+        operands: the metadata of what it takes.
+        kept: what waits for this backward.
+        asked: which gradients are wanted, for which cotangents.
+    """
+    joint, count = kept.analysis.joint, len(kept.saved)
+    rows = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
+    wanted = [(ref, spread) for ref, spread, each in rows if each]
+    cotangents = [meta for meta in asked.cotangents if meta is not None]
+    inputs = [*operands, *state_metas(kept.analysis), *cotangents]
+    placements = [meta.placement for meta in inputs]
+    unique, views, spread = unique_outputs(
+        _recomputing(kept, [ref for ref, _ in wanted], is_cut=True),
+        count,
+        placements,
+        [spread for _, spread in wanted],
+    )
+    is_spread = any(each is not None for each in (*placements, *spread))
+    program = Program(
+        unique,
+        "backward",
+        function.backend,
+        num_saved=count,
+        num_cotangents=len(cotangents),
+    )
+    is_exact = [each.is_exact for each in kept.storages]
+    forward = Forward(
+        program,
+        (len(unique.outputs), 0, 0, 0),
+        function.numerics,
+        count,
+        verification=(
+            verification(kept.analysis, kept.saved, is_exact) if kept.verify else None
+        ),
+        placements=spread if is_spread else None,
+    )
+    return Given(forward, views, _origins(kept))
+
+
+def _origins(kept: Kept) -> Graph | None:
+    """A program that recomputes what is saved, except values that their storage rounds."""
+    pairs = zip(kept.saved, kept.storages, strict=True)
+    wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
+    return _recomputing(kept, wanted, is_cut=False) if any(wanted) else None
+
+
+def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
+    """A program for the wanted values; if `is_cut`, it starts from what is saved."""
+    stops = frozenset(kept.saved) if is_cut else frozenset[int]()
+    found = cut(kept.analysis, stops, wanted)
+    return backward_graph(kept.analysis.joint, found, kept.saved, wanted)
+
+
+def mapped_given(
+    forward: Forward, batch: Batch
+) -> tuple[Given, tuple[int | None, ...]]:
+    """The per-example forward, mapped, and the mapped dimension of each of its results."""
+    program, dims = map_program(forward, batch)
+    first = forward.shape[0] + forward.shape[1]
+    added = dims[first : first + forward.shape[2]]
+    before = forward.mapped or ((),) * len(added)
+    over = dataclasses.replace(
+        forward,
+        program=program,
+        untracked=(),
+        verification=None,
+        mapped=tuple(map(_with_mapped, before, added)),
+    )
+    return Given(over, _outputs_alone(forward.shape[0])), dims
+
+
+def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
+    """The mapped dimensions of a value when one more has been put in front of `new`."""
+    if new is None:
+        return dims
+    return (new, *[dim + (dim >= new) for dim in dims])
+
+
+def are_outputs(views: tuple[View, ...]) -> bool:
+    """Whether the function returns exactly the outputs, in order."""
+    return views == _outputs_alone(len(views))
+
+
+def _outputs_alone(count: int) -> tuple[View, ...]:
+    return tuple(View(place, None, None, False) for place in range(count))
+
+
+def state_metas(analysis: Analysis) -> list[TensorMeta]:
+    """The metadata of the generator states that a backward takes."""
+    joint = analysis.joint
+    metas = [joint.graph.values[state.index].meta for state in joint.states]
+    return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+
+def placements_of(
+    joint: Joint, operands: Sequence[TensorMeta]
+) -> tuple[Any, ...] | None:
+    """The DTensor placements of outputs and mutations; None if nothing is a DTensor."""
+    written = [operands[operand].placement for operand, _ in joint.mutations]
+    found = (*joint.placements, *written)
+    each = (*found, *(meta.placement for meta in operands))
+    return None if all(placement is None for placement in each) else found
+
+
+def require_parts(placements: Sequence[Any], asked: Asked) -> None:
+    """Refuses a cotangent of a DTensor that is given as a whole: its parts are unknown."""
+    for layout, placement in zip(asked.layouts, placements, strict=False):
+        if placement is not None and not (layout is None or is_spread(layout)):
+            raise mapped_in_parts()
+
+
+def mapped_in_parts() -> TraceError:
+    """The error of a region that is mapped after its DTensors were traced."""
+    return TraceError(
+        explain(
+            where="a region that computes with DTensors",
+            what="is mapped by vmap, or its backward is, after it was traced outside "
+            "vmap.",
+            why="vmap's wrappers hide the placements of a DTensor.",
+            do='Use engine="rerun", or call the region inside the mapped function.',
+        )
+    )
+
+
+def found_again(
+    first: Analysis, again: Analysis, saved: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Finds the saved values of one trace in another, for cotangents of other layouts.
+
+    Raises:
+        RecomputationError: if the forwards of the two traces differ.
+    """
+    if _operators(first) != _operators(again):
+        raise RecomputationError(
+            explain(
+                where="a region's backward",
+                what="the function ran other operators than when it was first traced.",
+                why="The backward for these cotangents is traced anew, and must find "
+                "the forward that ran.",
+                do="Make the function depend on nothing but its arguments and the state "
+                "that the documentation lists as covered.",
+            )
+        )
+    place = {index: rank for rank, index in enumerate(first.forward)}
+    return tuple(again.forward[place[index]] for index in saved)
+
+
+def _operators(analysis: Analysis) -> list[Any]:
+    values = analysis.joint.graph.values
+    return [values[index].op for index in analysis.forward]

@@ -1,0 +1,81 @@
+"""A forward that is one program, and the backwards that have followed it.
+
+Nearly every backward of a region is like an earlier one. It takes less time to recognize it
+than to look it up by what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from remat import _compat
+from remat._programs.program import Program, Quiet
+from remat._regions.forwards import Forward
+from remat._tracing.trace import View
+
+# The last block of a stack gets the cotangent of the loss, which is often an expanded number.
+# The first block computes no gradient for its input. Others are alike.
+_MOST_FOLLOWED = 4
+
+
+class Followed(NamedTuple):
+    """A backward that followed a straight forward.
+
+    Attributes:
+        check: whether cotangents have the metadata of those that it was for; fails under
+            every transform and dispatch mode.
+        wanted: which arguments' gradients it gave, as autograd says it.
+        same_thread: whether the switches are those that were in force.
+        quiet: from what waited, and the cotangents, to the gradients.
+    """
+
+    check: Callable[..., bool]
+    wanted: tuple[bool, ...]
+    same_thread: Callable[[], bool]
+    quiet: Quiet
+
+
+@final
+class Straight:
+    """A forward that is one program, and the backwards that followed it.
+
+    Attributes:
+        quiet: the program.
+        num_outputs: how many of what it gives are the outputs.
+        num_kept: how many are these or saved values.
+        num_states: how many are generator states: the rest.
+        untracked: outputs that autograd must not take for views of something.
+        views: how what is returned is made; None where the outputs are it.
+        numerics: the switches under which it runs.
+        followed: the latest backwards of each kind.
+    """
+
+    __slots__ = (
+        *("num_kept", "num_outputs", "num_states"),
+        *("followed", "numerics", "quiet", "untracked", "views"),
+    )
+
+    def __init__(self, forward: Forward, views: tuple[View, ...] | None) -> None:
+        self.quiet = forward.program.quiet
+        self.numerics = forward.numerics
+        self.untracked = forward.untracked
+        self.views = views
+        self.num_outputs, _, num_saved, self.num_states = forward.shape
+        self.num_kept = self.num_outputs + num_saved
+        self.followed: tuple[Followed, ...] = ()
+
+    def learn(
+        self,
+        wanted: tuple[bool, ...],
+        cotangents: Sequence[Tensor | None],
+        program: Program,
+    ) -> None:
+        """Notes the backward for these cotangents, if all came back."""
+        present = [each for each in cotangents if each is not None]
+        if len(present) == len(cotangents) and all(map(_compat.is_plain, present)):
+            check, same_thread = _compat.tensor_guard(present), _compat.thread_guard()
+            known = Followed(check, wanted, same_thread, program.quiet)
+            self.followed = (known, *self.followed[: _MOST_FOLLOWED - 1])

@@ -1,0 +1,234 @@
+"""A region's forward: one program that runs below every transform, and its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import NotReplicatedError
+from remat._programs.program import Program
+from remat._programs.verification import Verification
+from remat._regions.functions import Batch, mapped_first
+from remat._regions.waiting import resumed, wait
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import record
+from remat.storage import AbstractStorage, Place
+
+
+class Results(NamedTuple):
+    """The results of one run of a region's forward, at the level where it ran.
+
+    Attributes:
+        outputs: the region's outputs.
+        mutations: the new values of the operands that the function changed.
+        saved: what the backward reads besides the operands; no gradient flows there.
+        states: generator states that the draws started from.
+        flows: for each output whether it can have a cotangent; None means all can.
+        reached: for each operand whether some output depends on it; None means all.
+    """
+
+    outputs: Sequence[Tensor]
+    mutations: Sequence[Tensor] = ()
+    saved: Sequence[Tensor] = ()
+    states: Sequence[Tensor] = ()
+    flows: tuple[bool, ...] | None = None
+    reached: tuple[bool, ...] | None = None
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All tensors in a row."""
+        return [*self.outputs, *self.mutations, *self.saved, *self.states]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """How many there are of each."""
+        kinds = (self.outputs, self.mutations, self.saved, self.states)
+        outputs, mutations, saved, states = map(len, kinds)
+        return outputs, mutations, saved, states
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        flows: tuple[bool, ...] | None,
+    ) -> Results:
+        """The inverse of `flat` and `shape`."""
+        first = shape[0]
+        if first == len(tensors):
+            return cls(tensors, (), (), (), flows)
+        second = first + shape[1]
+        third = second + shape[2]
+        return cls(
+            tensors[:first],
+            tensors[first:second],
+            tensors[second:third],
+            tensors[third:],
+            flows,
+        )
+
+
+@final
+class Count:
+    """Numbers calls; a call in which ranks turn out to differ gets no number.
+
+    All ranks raise in such a call, so their numbers stay equal.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def next(self) -> Generator[int]:
+        """The number of the call that stores inside."""
+        number = next(self._numbers)
+        try:
+            yield number
+        except NotReplicatedError:
+            self._numbers = itertools.count(number)
+            raise
+
+
+@final
+class Calls:
+    """Numbers the calls of a function in which something was stored, over all its traces.
+
+    Attributes:
+        inputs: those in which inputs were.
+        saved: those in which saved values were.
+    """
+
+    __slots__ = ("inputs", "saved")
+
+    def __init__(self) -> None:
+        self.inputs = Count()
+        self.saved = Count()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A program for a region's forward.
+
+    Attributes:
+        program: (leading tensors, operands) -> the tensors of `Results` in a row.
+        shape: how many of each kind.
+        num_leading: how many tensors it reads before the operands.
+        flows: for each output whether a cotangent can come back; None means all.
+        untracked: outputs that autograd must not take for views of something.
+        verification: compares what was saved with what is recomputed, if asked for.
+        numerics: the switches under which it runs; its casts are part of the program.
+        storages: how each saved value waits; empty if all are kept as they are.
+        mapped: the dimensions that vmap added to each saved value; empty if none.
+        calls: numbers the runs that store something.
+        placements: how each output and mutation is spread, as a DTensor; None where none
+            is, nor any operand. The program itself computes with the parts of this rank.
+    """
+
+    program: Program
+    shape: tuple[int, int, int, int]
+    numerics: Numerics
+    num_leading: int = 0
+    flows: tuple[bool, ...] | None = None
+    untracked: tuple[int, ...] = ()
+    verification: Verification | None = None
+    storages: tuple[AbstractStorage, ...] = ()
+    mapped: tuple[tuple[int, ...], ...] = ()
+    calls: Count = dataclasses.field(default_factory=Count)
+    placements: tuple[Any, ...] | None = None
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether a call is one run of the program, all of whose outputs have gradients."""
+        return (
+            self.is_alone
+            and self.num_leading == 0
+            and self.shape[1] == 0
+            and self.flows is None
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a run under its own switches is the program's run, and nothing else."""
+        return (
+            self.verification is None
+            and not self.storages
+            and not self.numerics.autocast
+            and self.placements is None
+        )
+
+    def __call__(self, tensors: Sequence[Tensor], numerics: Numerics) -> Results:
+        """Runs it on tensors that no transform has wrapped, where `numerics` is in force."""
+        if self.numerics.are_met_by(numerics):
+            found = self._run(tensors)
+        else:
+            with self.numerics.settled():
+                found = self._run(tensors)
+        return Results.of(self.shape, found, self.flows)
+
+    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        tensors = resumed(tensors)
+        if self.placements is not None:
+            tensors = list(map(_compat.local_part, tensors))
+        if self.verification is not None:
+            self.verification(tensors)
+        found = self.program(tensors)
+        for index in self.untracked:
+            found[index] = _compat.untracked_alias(found[index])
+        for index, placement in enumerate(self.placements or ()):
+            if any(found[index] is each for each in tensors):
+                # An operand's own part: the operand must stay what it is.
+                found[index] = _compat.untracked_alias(found[index])
+            if placement is not None:
+                found[index] = _compat.in_place_of(found[index], placement)
+        if self.storages:
+            with self.calls.next() as call:
+                self._store(found, call)
+        return found
+
+    def _store(self, found: list[Tensor], call: int) -> None:
+        """Replaces the saved values by their stored forms."""
+        first = self.shape[0] + self.shape[1]
+        for place, storage in enumerate(self.storages):
+            added = self.mapped[place] if self.mapped else ()
+            where = Place(
+                place, call, mapped=added, may_differ=self.placements is not None
+            )
+            found[first + place] = wait(found[first + place], storage, where)
+
+
+def map_program(
+    forward: Forward, batch: Batch
+) -> tuple[Program, tuple[int | None, ...]]:
+    """A program over physical tensors; its outputs are mapped over dimension 0."""
+    dims: list[int | None] = []
+    count = forward.shape[0]
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        over = _compat.restore_vmap(
+            lambda *inputs: tuple(forward.program(inputs)),
+            batch.dims,
+            batch.size,
+            batch.randomness,
+        )
+        found, found_dims = over(*tensors)
+        outputs = [
+            mapped_first(tensor, dim, batch.size)
+            for tensor, dim in zip(found[:count], found_dims, strict=False)
+        ]
+        dims[:] = [0] * count + list(found_dims[count:])
+        return [*outputs, *found[count:]]
+
+    graph = record(run, batch.metas)
+    program = dataclasses.replace(
+        forward.program, graph=graph, title=f"mapped_{forward.program.title}"
+    )
+    return program, tuple(dims)

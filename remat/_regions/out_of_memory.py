@@ -1,0 +1,145 @@
+"""Out of memory: reports what regions held when an operator of one of them failed.
+
+Nothing is recorded in advance. When the error passes, the autograd graph below the region
+that failed says which regions have not run their backward yet, and what each saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._graph.values import TensorMeta
+from remat._regions.protocol import Call
+from remat._regions.traced import Region
+from remat._regions.waiting import storages
+from remat.policies._sizes import show_size
+
+_FIRST = "remat: out of memory"
+_MOST_VALUES = 10
+_MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
+
+
+def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
+    """Adds to an out-of-memory error what regions held, unless it says so already.
+
+    Args:
+        error: what an operator of a region raised.
+        phase: "forward" or "backward".
+        call: the call of the region that failed.
+        nodes: the nodes of autograd at which the graph of what waits begins.
+    """
+    is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
+    if is_shortage(error) and not is_noted:
+        error.add_note(_text(phase, call, list(_values(nodes))))
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there is no memory, on an accelerator or the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def name_of(function: Any) -> str:
+    """The qualified name of a function, or that of its type."""
+    found = inspect.unwrap(function)
+    return getattr(found, "__qualname__", None) or type(found).__name__
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor that a region held: by whom, what it is called, and its bytes."""
+
+    region: str
+    label: str
+    size_bytes: int
+
+
+def _text(phase: str, call: Call, values: list[_Value]) -> str:
+    total = sum(value.size_bytes for value in values)
+    regions = dict.fromkeys(value.region for value in values)
+    lines = [
+        f"{_FIRST} in the {phase} of the region {name_of(call.roots[0])}. Regions whose "
+        f"backward was still to come held {show_size(total)} beyond parameters and data:"
+    ]
+    for region in regions:
+        own = sum(value.size_bytes for value in values if value.region == region)
+        lines.append(f"  {region}: {show_size(own)}")
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for value in values:
+        sizes.setdefault((value.region, value.label), []).append(value.size_bytes)
+    rows = sorted(sizes.items(), key=lambda row: -sum(row[1]))
+    lines += ["The largest values:"] if rows else []
+    for (region, label), found in rows[:_MOST_VALUES]:
+        count = f"{len(found)} x " if len(found) > 1 else ""
+        lines.append(f"  {count}{show_size(found[0])}: {label}, in {region}")
+    lines.append(
+        "What is saved is decided by the policies of these regions; what one backward "
+        "needs at once grows with the size of its region. See remat.report."
+    )
+    return "\n".join(lines)
+
+
+def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
+    """What the calls of regions below these nodes hold, each storage once."""
+    seen: set[int] = set()
+    for node in _below(nodes):
+        call = getattr(node, "call", None)
+        if not isinstance(call, Call):
+            continue
+        labels = labels_of(call)
+        for position, tensor in enumerate(_saved(node)):
+            label, is_operand = (
+                labels[position] if position < len(labels) else ("a state", False)
+            )
+            if is_operand and tensor.is_leaf:
+                continue  # a parameter, or data: it lives anyway
+            keys = {_compat.key_of(each): each.nbytes() for each in storages(tensor)}
+            size = sum(each for key, each in keys.items() if key not in seen)
+            seen |= keys.keys()
+            if size:
+                text = f"{label} {TensorMeta.of(tensor)}".strip()
+                yield _Value(name_of(call.roots[0]), text, size)
+
+
+def _below(nodes: Iterable[Any]) -> Iterator[Any]:
+    pending = [node for node in nodes if node is not None]
+    seen = set(pending)
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+
+
+def _saved(node: Any) -> tuple[Tensor, ...]:
+    """What a node saved; nothing if it has run already, or if it cannot be read."""
+    try:
+        return tuple(each for each in node.saved_tensors if each is not None)
+    except RuntimeError:
+        return ()
+
+
+def labels_of(call: Call) -> list[tuple[str, bool]]:
+    """What the tensors that a call saved are called, and whether each is an operand."""
+    region = call.region
+    saved: list[tuple[str, bool]] = []
+    if isinstance(region, Region) and region.keeps:
+        analysis = region.analysis(call.roots)
+        for index in region.cut(call.roots).saved:
+            view = analysis.views[analysis.numbers[analysis.roots[index]]]
+            names = " ".join(f'"{name}"' for name in view.names)
+            source = f"({view.source})" if view.source else ""
+            saved.append((" ".join(filter(None, [names, source])), False))
+    quoted = (each if "`" in each else f"`{each}`" for each in call.labels)
+    return [*saved, *((label, True) for label in quoted)]

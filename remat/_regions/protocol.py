@@ -1,0 +1,186 @@
+"""A call of a region, and what `_regions.rules` asks of one, whether it is traced or runs again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, final
+
+from torch import Tensor
+
+from remat._graph.values import Layout, TensorMeta, whole_layout
+from remat._programs.program import Program
+from remat._regions.fast_path import Straight
+from remat._regions.forwards import Calls, Results
+from remat._regions.function import Roots
+from remat._regions.functions import Batch
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import View
+from remat.storage import AbstractStorage
+
+
+class Asked(NamedTuple):
+    """Identifies one backward of a region. It is a tuple because every backward hashes one.
+
+    Attributes:
+        layouts: of the cotangents, None for one that is missing.
+        wanted: which operands' gradients are wanted.
+        num_states: how many generator states the forward recorded.
+        numerics: the switches in force when the backward runs.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    wanted: tuple[bool, ...]
+    num_states: int
+    numerics: Numerics
+
+    def without_gradients(self) -> Asked:
+        """The same for cotangents that are not to be differentiated."""
+        return self._replace(
+            layouts=tuple(
+                [each and (*each[:4], False, *each[5:]) for each in self.layouts]
+            )
+        )
+
+    def taken_whole(self) -> Asked:
+        """The same with each DTensor among the cotangents as if it were a plain tensor."""
+        return self._replace(
+            layouts=tuple([each and whole_layout(each) for each in self.layouts])
+        )
+
+    @property
+    def cotangents(self) -> tuple[TensorMeta | None, ...]:
+        """The metadata of the cotangents."""
+        return tuple(
+            [None if each is None else TensorMeta(*each) for each in self.layouts]
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Batched:
+    """A region over physical tensors, and where its results are mapped.
+
+    Attributes:
+        region: the region.
+        dims: the mapped dimension of each tensor of the results in a row; None means
+            the first of each.
+    """
+
+    region: AnyRegion
+    dims: tuple[int | None, ...] | None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """A region that returns its outputs and, after these, the tangents of some of them.
+
+    Attributes:
+        region: takes the operands of the original region, then their tangents.
+        moved: which outputs have a tangent.
+    """
+
+    region: AnyRegion
+    moved: tuple[int, ...]
+
+
+class AnyRegion(Protocol):
+    """A region: a traced one, one that runs again, or a scheduled stack."""
+
+    @property
+    def num_leading(self) -> int: ...
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def runs_first(self) -> bool: ...
+    @property
+    def states(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> Mapping[int, AbstractStorage]: ...
+    @property
+    def calls(self) -> Calls: ...
+    @property
+    def program(self) -> Program | None: ...
+    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None: ...
+    def views(self, roots: Roots) -> tuple[View, ...] | None: ...
+    def num_draws(self, roots: Roots) -> int: ...
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion: ...
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
+    def pushed(
+        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
+    ) -> Pushed | None: ...
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
+
+
+class Call(NamedTuple):
+    """One call of a region: what stays the same at every level.
+
+    Attributes:
+        region: what is called: a `Region`, or one that runs again.
+        roots: the function and the objects among its arguments.
+        numerics: the switches in force on this thread.
+        labels: what messages call the operands.
+        is_last: whether its own reverse derivative is refused, so nothing is saved for it.
+        is_first_order: whether the reverse derivative of its gradient is refused.
+        straight: what runs if the call needs no more than one program; else None.
+    """
+
+    region: AnyRegion
+    roots: Roots
+    numerics: Numerics
+    labels: tuple[str, ...] = ()
+    is_last: bool = False
+    is_first_order: bool = False
+    straight: Straight | None = None
+
+    def of(self, region: AnyRegion) -> Call:
+        """The call of a region derived from this one's."""
+        return self._replace(region=region, straight=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutProgram:
+    """What regions that run Python instead of a program have in common."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Empty: no operand is the state of a generator."""
+        return ()
+
+    @property
+    def inputs(self) -> dict[int, AbstractStorage]:
+        """Empty: every input is kept as it is."""
+        return {}
+
+    @property
+    def calls(self) -> Calls:
+        """Unused: nothing is stored, so no call is counted."""
+        return Calls()
+
+    @property
+    def runs_first(self) -> bool:
+        """False: which operands the outputs depend on is known before a run."""
+        return False
+
+    @property
+    def program(self) -> None:
+        """None: it runs Python."""
+        return
+
+    def straight(self, roots: Roots, numerics: Numerics) -> None:
+        """None: there is no program to run straight."""
+        return
+
+    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
+        """None: the outputs and their tangents come from two separate runs."""
+        return
+
+    def num_draws(self, roots: Roots) -> int:
+        """Zero: derived regions get no generator state from the forward."""
+        return 0

@@ -1,0 +1,593 @@
+"""Runs a region under whatever transforms are active: the rules of differentiation.
+
+`bind` walks down the stack of torch.func transforms itself, as JAX's `bind` does
+("Autodidax", part 1). It does not leave that to `torch.autograd.Function`: there, forward
+mode over forward mode is silently zero (pytorch #197867), saved values have to be outputs,
+and the level at which reverse mode is taken is unknown.
+
+At each level of reverse mode one `autograd.Function` keeps the operands and what the
+forward saved. Its backward binds the region of the gradients, so that the transforms that
+are active when a backward runs apply to it too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from remat import _compat
+from remat._errors import explain
+from remat._graph.values import TensorMeta, layout_of
+from remat._regions import out_of_memory, prefetch
+from remat._regions.backwards import (
+    consumed,
+    explain_failure,
+    require_recordable,
+    saved,
+    second_derivative,
+    spread,
+    versions,
+)
+from remat._regions.fast_path import Straight
+from remat._regions.forwards import Results
+from remat._regions.functions import Batch
+from remat._regions.protocol import AnyRegion, Asked, Call
+from remat._regions.views import make_views
+from remat._regions.waiting import (
+    Twins,
+    joints_of,
+    wait_differentiably,
+)
+from remat._switches import orders
+from remat._switches.numerics import Numerics
+from remat.storage import Place
+
+# Public, but torch has not annotated them.
+_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+def bind(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """What the region's function returns for these tensors; mutations are dropped."""
+    return bind_all(call, tensors)[0]
+
+
+def bind_all(
+    call: Call, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+    """What the region's function returns, and the new values of what it changed."""
+    if _compat.is_quiet():
+        straight = call.region.straight(call.roots, call.numerics)
+        if (
+            straight is not None
+            and not call.is_last
+            and _is_differentiated(call, tensors)
+        ):
+            call = call._replace(is_first_order=_wants_first_order(), straight=straight)
+            outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+            return _returned(call, outputs, tensors), ()
+        results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
+    else:
+        results = _run(call, tensors, save=False)
+    return _returned(call, results.outputs, tensors), results.mutations
+
+
+def _returned(
+    call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What the region's function returns, made from the outputs for these tensors."""
+    views = call.region.views(call.roots)
+    if views is None:
+        return [*outputs]
+    return make_views(views, outputs, tensors[call.region.num_leading :])
+
+
+def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
+    """Runs the region's forward, and returns what its backward will read to the caller."""
+    return _run(call, tensors, save=True)
+
+
+def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    """Runs the region's forward below all active transforms, and applies their rules."""
+    tensors = _compat.unwrap_dead(tensors)
+    found = _compat.current_interpreter()
+    if found is None:
+        return _run_plainly(call, tensors, save)
+    kind, interpreter = found
+    match kind:
+        case "grad":
+            return _run_under_grad(call, tensors, interpreter)
+        case "jvp":
+            with _compat.dual_level_told():
+                return _run_under_jvp(call, tensors, save, interpreter)
+        case "vmap":
+            return _run_under_vmap(call, tensors, save, interpreter)
+        case _:
+            raise NotImplementedError(
+                explain(
+                    where=f"a region under torch.func.{kind}",
+                    what="cannot be differentiated there.",
+                    why="remat has rules for grad, vjp, jvp and vmap, and for "
+                    "transforms built from these.",
+                    do="Apply the transform inside the region.",
+                )
+            )
+
+
+def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    if _compat.dual_level_is_active():
+        with _compat.without_inference_mode():
+            pairs = [_unpack_dual(tensor) for tensor in tensors]
+        if any(pair.tangent is not None for pair in pairs):
+            primals = [pair.primal for pair in pairs]
+            tangents = [pair.tangent for pair in pairs]
+            if not _is_differentiated(call, tensors):
+                return _push_forward(call, primals, tangents, save)
+            results = _run_quietly(call, tensors, save)
+            return _with_all_tangents(call, results, primals, tangents)
+    return _run_quietly(call, tensors, save)
+
+
+def _with_all_tangents(
+    call: Call,
+    results: Results,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+) -> Results:
+    """The results with the tangents of outputs that have no gradient, such as `x.detach()`.
+
+    `autograd.Function` gives them none.
+    """
+    if results.flows is None or all(results.flows):
+        return results
+    with torch.no_grad():
+        _, moved = _primal_and_tangents(call, primals, tangents, save=False)
+    outputs = [
+        output if flows or index not in moved else _dual(output, moved[index])
+        for index, (output, flows) in enumerate(
+            zip(results.outputs, results.flows, strict=True)
+        )
+    ]
+    return results._replace(outputs=outputs)
+
+
+def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    """Runs the forward where the only rule left is to record a backward, if one is wanted."""
+    if _is_differentiated(call, tensors):
+        skip = call.region.num_leading
+        ticket = _Ticket(call, tensors[:skip], None)
+        operands = list(tensors[skip:])
+        if call.region.inputs and not _compat.proxy_is_active():
+            with call.region.calls.inputs.next() as number:
+                _store_inputs(call, operands, number)
+        ticket.operands = tensors[skip:]
+        if call.region.runs_first and not _compat.dual_level_is_active():
+            operands = ticket.run_ahead(operands)
+        return ticket.redeem(_apply_plainly(ticket, *operands))
+    return call.region.forward(call.roots, save)(tensors, call.numerics)
+
+
+def _store_inputs(call: Call, operands: list[Tensor], number: int) -> None:
+    """Replaces operands by their stored forms, as `saved_inputs` says."""
+    twins: Twins = {}
+    for index, storage in call.region.inputs.items():
+        place = Place(index, number)
+        operands[index] = wait_differentiably(operands[index], storage, place, twins)
+
+
+def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    operands = tensors[call.region.num_leading :]
+    return any(map(_requires_grad, operands))
+
+
+def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
+    level = interpreter.level()
+    skip = call.region.num_leading
+    leading = [_compat.unwrap_at(tensor, level) for tensor in tensors[:skip]]
+    operands = [
+        tensor if _compat.level_of(tensor) == level else _compat.wrap_at(tensor, level)
+        for tensor in tensors[skip:]
+    ]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        ticket = _Ticket(call, leading, interpreter)
+        single: Any = _LevelFunction
+        with _compat.enable_single_level():
+            outputs = single.apply(ticket, *operands)
+        return ticket.redeem(outputs)
+    below = [_compat.unwrap_at(tensor, level) for tensor in operands]
+    with _compat.lowered(interpreter):
+        results = _run(call, [*leading, *below], save=True)
+    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    return results._replace(outputs=outputs)
+
+
+def _run_under_jvp(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
+    level = interpreter.level()
+    pairs = [
+        _unpack_dual(tensor) if _compat.level_of(tensor) == level else (tensor, None)
+        for tensor in tensors
+    ]
+    primals = [_compat.unwrap_at(primal, level) for primal, _ in pairs]
+    tangents = [
+        None if tangent is None else _compat.unwrap_at(tangent, level)
+        for _, tangent in pairs
+    ]
+    with _compat.lowered(interpreter):
+        results, moved = _primal_and_tangents(call, primals, tangents, save)
+    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    for index, tangent in moved.items():
+        wrapped = _compat.wrap_at(tangent, level)
+        outputs[index] = _dual(outputs[index], wrapped)
+    return results._replace(outputs=outputs)
+
+
+def _push_forward(
+    call: Call,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    save: bool,
+) -> Results:
+    """The jvp rule where `torch.autograd.forward_ad` is used without torch.func."""
+    results, moved = _primal_and_tangents(call, primals, tangents, save)
+    outputs = list(results.outputs)
+    for index, tangent in moved.items():
+        outputs[index] = _dual(outputs[index], tangent)
+    return results._replace(outputs=outputs)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    return _unpack_dual(tensor).primal if _compat.dual_level_is_active() else tensor
+
+
+def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """An output with its tangent; torch gives the tangent the memory layout of the output."""
+    if _compat.repeats_itself(primal):
+        primal = primal.clone()
+    return _make_dual(primal, tangent)
+
+
+def _primal_and_tangents(
+    call: Call,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    save: bool,
+) -> tuple[Results, dict[int, Tensor]]:
+    region, skip = call.region, call.region.num_leading
+    has_tangent = tuple(tangent is not None for tangent in tangents[skip:])
+    if not any(has_tangent):
+        return _run(call, primals, save), {}
+    given = [tangent for tangent in tangents[skip:] if tangent is not None]
+    pushed = region.pushed(call.roots, has_tangent, save)
+    if pushed is None:
+        return _primal_then_tangents(call, primals, (has_tangent, given), save)
+    if not pushed.moved:
+        # The function returns views of operands alone, which carry their own tangents.
+        return _run(call, primals, save), {}
+    below, tensors = call.of(pushed.region), [*primals, *given]
+    if region.keeps and not save:
+        returned, mutations = bind_all(below, tensors)
+        results = Results((), mutations)
+    else:
+        results = _run(below, tensors, save)
+        returned = _returned(below, results.outputs, tensors)
+    count = len(returned) - len(pushed.moved)
+    flows = results.flows and results.flows[:count]
+    results = results._replace(outputs=_present(returned[:count]), flows=flows)
+    return results, dict(zip(pushed.moved, _present(returned[count:]), strict=True))
+
+
+def _primal_then_tangents(
+    call: Call,
+    primals: Sequence[Tensor],
+    moving: tuple[tuple[bool, ...], Sequence[Tensor]],
+    save: bool,
+) -> tuple[Results, dict[int, Tensor]]:
+    """The same for a region that cannot compute outputs and tangents in one run."""
+    has_tangent, given = moving
+    results = _run(call, primals, save)
+    derived, _ = call.region.jvp(call.roots, has_tangent, 0)
+    operands = primals[call.region.num_leading :]
+    found = bind(call.of(derived), [*operands, *given])
+    return results, {
+        index: tangent
+        for index, (each, tangent) in enumerate(
+            zip(results.outputs, found, strict=False)
+        )
+        if tangent is not None and (each.is_floating_point() or each.is_complex())
+    }
+
+
+def _run_under_vmap(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
+    level = interpreter.level()
+    region, roots = call.region, call.roots
+    physical, dims = _compat.unwrap_batched(tensors, level)
+    randomness = interpreter.randomness()
+    if randomness == "error" and region.states:
+        # Nothing new is drawn: the draws repeat those made outside this level.
+        randomness = "same"
+    draws_apart = randomness != "same" and region.num_draws(roots) > 0
+    with _compat.lowered_vmap(interpreter):
+        if all(dim is None for dim in dims) and not draws_apart:
+            return _run(call, physical, save)
+        metas = tuple(
+            TensorMeta.of_whole(
+                tensor, requires_grad=_compat.requires_grad_anywhere(tensor)
+            )
+            for tensor in physical
+        )
+        batch = Batch(interpreter.batch_size(), randomness, dims, metas)
+        batched = region.batched(roots, batch, save)
+        below = call.of(batched.region)
+        if region.keeps and not save:
+            outputs, mutations = bind_all(below, physical)
+            results = Results(_present(outputs), mutations)
+        else:
+            results = _run(below, physical, save)
+    dims = [0] * len(results.flat) if batched.dims is None else batched.dims
+    wrapped = _compat.wrap_batched(results.flat, dims, level)
+    return Results.of(results.shape, wrapped, results.flows)
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+@final
+class _Ticket:
+    """Carries a call into an `autograd.Function`, and its other results out of it."""
+
+    __slots__ = ("call", "interpreter", "leading", "operands", "results")
+
+    def __init__(self, call: Call, leading: Sequence[Tensor], interpreter: Any) -> None:
+        self.call = call
+        self.leading = leading
+        self.interpreter = interpreter
+        # The operands as the forward reads them: neither stored nor detached.
+        self.operands: Sequence[Tensor] = ()
+        self.results: Results | None = None
+
+    def run(self, operands: Sequence[Tensor]) -> Results:
+        """Runs the forward below the function's level."""
+        interpreter = self.interpreter
+        if interpreter is None:
+            call = self.call
+            forward = call.region.forward(call.roots, True)
+            # A backward reads operands with their tangents; `_jvp` computes the outputs'.
+            primals = map(_primal, self.operands)
+            self.results = forward([*self.leading, *primals], call.numerics)
+        else:
+            level = interpreter.level()
+            below = [_compat.unwrap_at(tensor, level) for tensor in operands]
+            with _compat.lowered(interpreter):
+                self.results = _run(self.call, [*self.leading, *below], save=True)
+        return self.results
+
+    def run_ahead(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the forward, and detaches the operands that no output depends on.
+
+        An edge of autograd to such an operand would delay the hooks that wait until its
+        gradient is complete, as those of engines that reduce gradients do.
+        """
+        with torch.no_grad():
+            reached = self.run(operands).reached
+        if reached is None:
+            return [*operands]
+        return [
+            operand if each else operand.detach()
+            for operand, each in zip(operands, reached, strict=True)
+        ]
+
+    def redeem(self, outputs: Sequence[Tensor]) -> Results:
+        """The results of the forward, with outputs that carry gradients."""
+        assert self.results is not None
+        return Results(outputs, *self.results[1:])
+
+
+@_compat.unseen_by_dynamo
+def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
+    call = ticket.call
+    try:
+        results = ticket.results or ticket.run(operands)
+    except RuntimeError as error:
+        if call.region.keeps:  # a backward adds its own note
+            out_of_memory.note(error, "forward", call, _made_by(operands))
+        raise
+    outputs = results.outputs
+    if ticket.interpreter is not None:
+        level = ticket.interpreter.level()
+        outputs = [_compat.wrap_at(tensor, level) for tensor in outputs]
+    own = results.saved if call.region.keeps else ()
+    kept = () if call.is_last else (*own, *operands)
+    ctx.call = call
+    ctx.is_first_order = _wants_first_order()
+    ctx.num_states = len(results.states)
+    ctx.waiting = joints_of(kept)
+    ctx.versions = versions(kept, is_transformed=ticket.interpreter is not None)
+    ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
+    ctx.set_materialize_grads(False)
+    if ticket.interpreter is None and _compat.dual_level_is_active():
+        flows = results.flows or (True,) * len(outputs)
+        ctx.for_jvp = (call, operands, results.states, flows)
+    if results.flows is not None:
+        ctx.mark_non_differentiable(
+            *(out for out, each in zip(outputs, results.flows, strict=True) if not each)
+        )
+    return tuple(outputs)
+
+
+def _wants_first_order() -> bool:
+    """Whether second derivatives are refused; never in a trace, which serves later calls."""
+    return orders.is_first_order() and not _compat.proxy_is_active()
+
+
+def _made_by(operands: Sequence[Tensor]) -> list[Any]:
+    """The nodes of autograd behind some tensors."""
+    return [operand.grad_fn for operand in operands]
+
+
+@_compat.unseen_by_dynamo
+def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    try:
+        prefetch.start(ctx)
+        return _gradients(ctx, *cotangents)
+    except BaseException:
+        prefetch.drop()
+        raise
+
+
+@_compat.unseen_by_dynamo
+def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _through(_pulled_back(ctx, cotangents), ctx, cotangents)
+
+
+def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
+    """The region of the gradients that are wanted for these cotangents."""
+    call: Call = ctx.call
+    if call.is_last:
+        raise second_derivative(call)
+    layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
+    wanted = ctx.needs_input_grad[1:]
+    asked = Asked(layouts, wanted, ctx.num_states, Numerics.current())
+    return call.region.vjp(call.roots, asked)
+
+
+def _through(
+    derived: AnyRegion, ctx: Any, cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients by a region: by its program alone where nothing records them."""
+    present = [each for each in cotangents if each is not None]
+    is_recorded = torch.is_grad_enabled() or not _compat.is_plain_autograd()
+    if derived.program is not None and not is_recorded:
+        return consumed(derived.program, ctx, present)
+    kept, call = saved(ctx), ctx.call
+    try:
+        require_recordable(present)
+        below = Call(
+            derived, call.roots, Numerics.current(), call.labels, ctx.is_first_order
+        )
+        found = bind(below, [*kept, *present])
+    except RuntimeError as error:
+        out_of_memory.note(error, "backward", call, [ctx])
+        raise
+    return spread(ctx.needs_input_grad, found)
+
+
+@_compat.unseen_by_dynamo
+def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
+    call, operands, states, flows = ctx.for_jvp
+    del ctx.for_jvp
+    has_tangent = tuple(tangent is not None for tangent in tangents)
+    derived, moved = call.region.jvp(call.roots, has_tangent, len(states))
+    primals = [_unpack_dual(operand).primal for operand in operands]
+    given = [tangent for tangent in tangents if tangent is not None]
+    outputs: list[Tensor | None] = [None] * len(flows)
+    if moved == ():
+        return tuple(outputs)
+    with torch.enable_grad():
+        found = bind(call.of(derived), [*primals, *states, *given])
+    places = range(len(flows)) if moved is None else moved
+    for place, tangent in zip(places, found, strict=True):
+        outputs[place] = tangent if flows[place] else None  # see `_with_all_tangents`
+    return tuple(outputs)
+
+
+class _PlainFunction(torch.autograd.Function):
+    """Plain autograd, where no torch.func transform is active."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)
+    jvp = staticmethod(_jvp)
+
+
+@_compat.unseen_by_dynamo
+def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
+    """`_regions.forwards` for a call that needs no more than one program."""
+    ctx.call = call
+    straight: Any = call.straight
+    around, run = straight.quiet
+    try:
+        with around():
+            found = run([*operands])
+    except RuntimeError as error:
+        out_of_memory.note(error, "forward", call, _made_by(operands))
+        raise
+    first, last = straight.num_outputs, straight.num_kept
+    ctx.save_for_backward(*found[first:last], *operands, *found[last:])
+    ctx.set_materialize_grads(False)
+    for index in straight.untracked:
+        found[index] = _compat.untracked_alias(found[index])
+    return tuple(found[:first])
+
+
+@_compat.unseen_by_dynamo
+def _gradients_straight(
+    ctx: Any, *cotangents: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """`_gradients` after a straight forward: most often by the program of a backward before."""
+    straight: Straight = ctx.call.straight
+    wanted: tuple[bool, ...] = ctx.needs_input_grad
+    for check, was_wanted, same_thread, quiet in straight.followed:
+        if check(*cotangents) and was_wanted == wanted and same_thread():
+            # Inlines `consumed`.
+            try:
+                read: list[Any] = [*ctx.saved_tensors, *cotangents]
+                ctx.maybe_clear_saved_tensors()
+                with quiet.around():
+                    found = quiet.run(read)
+            except RuntimeError as error:
+                explain_failure(error, ctx)
+                raise
+            return spread(wanted, found) if False in wanted[1:] else (None, *found)
+    return _gradients_looked_up(ctx, cotangents)
+
+
+def _gradients_looked_up(
+    ctx: Any, cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The same for a backward unlike all before; it is remembered for the next one."""
+    straight: Straight = ctx.call.straight
+    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
+    ctx.versions = ()  # autograd itself finds changed tensors here
+    numerics = Numerics.current()
+    derived = _pulled_back(ctx, cotangents)
+    is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
+    # Tracing may have run code of the user that sets a switch and leaves it set.
+    is_as_asked = not is_recorded and Numerics.current() == numerics
+    if derived.program is not None and is_as_asked:
+        straight.learn(ctx.needs_input_grad, cotangents, derived.program)
+    return _through(derived, ctx, cotangents)
+
+
+class _StraightFunction(torch.autograd.Function):
+    """Plain autograd over one program."""
+
+    forward = staticmethod(_forward_straight)
+    backward = staticmethod(_gradients_straight)
+
+
+_apply_plainly = _compat.plain_apply(_PlainFunction)
+
+# (a call with a `straight`, *operands) -> the outputs.
+apply_straight = _compat.plain_apply(_StraightFunction)
+
+
+class _LevelFunction(_compat.SingleLevelFunction):
+    """One level of torch.func reverse mode."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)

@@ -1,0 +1,266 @@
+"""A saved value on its way from forward to backward, in whatever form its storage gives it.
+
+It travels as one tensor of the value's own metadata but without data, so that it passes
+through `save_for_backward` and the wrappers of torch.func like any other; what waits hangs
+on it. Nothing may compute with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import RematError, explain
+from remat._graph.values import TensorMeta
+from remat._regions import prefetch
+from remat.storage import AbstractStorage, Keep, Place, Stored, stored_in
+
+_aten: Any = torch.ops.aten
+_PASSED_ON = (_aten.alias.default, _aten.detach.default)
+
+
+@final
+class Waiting(Tensor):
+    """A tensor without data that stands for a stored value.
+
+    Attributes:
+        stored: what waits.
+        stride_order: the dimensions, the one of the largest stride first, in which the
+            value was contiguous; None if there is no such order.
+        part: of a DTensor, what stands for this rank's part, and how it is spread.
+    """
+
+    stored: Stored
+    stride_order: tuple[int, ...] | None
+    part: tuple[Waiting, Any] | None
+
+    @classmethod
+    def of(
+        cls,
+        value: Tensor,
+        stored: Stored,
+        stride_order: tuple[int, ...] | None,
+        part: tuple[Waiting, Any] | None = None,
+    ) -> Waiting:
+        """A tensor that looks like `value` and holds `stored`."""
+        found: Waiting = _compat.tensor_without_data(cls, value)
+        found.stored = stored
+        found.stride_order = stride_order
+        found.part = part
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Permits what only passes the tensor on, and refuses every other operator."""
+        if func in _PASSED_ON:
+            (value,) = args
+            return cls.of(value, value.stored, value.stride_order, value.part)
+        raise RematError(
+            explain(
+                where=f"{func} on a saved value of a region",
+                what="reads a value while it waits in its storage.",
+                why="Saved-tensor hooks see a region's saved values in their stored "
+                "form.",
+                do="Remove the hooks around the region, or the storage from its "
+                "policy.",
+            )
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Its metadata: the numbers wait."""
+        return f"Waiting({TensorMeta.of(self)})"
+
+    def resume(self) -> Tensor:
+        """The value, with the strides that it had."""
+        return self.as_it_was(self.stored.restore())
+
+    def as_it_was(self, restored: Tensor) -> Tensor:
+        """What the storage returned, with the strides that the value had."""
+        if self.part is not None:
+            part, spread = self.part
+            return _compat.in_place_of(part.as_it_was(restored), spread)
+        shape, stride = self.shape, self.stride()
+        once = _once(shape, stride)
+        if self.stride_order is None:
+            like = torch.empty_strided(
+                once, stride, dtype=self.dtype, device=self.device
+            )
+            return like.copy_(restored.view(once)).expand(shape)
+        order = self.stride_order
+        permuted = restored.view([once[dim] for dim in order])
+        back = [order.index(dim) for dim in range(len(order))]
+        return permuted.permute(back).expand(shape)
+
+
+# What one call has stored, by the storage and by the numbers in memory that were stored.
+Twins = dict[tuple[Any, ...], Stored]
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The stored tensors behind a `Waiting`; any other tensor itself."""
+    return tensor.stored.tensors if isinstance(tensor, Waiting) else (tensor,)
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor's numbers, whatever its class."""
+    if isinstance(tensor, Waiting):
+        for each in parts_of(tensor):
+            yield from storages(each)
+    elif hasattr(tensor, "__tensor_flatten__"):
+        whole: Any = tensor
+        inner = (getattr(whole, name) for name in whole.__tensor_flatten__()[0])
+        for each in inner:  # a DTensor names its mesh among them
+            if isinstance(each, Tensor):
+                yield from storages(each)
+    elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
+        yield _compat.unwrapped(tensor).untyped_storage()
+
+
+def wait(
+    value: Tensor, storage: AbstractStorage, place: Place, twins: Twins | None = None
+) -> Tensor:
+    """Stores a value; returns the value itself if the storage does not apply to it.
+
+    Nothing is stored while a trace runs: the region around decides what waits.
+
+    Args:
+        value: what is to wait.
+        storage: how.
+        place: which value it is.
+        twins: what this call has stored before. A view of the same numbers in memory, of
+            any shape and order, waits as what they do: one tensor is stored once.
+
+    Returns:
+        What stands for the value.
+    """
+    if type(storage) is Keep or _compat.proxy_is_active() or _compat.is_fake(value):
+        return value
+    spread = _compat.placement(value)
+    if spread is not None:
+        part = wait(_compat.local_part(value), storage, place.of(spread), twins)
+        if type(part) is not Waiting:
+            return value
+        return Waiting.of(value, part.stored, None, (part, spread))
+    dense, place, order = densely(value, place)
+    if order is None:
+        stored = stored_in(storage, dense, place)
+    else:
+        stored = _store_once(dense, storage, place, {} if twins is None else twins)
+    waiting = stored.tensors
+    if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
+        return value
+    return Waiting.of(value, stored, order)
+
+
+def densely(
+    value: Tensor, place: Place
+) -> tuple[Tensor, Place, tuple[int, ...] | None]:
+    """A value as a storage is given it: contiguous, and each of its numbers once, as it is.
+
+    Returns:
+        A view of it where that will do, its place with the order of its dimensions, and
+        that order; None for a copy in their own.
+    """
+    stride = value.stride()
+    numbers = value[tuple(slice(size) for size in _once(value.shape, stride))]
+    order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
+    dense = numbers.permute(order)
+    own = iter(range(value.dim()))
+    users = [None if dim in place.mapped else next(own) for dim in range(value.dim())]
+    is_flipped = dense.is_conj() or dense.is_neg()
+    if dense.is_contiguous() and not is_flipped:
+        ordered = tuple([users[dim] for dim in order])
+        return dense, dataclasses.replace(place, order=ordered), tuple(order)
+    place = dataclasses.replace(place, order=tuple(users))
+    return numbers.resolve_conj().resolve_neg().contiguous(), place, None
+
+
+def _store_once(
+    dense: Tensor, storage: AbstractStorage, place: Place, twins: Twins
+) -> Stored:
+    if type(dense) is not Tensor:  # a subclass may have no memory of its own
+        return stored_in(storage, dense, place)
+    key = (storage, place.spread, dense.data_ptr(), dense.numel(), dense.dtype)
+    stored = twins.get(key)
+    if stored is None:
+        stored = twins[key] = stored_in(storage, dense, place)
+    return stored
+
+
+def _once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The shape without the repetitions of an expanded tensor."""
+    return [
+        size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
+    ]
+
+
+def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, some of which may wait, as they were; no gradient is recorded."""
+    if Waiting not in map(type, tensors):
+        return tensors
+    waiting = [each for each in tensors if type(each) is Waiting]
+    restored = iter(prefetch.finish([each.stored for each in waiting]))
+    return [
+        each.as_it_was(next(restored)) if type(each) is Waiting else each
+        for each in tensors
+    ]
+
+
+def joints_of(tensors: Sequence[Tensor]) -> prefetch.Awaited | None:
+    """What waits among the tensors of one node of autograd, if it comes back jointly."""
+    if Waiting not in map(type, tensors):
+        return None
+    return prefetch.awaited([each.stored for each in tensors if type(each) is Waiting])
+
+
+class _Wait(torch.autograd.Function):
+    """`wait`, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        value, *rest = args
+        return wait(value.detach(), *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
+        return grad_outputs[0], None, None, None
+
+
+class _Resume(torch.autograd.Function):
+    """`Waiting.resume`, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        return args[0].resume()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
+        return grad_outputs[0]
+
+
+def wait_differentiably(
+    value: Tensor, storage: AbstractStorage, place: Place, twins: Twins
+) -> Tensor:
+    """`wait`; what flows back to the result flows to the value."""
+    if type(value) is Waiting:
+        return value
+    if not value.requires_grad:
+        return wait(value, storage, place, twins)
+    apply: Callable[..., Tensor] = _Wait.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    found = apply(value, storage, place, twins)
+    return found if type(found) is Waiting else value
+
+
+def resume_differentiably(tensor: Tensor) -> Tensor:
+    """A tensor that may wait as it was; what flows back to it flows to what waited."""
+    if type(tensor) is not Waiting:
+        return tensor
+    apply: Callable[[Tensor], Tensor] = _Resume.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return apply(tensor)

@@ -1,0 +1,448 @@
+"""`engine="rerun"`: functions that cannot be traced run again, in Python, in the backward.
+
+This is for branches on values, opaque kernels, and shapes that depend on data. Here a call
+becomes a flat function of the tensors that it reaches, and that function a region
+(`_rerun.region`). Generators, registered trackers and module buffers are put back to where
+the forward found them whenever it runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from remat import _captures, _compat
+from remat._errors import MutationError, SavedTensorModifiedError, explain
+from remat._messages import mutates, user_line
+from remat._regions.protocol import Call
+from remat._regions.rules import bind
+from remat._rerun import fully_shard
+from remat._rerun.dependence import require_own
+from remat._rerun.hidden import require_nothing_hidden
+from remat._rerun.region import Rerun
+from remat._rerun.state import RunState
+from remat._switches.numerics import Numerics
+from remat._tracing import engines
+from remat._tracing.thread import depth, lift, running_again, uninitialized
+from remat._tracing.trace import Flat
+
+
+def call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: str
+) -> Any:
+    """Calls `fun` as a region that runs again in its backward.
+
+    Raises:
+        ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
+    """
+    engines.require_no_engine(fun)
+    reach = _Reach.of(fun, args, kwargs)
+    operands = reach.operands
+    wanted = tuple(map(_compat.requires_grad_anywhere, operands))
+    if not any(wanted):
+        found = fun(*args, **kwargs)
+        require_nothing_hidden(found, (fun, args, dict(kwargs)))
+        return found
+    flat = _FlatCall.of(fun, reach, draws=rng == "preserve")
+    function = _cast_alike(flat, operands)
+    region = Rerun(function, function, wanted, flat.state)
+    lifted = [lift(each) for each in operands]
+    return flat.result.tree(bind(Call(region, (fun,), flat.numerics), lifted))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Reach:
+    """The tensors that a call reaches.
+
+    Attributes:
+        survey: of all that the function and its arguments hold.
+        arguments: those that are passed.
+        beyond: those that are not, less `managed`.
+        engine: of the modules among them that `fully_shard` drives, if there are any.
+        managed: the parameters that this engine gathers and frees.
+        operands: those that the region takes: passed first, then captured.
+    """
+
+    survey: _captures.Survey
+    arguments: _Arguments
+    beyond: list[Tensor]
+    engine: fully_shard.Engine | None
+    managed: list[Tensor]
+    operands: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Reach:
+        """What a call of `fun` reaches.
+
+        Raises:
+            TraceError: a parameter has yet to be made.
+        """
+        survey = _captures.survey((fun, args, dict(kwargs)))
+        arguments = _Arguments(args, kwargs)
+        engine = fully_shard.Engine.reached(survey)
+        managed = engine.managed if engine else []
+        beyond = _beyond(survey, [*arguments.tensors, *managed])
+        operands = [*arguments.tensors, *filter(_compat.is_followed, beyond)]
+        if engine:
+            operands.append(engine.anchor)
+        return cls(survey, arguments, beyond, engine, managed, operands)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FlatCall:
+    """A call as a flat function of its operands, which runs as often as it is asked.
+
+    Attributes:
+        fun: the user's function.
+        reach: what the call reaches.
+        constants: what must still have its numbers when it runs again.
+        state: what each run starts from.
+        numerics: the switches that each run is under.
+        result: how what the last run returned is made from its tensors.
+    """
+
+    fun: Callable[..., Any]
+    reach: _Reach
+    constants: _Constants
+    state: RunState
+    numerics: Numerics
+    result: _Result
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> _FlatCall:
+        """A call that has not run yet, under the switches in force."""
+        followed = [*reach.operands, *reach.managed]
+        # A trace around would take these looks for the user's own.
+        with _compat.without_torch_function():
+            constants = _Constants(reach.survey, followed)
+            buffers = _buffers(reach.survey, reach.arguments.tensors)
+        state = RunState(buffers, followed, draws=draws, engine=reach.engine)
+        return cls(fun, reach, constants, state, Numerics.current(), _Result())
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs the function on other operands."""
+        # The operands are kept, so that no new tensor can have the id of one of them.
+        stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
+        args, kwargs = self.reach.arguments.of(stand_ins)
+        is_again = self.state.before is not None
+        with self._substituting(stand_ins, is_again):
+            if is_again:
+                self.constants.require_unchanged(self.state.found)
+            returned = self.result.apart(self.fun(*args, **kwargs))
+            # A captured tensor that no operator met is returned as it is.
+            found = [stand_ins.get(id(each), each) for each in returned]
+            if is_again:
+                require_own(found, tensors, self.reach.engine)
+            else:
+                self.constants.settle(self.state.used, self.state.kept)
+                self.state.used.clear()
+            return found
+
+    @contextlib.contextmanager
+    def _substituting(
+        self, stand_ins: Mapping[int, Tensor], is_again: bool
+    ) -> Generator[None]:
+        """Inside, each operand is replaced, and all else is as in the first run."""
+        reach = self.reach
+        substituted = _Substituted(
+            stand_ins, self.state, self.constants, is_pure=not reach.beyond
+        )
+        met = substituted.met
+        with (
+            reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
+            reach.engine.running() if reach.engine else engines.refused(),
+            running_again(met) if reach.beyond else _NOTHING,
+            substituted,
+            self.numerics.applied(),
+            _compat.own_parametrizations(),
+        ):
+            yield
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
+    """The function, on tensors that autocast casts as often as the operands."""
+    # Asked of the tensors: sparse and nested ones have no metadata.
+    each_time = [*map(_compat.is_cast_each_time, operands)]
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        pairs = zip(each_time, tensors, strict=True)
+        return function(
+            [_compat.cast_each_time(each) if anew else each for anew, each in pairs]
+        )
+
+    return run if any(each_time) else function
+
+
+def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
+    """The reached tensors less the arguments.
+
+    Raises:
+        TraceError: one of them has yet to be made.
+    """
+    for tensor in survey.reached:
+        if is_lazy(tensor):
+            raise uninitialized(f"`{survey.tensors[id(tensor)][0].label}`")
+    known = set(map(id, given))
+    return [tensor for tensor in survey.reached if id(tensor) not in known]
+
+
+def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that the function may change: buffers, and arguments without a gradient."""
+    own = [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
+    passed = [each for each in given if not _compat.requires_grad_anywhere(each)]
+    return [_compat.unwrapped(tensor) for tensor in [*own, *passed]]
+
+
+@final
+class _Arguments:
+    """The arguments of a call, and their tensors apart from them.
+
+    Attributes:
+        tensors: each once: the function may ask whether two arguments are the same.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._leaves, self._spec = _compat.flatten((args, dict(kwargs)))
+        found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
+        self.tensors: list[Tensor] = [*found.values()]
+
+    def of(self, stand_ins: Mapping[int, Tensor]) -> tuple[Any, Any]:
+        """The arguments with other tensors, each under the id of the one it stands for."""
+        filled = [
+            stand_ins[id(leaf)] if isinstance(leaf, Tensor) else leaf
+            for leaf in self._leaves
+        ]
+        return _compat.unflatten(filled, self._spec)
+
+
+@final
+class _Result:
+    """The structure of what the function returned in its last run."""
+
+    def __init__(self) -> None:
+        self.statics: list[Any] = []
+        self.spec: Any = None
+
+    def apart(self, result: Any) -> Sequence[Tensor]:
+        leaves, self.spec = _compat.flatten(result)
+        # Tensors are not kept: each holds the graph of its run.
+        self.statics = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def tree(self, tensors: Sequence[Any]) -> Any:
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.statics]
+        return _compat.unflatten(leaves, self.spec)
+
+
+_TENSOR = object()
+
+
+_IN_A_GRAPH = (
+    'A function that is run again by @remat(engine="rerun") reaches tensors beyond its '
+    "arguments, which a graph would not see replaced. Pass them as arguments, or compile "
+    "without fullgraph=True."
+)
+
+
+class _Substituted(TorchFunctionMode):
+    """Replaces captured tensors by operands, and notes the generators that are used."""
+
+    def __init__(
+        self,
+        stand_ins: Mapping[int, Tensor],
+        state: RunState,
+        constants: _Constants,
+        *,
+        is_pure: bool,
+    ) -> None:
+        self._stand_ins = stand_ins
+        self._state = state
+        self._constants = constants
+        self._is_pure = is_pure
+        self._depth = depth()
+
+    @_compat.unseen_by_dynamo
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo reads this too, where the function calls what torch.compile made.
+            if not self._is_pure:
+                _compat.end_graph(_IN_A_GRAPH)
+            return func(*args, **(kwargs or {}))
+        if depth() != self._depth:
+            # A region inside is traced on its own; it has its tensors from `lift`.
+            return func(*args, **(kwargs or {}))
+        args, kwargs = _compat.map_tensors(self.met, (args, kwargs or {}))
+        for each in kwargs.values():
+            if isinstance(each, torch.Generator):
+                self._state.meet(each)
+        if self._state.before is None:
+            for target in _targets(func, args, kwargs):
+                self._constants.before_write(target, self._state)
+        out = func(*args, **kwargs)
+        self._state.watch(func)
+        return out
+
+    def met(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor, itself if nothing does; it counts as used."""
+        if self._state.before is None:
+            self._state.used.add(id(tensor))
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+def _targets(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors that a call writes to, as far as its name tells."""
+    name = str(getattr(func, "__name__", "")).split(".")[0]
+    found = _compat.tensor_leaves(kwargs.get("out"))
+    is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    is_written = is_own or name in _ASSIGNING or func == _compat.SET_DATA
+    if is_written or kwargs.get("inplace"):
+        found += _compat.tensor_leaves(args[:1])
+    if name in _TRACKING:
+        running = (kwargs.get("running_mean"), kwargs.get("running_var"))
+        # torch's own functions take weight and bias first, those of `F` last.
+        first = 3 if func in _WEIGHTS_FIRST else 1
+        found += _compat.tensor_leaves((args[first : first + 2], running))
+    return found
+
+
+_ASSIGNING = frozenset(
+    f"__{name}__"
+    for name in (
+        *("iadd", "isub", "imul", "imatmul", "itruediv", "idiv", "ifloordiv", "imod"),
+        *("ipow", "ilshift", "irshift", "iand", "ior", "ixor", "setitem"),
+    )
+)
+# Their names end like those of writers, but they change no numbers.
+_HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
+# They write to statistics without telling: no version changes.
+_TRACKING = frozenset({"batch_norm", "instance_norm"})
+_WEIGHTS_FIRST = frozenset({torch.batch_norm, torch.instance_norm})
+
+
+@final
+class _Constants:
+    """The tensors without a gradient that a function reaches, which are not copied.
+
+    Those that it used and did not change must have the same numbers when it runs again.
+    """
+
+    def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
+        known = set(map(id, operands))
+        self._survey = survey
+        self._versions = [
+            (tensor, tensor._version)
+            for tensor in survey.reached
+            if id(tensor) not in known and _has_version(tensor)
+        ]
+        self._by_storage: dict[int, list[Tensor]] = {}
+        for tensor, _ in self._versions:
+            if not survey.is_buffer(id(tensor)) and _has_storage(tensor):
+                key = _compat.storage_key(tensor)
+                self._by_storage.setdefault(key, []).append(tensor)
+        leaves = map(
+            _compat.unwrapped, filter(_compat.requires_grad_anywhere, operands)
+        )
+        self._wanted = set(map(_compat.storage_key, filter(_has_storage, leaves)))
+
+    def before_write(self, target: Tensor, state: RunState) -> None:
+        """Saves the numbers of those tensors that share memory with what is written to.
+
+        Raises:
+            MutationError: an argument that is to be differentiated does.
+        """
+        if not (_has_version(target) and _has_storage(target)):
+            return
+        key = _compat.storage_key(target)
+        if key in self._wanted:
+            raise mutates(user_line())
+        for tensor in self._by_storage.get(key, ()):
+            state.keep(tensor)
+
+    def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
+        """Forgets all but those that the first run used and has not changed.
+
+        Args:
+            used: the ids of what it used.
+            kept: what it wrote to, and what is put back.
+
+        Raises:
+            MutationError: it wrote to another.
+        """
+        put_back = set(map(id, kept))
+        for tensor, version in self._versions:
+            moved = id(tensor) in used and tensor._version != version
+            if moved and id(tensor) not in put_back:
+                raise _unseen(self._survey.tensors[id(tensor)][0].label)
+        self._versions = [
+            (tensor, version)
+            for tensor, version in self._versions
+            if id(tensor) in used and tensor._version == version
+        ]
+
+    def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Refuses a run if one of them was written to since.
+
+        Args:
+            found: buffers that are put back to what they were.
+
+        Raises:
+            SavedTensorModifiedError: one was.
+        """
+        put_back = {id(buffer) for buffer, _ in found}
+        for tensor, version in self._versions:
+            if tensor._version != version and id(tensor) not in put_back:
+                raise _modified(self._survey.tensors[id(tensor)][0].label)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and _compat.placement(tensor) is None
+
+
+def _has_version(tensor: Tensor) -> bool:
+    return not tensor.is_inference() and _compat.level_of(tensor) < 0
+
+
+def _unseen(label: str) -> MutationError:
+    return MutationError(
+        explain(
+            where=f"the region reaches {label}",
+            what="a tensor that the function changes in place, hidden from remat.",
+            why="The function runs again, and would start from the changed numbers.",
+            do="Register it as a buffer of a module, or write to it with its own "
+            "method (x.copy_(y)).",
+        )
+    )
+
+
+def _modified(label: str) -> SavedTensorModifiedError:
+    return SavedTensorModifiedError(
+        explain(
+            where=f"the backward of a region that reaches {label}",
+            what="a tensor that the function reads was changed in place since the forward.",
+            why="The function runs again, and would start from other numbers.",
+            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
+        )
+    )

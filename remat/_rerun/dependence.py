@@ -1,0 +1,167 @@
+"""Which leaves the outputs of a run depend on, by the graph that autograd recorded.
+
+A run is given stand-ins, the leaves. If an output depended on any other tensor, a gradient
+would be lost; and also if a backward reached the leaves other than through an output.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import CapturedTensorError, explain
+from remat._graph.values import TensorMeta
+from remat._rerun import fully_shard
+from remat._tracing.memoized import remedy
+
+#: The bits of all outputs.
+ALL = -1
+
+
+def resting(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    engine: fully_shard.Engine | None = None,
+) -> tuple[int, ...]:
+    """For each leaf the outputs that depend on it, as bits; `ALL` if it wants no gradient.
+
+    The last leaf stands for the parameters that an engine has gathered.
+
+    Raises:
+        CapturedTensorError: an output depends on a tensor that is not a leaf of the run.
+    """
+    found: dict[int, int] = {}
+    known = set(map(id, leaves))
+    for variable, bits in variables(outputs):
+        if engine and engine.stands_for(variable):
+            variable = leaves[-1]
+        if id(variable) not in known:
+            raise _other(variable)
+        found[id(variable)] = found.get(id(variable), 0) | bits
+    return tuple(
+        found.get(id(leaf), 0) if leaf.requires_grad else ALL for leaf in leaves
+    )
+
+
+def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
+    """The leaves of autograd's graph, each with the bits of the outputs that depend on it.
+
+    Leaves that the function has made, and that nothing holds any more, are left out.
+    """
+    bits: dict[Any, int] = {}
+    for index, each in enumerate(outputs):
+        if each.grad_fn is not None:
+            bits[each.grad_fn] = bits.get(each.grad_fn, 0) | 1 << index
+        elif each.requires_grad:
+            yield each, 1 << index
+    for node in nodes_behind([*bits]):
+        own = bits[node]
+        for edge in _edges(node):
+            bits[edge] = bits.get(edge, 0) | own
+        if is_held(node) or _is_guarded(node):
+            yield node.variable, own
+
+
+def is_held(node: Any) -> bool:
+    """Whether the node is that of a leaf, and something in Python holds the leaf.
+
+    Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
+    """
+    return hasattr(node, "variable") and _references(node) > _unheld()
+
+
+def _references(node: Any) -> int:
+    return sys.getrefcount(node.variable)
+
+
+@functools.cache
+def _unheld() -> int:
+    """The references to a leaf that only autograd's graph holds."""
+    with _compat.without_inference_mode(), torch.enable_grad():
+        made = torch.ones((), requires_grad=True).exp()
+    assert made.grad_fn is not None
+    return _references(made.grad_fn.next_functions[0][0])
+
+
+def nodes_behind(roots: Sequence[Any]) -> list[Any]:
+    """These nodes of autograd and those behind them, each before those it leads to."""
+    ended: list[Any] = []
+    seen: set[Any] = set()
+    pending = [(node, False) for node in roots]
+    while pending:
+        node, has_led = pending.pop()
+        if has_led:
+            ended.append(node)
+        elif node not in seen:
+            seen.add(node)
+            pending.append((node, True))
+            pending.extend((edge, False) for edge in _edges(node))
+    return ended[::-1]
+
+
+def _edges(node: Any) -> list[Any]:
+    return [edge for edge, _ in node.next_functions if edge is not None]
+
+
+def require_own(
+    outputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    engine: fully_shard.Engine | None,
+) -> None:
+    """Refuses outputs of a run in the backward that depend on the run in the forward.
+
+    A function may keep a tensor where it cannot be put back (a cache of functools). That
+    tensor depends on the stand-ins of the forward's run: the gradient would end there.
+
+    Raises:
+        CapturedTensorError: an output depends on a leaf that was not given.
+    """
+    if all(each.is_leaf for each in given):
+        resting(outputs, given, engine)
+
+
+def guard_against_others(leaves: Sequence[Tensor]) -> None:
+    """Has a backward fail if it reaches the leaves other than through the outputs.
+
+    A tensor that the function left somewhere (in a list, by a hook) holds the graph of the
+    run, which ends in leaves whose gradients nobody reads.
+    """
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_hook(_lost)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_guarded(node: Any) -> bool:
+    variable: Any = getattr(node, "variable", None)
+    hooks: dict[Any, Any] = getattr(variable, "_backward_hooks", None) or {}
+    return _lost in hooks.values()
+
+
+def _lost(gradient: Tensor) -> Tensor:
+    raise CapturedTensorError(
+        explain(
+            where=f"a gradient {TensorMeta.of(gradient)}",
+            what="reaches a region through a tensor that the function stored "
+            "somewhere instead of returning it.",
+            why="The gradient cannot get from there to the region's inputs, and "
+            "would be lost.",
+            do="Return the tensor from the function.",
+        )
+    )
+
+
+def _other(variable: Tensor) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(variable)} that requires grad",
+            what="is reached in a way that cannot be followed at the next run.",
+            why="Its gradient would be lost.",
+            do=remedy(),
+        )
+    )

@@ -1,0 +1,207 @@
+"""The region of `engine="rerun"`: it has no programs, and runs a Python function each time.
+
+The same rules hold as for traced regions (`_regions.rules`): derivatives are regions again, made from
+the pullback, the pushforward or the map of the function, and each runs the function again on
+its operands.
+
+A run records a graph for autograd and throws it away, as the backward does, so that
+kernels that look at `requires_grad` choose alike in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._regions.forwards import Results
+from remat._regions.function import Roots
+from remat._regions.functions import Batch, Pull, mapped, pullback, pushforward, tracked
+from remat._regions.protocol import Asked, Batched, WithoutProgram
+from remat._rerun import fully_shard
+from remat._rerun.dependence import guard_against_others, resting, variables
+from remat._rerun.state import RunState
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import Flat, View
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Rerun(WithoutProgram):
+    """A region without programs.
+
+    Attributes:
+        run: what the forward runs.
+        function: the same, differentiable: derivatives are made from it.
+        requires_grad: for each tensor that it takes whether it is differentiated.
+        state: what is put back around each run.
+        returned: how what it returns is made from the outputs; None means they are it.
+        all_flow: whether every output has a gradient, whatever a run's graph says.
+        is_primal: whether it returns what the user's function does, or that in tangents
+            or mapped: what `state.resting` tells of. Gradients rest on others.
+        num_leading: nothing comes before the operands.
+    """
+
+    run: Flat
+    function: Flat
+    requires_grad: tuple[bool, ...]
+    state: RunState
+    returned: tuple[View, ...] | None = None
+    all_flow: bool = False
+    is_primal: bool = True
+    num_leading: int = 0
+
+    def views(self, roots: Roots) -> tuple[View, ...] | None:
+        """How what it returns is made from the outputs."""
+        return self.returned
+
+    @property
+    def keeps(self) -> bool:
+        """False: the forward saves nothing for the backward."""
+        return False
+
+    @property
+    def runs_first(self) -> bool:
+        """Whether a run tells what the outputs depend on: that of gradients leaves no graph."""
+        return not self.all_flow
+
+    def forward(
+        self, roots: Roots, save: bool
+    ) -> Callable[[Sequence[Tensor], Numerics], Results]:
+        """Runs the function on tensors that no transform has wrapped."""
+
+        def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
+            with (
+                _compat.torch_function_as(self.state.torch_functions),
+                _compat.without_inference_mode(),
+            ):
+                leaves = [
+                    _compat.leaf_of(tensor).requires_grad_(wanted)
+                    for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
+                ]
+                with self.state.around(), torch.enable_grad():
+                    # None, which `Flat` allows, is not an output: `_zeros_for_none`, `_Result`.
+                    outputs = [each for each in self.run(leaves) if each is not None]
+            bits = resting(outputs, leaves, self.state.engine)
+            guard_against_others(leaves)
+            if self.state.resting is None and self.is_primal:
+                self.state.resting = bits
+            # Unseen by a trace around it, which would take these for the user's own.
+            with _compat.without_torch_function():
+                found = [_compat.detached(each) for each in outputs]
+            if self.all_flow:
+                return Results(found)
+            flows = tuple(each.requires_grad for each in outputs)
+            return Results(found, flows=flows, reached=tuple(map(bool, bits)))
+
+        return run
+
+    def vjp(self, roots: Roots, asked: Asked) -> Rerun:
+        """The region of the gradients; an operand that no output depends on has none."""
+        outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
+        wanted = [index for index, each in enumerate(asked.wanted) if each]
+        rests = self.state.resting if self.is_primal else None
+        pulled = sum(1 << index for index in outputs)
+        # What follows the operands, such as tangents, is always reached.
+        unreached = {k for k, each in enumerate(rests or ()) if not each & pulled}
+        given = [index for index in wanted if index not in unreached]
+        pull = Pull(outputs, tuple(given), len(self.requires_grad))
+        # Under create_graph torch uses other formulas, which are not the same to the bit.
+        first = pullback(self.function, pull, create_graph=False)
+        again = pullback(self.function, pull)
+        engine = self.state.engine
+        if engine and engine.called:
+            first, again = _accumulating(self.function, pull, engine), fully_shard.twice
+        views = tuple(
+            View(given.index(index), None, None, False)
+            if index in given
+            else View(None, None, None, True)
+            for index in wanted
+        )
+        return Rerun(
+            _zeros_for_none(first, pull),
+            _zeros_for_none(again, pull),
+            (*self.requires_grad, *(True for _ in pull.outputs)),
+            self.state,
+            returned=views,
+            all_flow=True,
+            is_primal=False,
+        )
+
+    def jvp(
+        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+    ) -> tuple[Rerun, None]:
+        """The region of the outputs' tangents."""
+        pushed = pushforward(self.function, None, has_tangent)
+        wanted = (*self.requires_grad, *(True for has in has_tangent if has))
+        return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
+
+    def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        """The region of the mapped function."""
+        # This is how torch runs a function if reverse mode is taken per example.
+        wanted = [index for index, each in enumerate(self.requires_grad) if each]
+        function = tracked(self.function, wanted) if save else self.function
+        over = mapped(function, None, batch, 0)
+        region = Rerun(
+            over, over, self.requires_grad, self.state, is_primal=self.is_primal
+        )
+        return Batched(region, None)
+
+
+def rerun_of(
+    function: Flat, requires_grad: tuple[bool, ...], resting: tuple[int, ...]
+) -> Rerun:
+    """The region of a flat function that changes nothing and draws from keys alone.
+
+    Args:
+        function: tensors in, tensors out; regions that it binds stay regions.
+        requires_grad: for each tensor that it takes whether it is differentiated.
+        resting: for each the outputs that rest on it, a bit for each.
+    """
+    state = RunState((), ())
+    state.resting = resting
+    return Rerun(function, function, requires_grad, state)
+
+
+def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        found = function(tensors)
+        return [
+            torch.zeros_like(tensors[index]) if gradient is None else gradient
+            for index, gradient in zip(pull.wanted, found, strict=True)
+        ]
+
+    return run
+
+
+def _accumulating(function: Flat, pull: Pull, engine: fully_shard.Engine) -> Flat:
+    """(operands, ..., cotangents) -> the gradients, by a backward inside a backward.
+
+    It leaves the gradients of gathered parameters where the engine's hooks look for them.
+    """
+
+    def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        given = tensors[len(tensors) - len(pull.outputs) :]
+        accumulates = engine.accumulates(given)
+        operands = tensors[: pull.num_operands]
+        wanted = [operands[index] for index in pull.wanted]
+        outputs = [each for each in function(operands) if each is not None]
+        pairs = [
+            (outputs[index], _compat.detached(cotangent))
+            for index, cotangent in zip(pull.outputs, given, strict=True)
+            if outputs[index].requires_grad
+        ]
+        differentiable = [output for output, _ in pairs]
+        inputs = [each for each in wanted if each.requires_grad]
+        if accumulates:
+            met = (variable for variable, _ in variables(differentiable))
+            inputs += filter(engine.stands_for, met)
+        if pairs and inputs:
+            _compat.backward(differentiable, [each for _, each in pairs], inputs)
+        return [leaf.grad for leaf in wanted]
+
+    return gradients

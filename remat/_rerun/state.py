@@ -1,0 +1,191 @@
+"""The state outside a function that a run changes, so that each run starts from the same.
+
+Generators, registered trackers and buffers. The first run notes them by value; each later
+one starts from there, and then puts back what stood when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._generators import recorded, streams
+from remat._generators.host import set_to, states
+from remat._generators.trackers import Snapshot
+from remat._messages import user_line
+from remat._rerun import fully_shard
+from remat._tracing.thread import is_running
+from remat.policies._operators import function_name
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Randomness:
+    """The states of generators and trackers at one moment, by value.
+
+    Attributes:
+        devices: the states of the default generators.
+        trackers: those of the registered trackers.
+        explicit: those of generators of the user's.
+    """
+
+    devices: dict[torch.device, Tensor]
+    trackers: Snapshot
+    explicit: dict[torch.Generator, Tensor]
+
+    @classmethod
+    def take(
+        cls,
+        devices: Iterable[torch.device],
+        explicit: Iterable[torch.Generator] = (),
+    ) -> _Randomness:
+        """As they are now."""
+        return cls(
+            {device: recorded.record(device) for device in devices},
+            Snapshot.take(),
+            {each: each.get_state() for each in explicit},
+        )
+
+    def has_moved(self) -> bool:
+        """Whether some generator has been drawn from, or set, since."""
+        now = [recorded.get(each) for each in self.devices]
+        now += [each.get_state() for each in self.explicit]
+        before = [*self.devices.values(), *self.explicit.values()]
+        with _compat.isolated(), _compat.without_torch_function():
+            return not all(map(torch.equal, before, now))
+
+    def put_back(self) -> None:
+        """Sets all of them to these states."""
+        for device, state in self.devices.items():
+            recorded.swap(state, device)
+        self.trackers.put_back()
+        for generator, state in self.explicit.items():
+            generator.set_state(state)
+
+
+@final
+class RunState:
+    """What a run changes outside itself, as the forward found it, by value.
+
+    Attributes:
+        buffers: what the function may change.
+        devices: whose generators it may draw from.
+        draws: whether it may at all.
+        engine: of the modules that `fully_shard` drives and that it may call.
+        start: the states of these, and of trackers, while the first run runs.
+        before: the states of these, and of trackers, when the first run began.
+        host: those of Python's and numpy's generators, if the first run drew from them.
+        explicit: generators that were passed to an operator, with their states then.
+        found: the buffers, and captured constants, that the first run changed, with what
+            they held.
+        resting: for each leaf the outputs that rest on it, a bit for each.
+        torch_functions: whether subclasses of tensors handle functions of torch.
+        used: the ids of the tensors that operators are given, while the first run runs.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        *,
+        draws: bool = True,
+        engine: fully_shard.Engine | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.engine = engine
+        self.draws = draws
+        self.start: _Randomness | None = None
+        kinds = {tensor.device for tensor in operands}
+        self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
+        self.before: _Randomness | None = None
+        self.host: tuple[Any, ...] | None = None
+        self.explicit: dict[torch.Generator, Tensor] = {}
+        self.found: list[tuple[Tensor, Tensor]] = []
+        self.resting: tuple[int, ...] | None = None
+        self.torch_functions = _compat.torch_function_state()
+        self.used: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def meet(self, generator: torch.Generator) -> None:
+        """Notes the state of a user's generator before the first draw from it."""
+        if generator not in self.explicit and not recorded.is_default(generator):
+            self.explicit[generator] = generator.get_state()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors whose numbers were noted in the first run, and can be put back."""
+        return [tensor for tensor, _ in self._kept]
+
+    def keep(self, tensor: Tensor) -> None:
+        """Notes the numbers of a tensor that the first run is about to write to."""
+        if all(tensor is not each for each, _ in self._kept):
+            self._kept.append((tensor, tensor.detach().clone()))
+
+    def watch(self, func: Callable[..., Any] | None = None) -> None:
+        """Refuses a draw from a generator in the first run if draws must come from keys."""
+        # In a trace nothing is drawn, and the trace checks its own draws.
+        if self.draws or self.start is None or is_running():
+            return
+        if not self.start.has_moved():
+            return
+        self.start.put_back()
+        name = "the function" if func is None else f"torch.{function_name(func)}"
+        raise streams.implicit(f"{name} at {user_line()}")
+
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        """The first run changes the state; each later one starts from the same."""
+        if self.before is None:
+            with self._noted():
+                yield
+        else:
+            with self._put_back(self.before):
+                yield
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        taken = _Randomness.take(self.devices)
+        start = dataclasses.replace(taken, explicit=self.explicit)
+        host = states()
+        # A graph that is made meanwhile has no use for these looks, and no numbers for them.
+        with _compat.unrecorded():
+            self._kept = [(each, each.clone()) for each in self.buffers]
+        self.start = start
+        try:
+            yield
+            self.watch()
+        finally:
+            self.start = None
+        self.before = start
+        self.host = None if host == states() else host
+        # batch_norm changes its statistics but not their version: compare the numbers.
+        with _compat.unrecorded():
+            self.found = [
+                (buffer, old)
+                for buffer, old in self._kept
+                if not _compat.same_bits(buffer, old)
+            ]
+        self._kept = []
+
+    @contextlib.contextmanager
+    def _put_back(self, randomness: _Randomness) -> Generator[None]:
+        with torch.no_grad():
+            now = [(buffer, buffer.clone()) for buffer, _ in self.found]
+            for buffer, old in self.found:
+                buffer.copy_(old)
+        ended = _Randomness.take(self.devices, self.explicit)
+        randomness.put_back()
+        try:
+            with set_to(self.host):
+                yield
+        finally:
+            ended.put_back()
+            with torch.no_grad():
+                for buffer, value in now:
+                    buffer.copy_(value)

@@ -1,0 +1,132 @@
+"""Modules that an engine of `torch.distributed` drives: a region around them raises.
+
+Such an engine works in hooks around a module's forward. It gathers parameters there, and
+asks autograd to be told when a gradient is there. A trace would run these hooks once and
+never again, and a region computes its backward on stand-ins of the parameters, whose
+gradients the engine never sees. So a gradient would be left out of the sum over the ranks,
+without a word: such a call raises. A region *inside* such a module is fine: the hooks then
+run around it.
+
+Two of them do that work in their own `forward`, and not in hooks, so that a region in its
+place is no region inside: it raises too.
+
+`engine="rerun"` takes modules of `fully_shard`: see `_rerun.fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from remat._errors import TraceError, explain
+
+# Each module of torch's that has such classes, and their names. What has not been imported
+# has no instances.
+_BY_FORWARD = {
+    "torch.nn.parallel": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+}
+_BY_HOOKS = {"torch.distributed.fsdp": "FSDPModule"}
+
+
+@contextlib.contextmanager
+def refused() -> Generator[None]:
+    """Raises where this thread calls a module that an engine drives.
+
+    Raises:
+        TraceError: in front of the engine's own hooks, which so find all as it was.
+    """
+    if not is_distributed():
+        yield
+        return
+
+    def refuse(module: nn.Module) -> None:
+        raise refusal(module)
+
+    with around_driven(refuse):
+        yield
+
+
+def require_no_engine(function: object) -> None:
+    """Raises where a function is the `forward` of a module that drives others by it.
+
+    Raises:
+        TraceError: before it has run.
+    """
+    module: Any = getattr(function, "__self__", None)
+    if is_distributed() and isinstance(module, _kinds(_BY_FORWARD)):
+        raise refusal(module)
+
+
+def is_distributed() -> bool:
+    """Whether this process is in a world of `torch.distributed`."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(
+        distributed and distributed.is_available() and distributed.is_initialized()
+    )
+
+
+@contextlib.contextmanager
+def around_driven(
+    enter: Callable[[nn.Module], None],
+    leave: Callable[[nn.Module], None] | None = None,
+) -> Generator[None]:
+    """Calls these in front of this thread's calls of driven modules, and after them.
+
+    `enter` goes before the engine's own hooks, and `leave` before those that let go of the
+    gathered parameters.
+    """
+    kinds = _kinds(_BY_FORWARD) + _kinds(_BY_HOOKS)
+    thread = threading.get_ident()
+
+    def is_meant(module: nn.Module) -> bool:
+        return isinstance(module, kinds) and threading.get_ident() == thread
+
+    def before(module: nn.Module, _: Any) -> None:
+        if is_meant(module):
+            enter(module)
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        if leave and is_meant(module):
+            leave(module)
+
+    handles = [register_module_forward_pre_hook(before)]
+    if leave:
+        handles.append(register_module_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kinds(classes: dict[str, str]) -> tuple[type, ...]:
+    return tuple(
+        getattr(sys.modules[module], name)
+        for module, name in classes.items()
+        if module in sys.modules and hasattr(sys.modules[module], name)
+    )
+
+
+def refusal(module: nn.Module) -> TraceError:
+    """The error for a call of this module, and for a region that replaces its forward."""
+    return TraceError(
+        explain(
+            where=f"a {type(module).__name__}",
+            what="is called inside a region.",
+            why="It gathers parameters or reduces gradients around its forward. A "
+            "region would not see this, and gradients would be lost.",
+            do="Put the regions inside: use remat.modules.apply on it, or on its "
+            'blocks. engine="rerun" works around a module of fully_shard, without a '
+            "transform.",
+        )
+    )

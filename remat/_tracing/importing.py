@@ -1,0 +1,541 @@
+"""torch.fx graph -> this package's values.
+
+What changes: `detach` and `alias` are removed (autograd puts them everywhere, and a program is
+never differentiated operator by operator), marks become names, in-place operators become
+pure ones, a write to an operand becomes a mutation, and the generator's state is recorded
+before each draw of the forward. Everything else stays as it was traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._generators import recorded, streams
+from remat._graph import operators
+from remat._graph.values import Graph, Meta, Ref, TensorMeta, Value, replace_refs
+from remat._switches.numerics import Numerics
+from remat._tracing import in_place_operators, naming
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+
+# Operators that take a slice, and where among their arguments its start is.
+_SLICES = {_aten.slice.Tensor: 2, _aten.slice_scatter.default: 3}
+
+# Operators that give their first argument with the second one's elements in a part of it.
+_SCATTERS = frozenset(
+    {
+        _aten.select_scatter.default,
+        _aten.slice_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """Where a node came from; kept in its `meta["remat"]`.
+
+    Attributes:
+        source: the user's "file.py:line".
+        function: the torch function that was called.
+        is_backward: whether that was in the backward.
+        in_place: whether it wrote to an argument.
+        stream: whose numbers a draw takes; None is for the generator to say.
+        rank: of a step that a backward program repeats, as in `Value`; else -1.
+    """
+
+    source: str
+    function: str
+    is_backward: bool = True
+    in_place: bool = False
+    stream: str | None = None
+    rank: int = -1
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """A number that depends on sizes and is not made of whole numbers alone.
+
+    Kept as it was computed: torch's own expression for it may round otherwise.
+
+    Attributes:
+        op: what computes it.
+        args: from these, other such numbers among them.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Imported:
+    """A graph in parts.
+
+    Attributes:
+        values: the steps.
+        num_inputs: how many of them are inputs.
+        outputs: what the function returned.
+        mutations: (input, its new value) for each input that was written to.
+        states: the generator states recorded before the forward's draws.
+    """
+
+    values: tuple[Value, ...]
+    num_inputs: int
+    outputs: tuple[Ref | None, ...]
+    mutations: tuple[tuple[int, Ref], ...]
+    states: tuple[Ref, ...]
+
+
+def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
+    """Notes on newly added nodes where they came from, unless they have a note."""
+    for node in _compat.new_nodes(graph, len(graph.nodes) - nodes_before):
+        if "remat" in node.meta:
+            continue
+        node.meta["remat"] = note
+        if note.stream is None and operators.may_draw(node.target):
+            stream = streams.take(_device(_meta(node)))
+            node.meta["remat"] = dataclasses.replace(note, stream=stream)
+
+
+class _Annotated(fx.Interpreter):
+    """Runs a graph under a second trace and copies its notes to the new nodes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        graph = _compat.active_graph()
+        before = len(graph.nodes)
+        out = super().run_node(n)
+        for node in in_place_operators.written(n):
+            in_place_operators.lay_out(self.env[node], node.meta["val"].stride())
+        note = n.meta.get("remat")
+        if note is not None:
+            if operators.is_mutable(n.target):
+                note = dataclasses.replace(note, in_place=True)
+            if in_place_operators.runs_on_copies(n.target):
+                note = dataclasses.replace(
+                    note, function=operators.short_name(n.target)
+                )
+            annotate(graph, before, note)
+        return out
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if in_place_operators.runs_on_copies(target):
+            return in_place_operators.run_on_copies(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
+    """The same graph with its in-place operators replaced, its views kept.
+
+    The graph holds its casts: autocast would add others around them.
+    """
+    with Numerics.current().settled():
+        return _functionalized(module, operands)
+
+
+def _functionalized(
+    module: fx.GraphModule, operands: Sequence[Tensor]
+) -> fx.GraphModule:
+    for old, new in in_place_operators.rename_fresh(module.graph):
+        if "remat" in old.meta:
+            new.meta["remat"] = dataclasses.replace(old.meta["remat"], in_place=True)
+    if not in_place_operators.has_mutations(module.graph):
+        return module
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    examples = [*operands, *examples[len(operands) :]]
+    with torch.no_grad(), _compat.no_dual_level():
+        detached = [each.detach() for each in examples]
+        interpreter = _Annotated(module)
+        return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
+
+
+def import_graph(
+    module: fx.GraphModule, *, is_template: bool = False, is_program: bool = False
+) -> Imported:
+    """Reads a traced module.
+
+    Args:
+        module: what was traced.
+        is_template: whether its sizes are open, and will be filled in later.
+        is_program: whether it is a program, in which some states may be left out.
+    """
+    return _Importer(module, is_template, is_program).run()
+
+
+def _within(bound: int, size: int) -> int:
+    """Where a slice starts or ends, counted from the front."""
+    return min(bound, size) if bound >= 0 else max(bound + size, 0)
+
+
+class _Importer:
+    def __init__(
+        self, module: fx.GraphModule, is_template: bool, is_program: bool
+    ) -> None:
+        self.module = module
+        self.is_program = is_program
+        self.is_template = is_template
+        self.values: list[Value] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.num_inputs = 0
+        self.inputs: dict[fx.Node, int] = {}
+        self.mutations: dict[int, Ref] = {}
+        self.states: list[Ref] = []
+        self.recorded: Ref | None = None
+        self.forced: Ref | None = None
+        self.redrawn: Ref | None = None
+
+    def run(self) -> Imported:
+        outputs: tuple[Ref | None, ...] = ()
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node)
+            elif node.op == "get_attr":
+                tensor = getattr(self.module, node.target)
+                self._add(node, operators.constant, (tensor,), {})
+            elif node.op == "output":
+                outputs = tuple(map(self._output, self._resolve(node.args[0])))
+            else:
+                self._call(node)
+        return Imported(
+            tuple(self.values),
+            self.num_inputs,
+            outputs,
+            tuple(sorted(self.mutations.items())),
+            tuple(self.states),
+        )
+
+    def _output(self, ref: Ref | None) -> Ref | None:
+        # Zeros without memory get some: forward mode cannot give them a tangent.
+        if ref is None:
+            return None
+        value = self.values[ref.index]
+        if operators.short_name(value.op) != "aten._efficientzerotensor":
+            return ref
+        self.values.append(dataclasses.replace(value, op=_aten.zeros.default))
+        return Ref(len(self.values) - 1)
+
+    def _input(self, node: fx.Node) -> None:
+        self.env[node] = Ref(len(self.values))
+        self.inputs[node] = len(self.values)
+        self.values.append(Value(None, meta=_meta(node)))
+        self.num_inputs += 1
+
+    def _call(self, node: fx.Node) -> None:
+        target, kwargs = node.target, node.kwargs
+        args = cast("tuple[Any, ...]", node.args)
+        number = node.meta.get("val")
+        if isinstance(number, _compat.SYMBOLIC):
+            is_exact = not self.is_template or _compat.is_exact(number)
+            self.env[node] = (
+                number if is_exact else Computed(target, self._resolve(args))
+            )
+        elif target in operators.TRANSPARENT:
+            self.env[node] = self.env[args[0]]
+        elif target is naming.MARK:
+            self._name(self.env[args[0]], args[1])
+        elif target is _aten.copy_.default and args[0] in self.inputs:
+            self.mutations[self.inputs[args[0]]] = self.env[args[1]]
+            self.env[node] = self.env[args[1]]
+        elif target is recorded.GOING_ON:
+            self._go_on(node, *self._resolve(args))
+        elif target is recorded.SWAP or operators.is_rng_state(target):
+            self._set_state(node, args)
+        else:
+            self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
+
+    def _operator(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        target: Any = node.target
+        if target is _aten.native_batch_norm.default and _writes_statistics(args):
+            self._batch_norm(node, args)
+            return
+        if target is _aten.native_batch_norm_backward.default:
+            args = _without_running_statistics(args)
+        if kwargs.get("device") == _META:
+            # See _compat.fake_mode: the fake knows better.
+            kwargs["device"] = node.meta["val"].device
+        if target in _SLICES:
+            args = self._bounded(target, args)
+        if target in _SCATTERS:
+            args = (args[0], self._source(args[1]), *args[2:])
+        if target is _aten.mul.Tensor and self._shares_evenly(*args):
+            target, args = _aten.where.ScalarOther, (*args, 0.0)
+        self._add(node, target, args, kwargs)
+
+    def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # x[1:] ends at the largest integer, and x[:-1] before the end. torch's vmap of
+        # slice_scatter counts from start to end as they are (2.13 and 2.15).
+        place = _SLICES[target]
+        if len(args) <= place:
+            return args
+        sliced: Ref = args[0]
+        meta = self.values[sliced.index].meta
+        assert isinstance(meta, TensorMeta)
+        dim: int = args[place - 1]
+        size = meta.shape[dim]
+        start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
+        first = _within(0 if start is None else start, size)
+        last = _within(size if end is None else end, size)
+        return (*args[:place], first, max(first, last), *rest)
+
+    def _source(self, written: Ref) -> Ref:
+        """The source of a copy to a view, instead of the copy, if only its elements count.
+
+        torch's pure `copy` clones all the memory behind the view to keep its strides.
+        """
+        copied = self._arguments_of(written, _aten.copy.default)
+        if not copied:
+            return written
+        source: Ref = copied[1]
+        one, other = (self.values[ref.index].meta for ref in (written, source))
+        assert isinstance(one, TensorMeta), "copy has one output"
+        assert isinstance(other, TensorMeta), "copy takes a tensor"
+        is_alike = (one.shape, one.dtype, one.device) == (
+            other.shape, other.dtype, other.device,
+        )  # fmt: skip
+        return source if is_alike else written
+
+    def _shares_evenly(self, mask: Any, share: Any) -> bool:
+        """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.
+
+        Torch's formula for any tensor but a plain one on a CPU, and so in a trace. For that
+        one it fills zeros where the mask is set: other zeros, where the gradient is
+        negative, and no NaN, where it is infinite.
+        """
+        meta = self.values[mask.index].meta if isinstance(mask, Ref) else None
+        if not isinstance(meta, TensorMeta) or meta.dtype != torch.bool:
+            return False
+        divided = self._arguments_of(share, _aten.div.Tensor)
+        counted = self._arguments_of(divided[-1], _aten.sum.default) if divided else ()
+        return counted == (mask,) and meta.device.type == "cpu"
+
+    def _arguments_of(self, ref: Any, op: Any) -> tuple[Any, ...]:
+        """The arguments of an operator, if a value is its result; else none."""
+        value = self.values[ref.index] if isinstance(ref, Ref) else None
+        return value.args if value is not None and value.op is op else ()
+
+    def _name(self, ref: Ref, name: str) -> None:
+        value = self.values[ref.index]
+        if name not in value.names:
+            self.values[ref.index] = dataclasses.replace(
+                value, names=(*value.names, name)
+            )
+
+    def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        target: Any = node.target
+        if target is recorded.SINCE and not self.is_program:
+            # A trace around this one knows the state, and decides anew whether it waits.
+            target, args = recorded.STATE, args[1:]
+        if target is not recorded.SWAP:
+            self._add(node, target, self._resolve(args), {})
+            self.recorded = self.env[node]
+            return
+        # A redraw comes as swap in, draw, swap back: the first sets the state that the
+        # draw reads, the last ends it.
+        self.env[node] = None
+        is_end = self.env.get(args[0]) is None
+        self.forced = None if is_end else self.env[args[0]]
+        if is_end and node.users:
+            self._add(node, operators.rng_end, (self.redrawn,), {})
+
+    def _go_on(self, node: fx.Node, state: Ref, end: Ref) -> None:
+        """A state that may be left out; one that this graph itself records may not."""
+        self.env[node] = state
+        if self.values[state.index].op is None:
+            self._add(node, recorded.GOING_ON, (state, end), {})
+
+    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        # native_batch_norm writes its running statistics, although its schema says that
+        # it does not. The functional variant returns the new ones.
+        self._add(node, _aten._native_batch_norm_legit_functional.default, args, {})
+        made: Ref = self.env[node]
+        statistics: tuple[Ref, ...] = args[3:5]
+        metas = tuple(self.values[old.index].meta for old in statistics)
+        value = self.values[made.index]
+        assert isinstance(value.meta, tuple), "an operator with three outputs"
+        self.values[made.index] = dataclasses.replace(value, meta=(*value.meta, *metas))
+        for position, old, meta in zip((3, 4), statistics, metas, strict=True):
+            new = Ref(len(self.values))
+            self.values.append(
+                dataclasses.replace(
+                    value, op=operator.getitem, args=(made, position), meta=meta
+                )
+            )
+            self._overwrite(old, new)
+
+    def _overwrite(self, old: Ref, new: Ref) -> None:
+        # What is overwritten again was the operand's new value until now.
+        operands = [k for k, latest in self.mutations.items() if latest == old]
+        if old.index < self.num_inputs:
+            operands.append(old.index)
+        self.mutations |= dict.fromkeys(operands, new)
+        for node, ref in self.env.items():
+            if ref == old:
+                self.env[node] = new
+
+    def _add(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
+        note = node.meta.get("remat", Note("", ""))
+        value = Value(
+            op=target,
+            args=args,
+            kwargs=tuple(kwargs.items()),
+            meta=_meta(node),
+            is_backward=note.is_backward,
+            source=note.source,
+            function=note.function,
+            in_place=note.in_place and operators.in_place_variant(target) is not None,
+            rank=note.rank,
+        )
+        if operators.draws(value):
+            value = self._draw(value, note.stream or "")
+        self.env[node] = Ref(len(self.values))
+        self.values.append(value)
+
+    def _draw(self, value: Value, stream: str) -> Value:
+        if self.forced is not None:
+            self.redrawn = Ref(len(self.values))
+            return dataclasses.replace(value, state=self.forced, is_redraw=True)
+        if self.recorded is None:
+            device = _device(value.meta)
+            state = Value(
+                op=streams.STATE if stream else recorded.STATE,
+                args=(stream or device,),
+                meta=_state_meta(device),
+                is_backward=value.is_backward,
+                source=value.source,
+            )
+            self.recorded = Ref(len(self.values))
+            self.values.append(state)
+        state, self.recorded = self.recorded, None
+        if not value.is_backward:
+            self.states.append(state)
+        return dataclasses.replace(value, state=state, stream=stream)
+
+    def _resolve(self, tree: Any) -> Any:
+        if isinstance(tree, fx.Node):
+            return self.env[tree]
+        if isinstance(tree, tuple):
+            return tuple(self._resolve(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(tree, list):
+            return [self._resolve(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(tree, dict):
+            items = cast("dict[str, Any]", tree).items()
+            return {key: self._resolve(item) for key, item in items}
+        return tree
+
+
+def _detaches(node: fx.Node) -> bool:
+    """Whether a node is a user's `detach`, which is an alias below autograd on torch 2.15.
+
+    An inner region detaches its results too, but gradients flow through them. So it does in
+    its backward, which runs inside of a user's `torch.autograd.grad`, or `torch.func.grad`.
+    """
+    note: Note | None = node.meta.get("remat")
+    function = "" if note is None else note.function
+    if node.target is _aten.detach.default:
+        return function not in ("", "grad")
+    return node.target is _aten.alias.default and function == "detach"
+
+
+def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:
+    """For each output whether a `detach` lies between it and what it is a view of.
+
+    The graph must be the one that was traced: when torch replaces in-place operators, it
+    makes views again and forgets which were detached.
+    """
+    (output,) = graph.find_nodes(op="output")
+    return tuple(map(_is_cut, output.args[0]))
+
+
+def _is_cut(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if _detaches(node):
+            return True
+        op: Any = node.target
+        is_part = op is operator.getitem or op in operators.TRANSPARENT
+        is_view = isinstance(op, _compat.OpOverload) and operators.returns_view(op)
+        if not (is_part or is_view):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _writes_statistics(args: tuple[Any, ...]) -> bool:
+    _, _, _, mean, _, training, *_ = args
+    return training and mean is not None
+
+
+def _without_running_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # In training mode the kernel does not read them, and they have changed since.
+    is_training = args[7]
+    return (*args[:3], None, None, *args[5:]) if is_training else args
+
+
+def _meta(node: fx.Node) -> Meta:
+    return _meta_of(node.meta.get("val"))
+
+
+def _meta_of(val: Any) -> Meta:
+    if isinstance(val, (tuple, list)):
+        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return _tensor_meta(val)
+
+
+def _tensor_meta(val: object) -> TensorMeta | None:
+    return TensorMeta.of(val) if isinstance(val, Tensor) else None
+
+
+def _device(meta: Meta) -> torch.device:
+    metas = meta if isinstance(meta, tuple) else (meta,)
+    return next(meta.device for meta in metas if meta is not None)
+
+
+def _state_meta(device: torch.device) -> TensorMeta:
+    size = recorded.size_bytes(device)
+    return TensorMeta((size,), (1,), torch.uint8, torch.device("cpu"))
+
+
+def view_path(
+    graph: Graph, bases: Sequence[Ref], ref: Ref
+) -> tuple[Ref, Graph | None] | None:
+    """From which base or input a value is a view, and the view operators in between.
+
+    Returns:
+        The base and a graph with one input (None if there is nothing in between), or None
+        if the value is neither a base, an input, nor a view of one.
+    """
+    steps: list[int] = []
+    index = ref.index
+    while Ref(index) not in bases and index >= graph.num_inputs:
+        value = graph.values[index]
+        steps.append(index)
+        if value.op is operator.getitem:
+            index = value.args[0].index
+            continue
+        base = operators.viewed(value)
+        if base is None:
+            return None
+        index = base
+    if not steps:
+        return Ref(index), None
+    first = Value(None, meta=graph.values[index].meta)
+    number = {index: 0}
+    values = [first]
+    for step in reversed(steps):
+        value = graph.values[step]
+        args = replace_refs(value.args, lambda use: Ref(number[use]))
+        number[step] = len(values)
+        values.append(dataclasses.replace(value, args=args, is_backward=False))
+    return Ref(index), Graph(tuple(values), 1, (Ref(len(values) - 1),))

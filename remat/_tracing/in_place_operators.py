@@ -1,0 +1,224 @@
+"""In-place operators in a traced graph -> pure ones.
+
+Most of them write to a tensor that nothing else has seen yet, such as dropout's mask or an
+activation's fresh input. Then a change of names is enough. The others (writes to operands,
+through views, under an alias) go through torch's functionalization, which is a second trace.
+It knows torch's own operators. An operator of a library (`torch.library.custom_op`,
+`mutates_args=...`) is called on copies there, by an operator that returns the copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat import _compat
+from remat._graph import operators
+from remat._graph.values import TensorMeta
+
+_aten = torch.ops.aten
+
+
+def has_mutations(graph: fx.Graph) -> bool:
+    """Whether some node writes in place."""
+    return any(operators.is_mutable(node.target) for node in graph.nodes)
+
+
+def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Replaces writes to tensors that nothing else has seen; each, and its replacement."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        pure = _pure_variant(node.target)
+        if pure is None or not _is_fresh(node.args[0], order, order[node]):
+            continue
+        value = _result(pure, node)
+        if value is None:
+            continue
+        with graph.inserting_after(node):
+            new = graph.call_function(pure, _in_full(node), node.kwargs)
+        new.meta["val"] = value
+        order[new] = order[node]
+        yield node, new
+        written: Any = node.args[0]
+        for user in [*written.users]:
+            if order[user] > order[node]:
+                user.replace_input_with(written, new)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _pure_variant(op: Any) -> Any | None:
+    """aten.div.Scalar for aten.div_.Scalar, where it writes its first argument alone.
+
+    Overloads are told by their arguments: aten.pow_.Scalar is aten.pow.Tensor_Scalar.
+    """
+    if not operators.is_mutable(op):
+        return None
+    schema = _compat.schema_of(op)
+    writes = [_writes(each) for each in schema.arguments]
+    name = op.overloadpacket.__name__
+    writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
+    if not writes_first or not name.endswith("_"):
+        return None
+    return operators.pure_variant(op) or _same_arguments(schema, name[:-1])
+
+
+def _same_arguments(schema: Any, name: str) -> Any | None:
+    """The overload of an operator that takes what this one takes."""
+    packet: Any = getattr(_aten, name, None)
+    keys: list[str] = [] if packet is None else packet.overloads()
+    for key in keys:
+        overload: Any = getattr(packet, key)
+        if _types(_compat.schema_of(overload)) == _types(schema):
+            return overload
+    return None
+
+
+def _types(schema: Any) -> list[tuple[str, str, bool]]:
+    return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
+
+
+def _in_full(node: fx.Node) -> tuple[Any, ...]:
+    """All positional arguments, with defaults: those of the pure operator may differ."""
+    further = _compat.schema_of(node.target).arguments[len(node.args) :]
+    defaults = itertools.takewhile(
+        lambda each: not each.kwarg_only and each.name not in node.kwargs, further
+    )
+    return (*node.args, *(each.default_value for each in defaults))
+
+
+def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
+    """Whether a node made a tensor with memory of its own that has no alias yet."""
+    if not isinstance(node, fx.Node) or not _owns_memory(node):
+        return False
+    return all(_owns_memory(user) for user in node.users if order[user] < moment)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    """Whether what a node returns is one tensor that shares memory with no other."""
+    op: Any = node.target
+    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+        return False
+    returned = _compat.schema_of(op).returns
+    is_tensor = len(returned) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
+    return (
+        is_tensor and returned[0].alias_info is None and not operators.returns_view(op)
+    )
+
+
+def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
+    """The result of the pure operator, in the layout that the write would have left."""
+    written = node.meta["val"]
+    if operators.may_draw(pure):
+        # A program draws into a tensor like the argument, whatever the pure operator does.
+        return written
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    with torch.no_grad():
+        found = pure(*args, **kwargs)
+    is_alike = TensorMeta.of(found) == TensorMeta.of(written, requires_grad=False)
+    return found if is_alike else None
+
+
+def runs_on_copies(op: Any) -> bool:
+    """Whether an operator writes to single tensors, and torch has no pure form of it."""
+    if not operators.is_mutable(op) or _compat.is_functionalized(op):
+        return False
+    written = filter(_writes, _compat.schema_of(op).arguments)
+    return all("List" not in str(each.type) for each in written)
+
+
+def run_on_copies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls such an operator on copies of what it writes to, and then writes these back."""
+    given = _by_name(op, args, kwargs)
+    written = tuple(
+        each.name
+        for each in _compat.schema_of(op).arguments
+        if _writes(each) and given.get(each.name) is not None
+    )
+    made = _on_copies(op, written)(**given)
+    returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
+    for name in reversed(written):
+        _compat.put_for(given[name], returned.pop())
+    results = [
+        returned.pop(0) if each.alias_info is None else given[_aliased(op, each)]
+        for each in _compat.schema_of(op).returns
+    ]
+    return results[0] if len(results) == 1 else (tuple(results) or None)
+
+
+@functools.cache
+def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
+    """The operator that copies, writes to the copies, and returns them; defined when met."""
+    schema = _compat.schema_of(op)
+    own = [k for k, each in enumerate(schema.returns) if each.alias_info is None]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = _by_name(op, args, kwargs)
+        given |= {name: given[name].clone() for name in written}
+        made = op(**given)
+        made = made if len(schema.returns) > 1 else (made,)
+        found = [*(made[k] for k in own), *(given[name] for name in written)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    given = re.sub(r"Tensor\(\w+!?\)", "Tensor", str(schema).partition("(")[2])
+    returns = [str(schema.returns[k].type) for k in own] + ["Tensor"] * len(written)
+    return _compat.define(
+        "_".join(("copied", *re.findall(r"\w+", operators.full_name(op)), *written)),
+        f"({given.rpartition(') -> ')[0]}) -> ({', '.join(returns)})",
+        run,
+        run,
+        (),
+    )
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes to, if it leaves their sizes and strides alone."""
+    op: Any = node.target
+    if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
+        return []
+    given = _by_name(op, node.args, node.kwargs)
+    names = [each.name for each in _compat.schema_of(op).arguments if _writes(each)]
+    found: list[fx.Node] = []
+    fx.map_arg([given.get(name) for name in names], found.append)
+    return found
+
+
+def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    """Gives a tensor, inside of `functionalized`, the strides that it has outside.
+
+    A pure operator chooses the strides of its result. The operator in place leaves those of
+    the tensor that it writes to, and what reads the tensor next may depend on them.
+    """
+    found = _compat.value_of(tensor)
+    if _compat.is_open(found) or found.stride() == stride:
+        return
+    order = sorted(range(found.dim()), key=lambda dim: -stride[dim])
+    dense = tensor.permute(order).contiguous()
+    laid = dense.permute([order.index(dim) for dim in range(found.dim())])
+    if laid.stride() == stride:
+        _compat.put_for(tensor, laid)
+
+
+def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [each.name for each in _compat.schema_of(op).arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _aliased(op: Any, returned: Any) -> str:
+    """The argument that an operator returns."""
+    names = returned.alias_info.before_set
+    return next(
+        each.name
+        for each in _compat.schema_of(op).arguments
+        if each.alias_info is not None and each.alias_info.before_set & names
+    )

@@ -1,0 +1,149 @@
+"""Indices in tensors: a look-up by value, and a fill under a mask.
+
+Outside a trace torch reads the number and takes a view. Inside `vmap` it gathers instead. A
+trace has no numbers to read and gathers, too. The result is then no view: an in-place change
+of it would not reach the tensor, and is refused.
+
+`x[mask] = number` becomes `masked_fill_`, which is also what torch's own kernel runs. The
+operator that torch calls for it asks where the mask is true, which a trace of a mapped program
+cannot answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor
+
+from remat import _compat
+from remat._errors import TraceError, explain
+from remat._messages import user_line
+
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+
+
+@final
+class LookUps:
+    """The look-ups of one trace."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, int, str]] = []
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """The result of `x[i]` or `x[i] = y`; NotImplemented for any other call."""
+        if func is Tensor.__getitem__ and _is_look_up(args[1]):
+            found = _item(args[0], _parts(args[1]))
+            self._made.append((found, found._version, user_line()))
+            return found
+        if func is Tensor.__setitem__ and _is_fill(*args):
+            return _fill(*args)
+        if func is Tensor.__setitem__ and _is_look_up(args[1]):
+            parts = _parts(args[1])
+            if not any(isinstance(each, (Tensor, list)) for each in _others(parts)):
+                # `x[i] += y` changes what was looked up, and puts it back here.
+                self._made = [each for each in self._made if each[0] is not args[2]]
+                return _set_item(args[0], parts, args[2])
+        return NotImplemented
+
+    def require_unchanged(self) -> None:
+        """Refuses a function that has changed what it looked up.
+
+        Raises:
+            TraceError: it has.
+        """
+        for found, version, line in self._made:
+            if found._version != version:
+                raise TraceError(
+                    explain(
+                        where=line,
+                        what="the result of `x[i]`, where `i` is a tensor, is changed "
+                        "in place.",
+                        why="In a trace `x[i]` is a gather and not a view, so `x` "
+                        "would not change.",
+                        do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
+                    )
+                )
+
+
+def _is_fill(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether one number is written wherever a mask is true."""
+    if not (isinstance(index, Tensor) and index.dtype is torch.bool and index.dim()):
+        return False
+    if index.device != tensor.device or index.shape != tensor.shape[: index.dim()]:
+        return False
+    return type(value) in {bool, int} or (
+        type(value) is float and tensor.dtype.is_floating_point
+    )
+
+
+def _fill(tensor: Tensor, mask: Tensor, value: float) -> None:
+    tensor.masked_fill_(mask[(..., *[None] * (tensor.dim() - mask.dim()))], value)
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+
+
+def _is_look_up(index: Any) -> bool:
+    return any(map(_is_number, _parts(index)))
+
+
+def _is_number(part: Any) -> bool:
+    return (
+        isinstance(part, Tensor)
+        and part.dtype in _INTEGERS
+        and part.dim() == 0
+        and _compat.hides_its_number(part)
+    )
+
+
+def _others(parts: Sequence[Any]) -> list[Any]:
+    return [part for part in parts if not _is_number(part)]
+
+
+def _item(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
+    place = next((k for k, part in enumerate(parts) if _is_number(part)), None)
+    if place is None:
+        return tensor[parts] if parts else tensor
+    dim = _dimension(tensor, parts, place)
+    found = torch.ops.aten.index.Tensor(tensor, [*[None] * dim, parts[place]])
+    return _item(found, (*parts[:place], *parts[place + 1 :]))
+
+
+def _dimension(tensor: Tensor, parts: tuple[Any, ...], place: int) -> int:
+    """The dimension of the tensor that a part of the index is for."""
+    before = sum(map(_width, parts[:place]))
+    if any(part is Ellipsis for part in parts[:place]):
+        return tensor.dim() - sum(map(_width, parts[place:]))
+    return before
+
+
+def _width(part: Any) -> int:
+    """How many dimensions a part of an index is for."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor) and part.dtype is torch.bool:
+        return part.dim()
+    return 1
+
+
+def _set_item(tensor: Tensor, parts: tuple[Any, ...], value: Any) -> None:
+    view = tensor[tuple(slice(None) if _is_number(part) else part for part in parts)]
+    numbers: list[Tensor | None] = []
+    for place, part in enumerate(parts):
+        if part is Ellipsis:
+            after = sum(map(_kept, parts[place + 1 :]))
+            numbers += [None] * (view.dim() - after - len(numbers))
+        elif _is_number(part):
+            numbers.append(part)
+        else:
+            numbers += [None] * _kept(part)
+    given = value if isinstance(value, Tensor) else view.new_full((), value)
+    torch.ops.aten.index_put_.default(view, numbers, given.to(view.dtype))
+
+
+def _kept(part: Any) -> int:
+    """How many dimensions a part without a number leaves."""
+    return 1 if part is None or isinstance(part, slice) or _is_number(part) else 0

@@ -1,0 +1,268 @@
+"""One trace for every size: `dynamic_shapes=True`.
+
+A trace with *open* sizes runs on fake tensors whose sizes are symbols (torch's `ShapeEnv`).
+Its graphs are kept as *templates*: each number that depends on a size is a hole, and one
+generated function computes what fills the holes from the sizes of a call, or says that the
+trace does not hold for them. A filled template is, a view here and there aside, the graph that a
+trace of just these sizes would have given, so that all that follows (policies, programs,
+kernels) knows the sizes exactly, and runs as fast.
+
+What a template holds for is checked at every use: the given sizes and strides are those that
+its symbols say, and every comparison comes out as it did in the trace. No two sizes are one
+symbol because they happened to be equal. 0 and 1 are constants: torch broadcasts by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast, final
+
+import torch
+
+from remat import _compat
+from remat._errors import TraceError
+from remat._graph.values import Graph, TensorMeta, Value
+from remat._tracing.importing import Computed
+from remat._tracing.trace import Joint, Request, Traced, View, trace
+
+Fixed = tuple[tuple[bool, ...], ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Hole:
+    """Stands for a whole number that depends on sizes."""
+
+    index: int
+
+
+_Leaf = Callable[[Any], Any]
+
+
+def _map(tree: Any, leaf: _Leaf) -> Any:
+    """A tree with other numbers in it: joints, graphs, values, metadata, containers."""
+    match tree:
+        case Value():
+            return dataclasses.replace(
+                tree,
+                args=_map(tree.args, leaf),
+                kwargs=_map(tree.kwargs, leaf),
+                meta=_map(tree.meta, leaf),
+            )
+        case TensorMeta():
+            return dataclasses.replace(
+                tree, shape=_map(tree.shape, leaf), stride=_map(tree.stride, leaf)
+            )
+        case Graph():
+            return dataclasses.replace(tree, values=_map(tree.values, leaf))
+        case View():
+            return dataclasses.replace(tree, path=_map(tree.path, leaf))
+        case torch.Size():
+            return torch.Size(_map(tuple(tree), leaf))
+        case tuple():
+            return tuple([_map(each, leaf) for each in cast("tuple[Any, ...]", tree)])
+        case list():
+            return [_map(each, leaf) for each in cast("list[Any]", tree)]
+        case _:
+            return leaf(tree)
+
+
+def _map_joints(joints: tuple[Joint, ...], leaf: _Leaf) -> tuple[Joint, ...]:
+    """The joints of one trace, which share their graph, with other numbers in them."""
+    graph = _map(joints[0].graph, leaf)
+    views = _map(joints[0].views, leaf)
+    return tuple(
+        dataclasses.replace(
+            joint, graph=graph, views=views, layout=_map(joint.layout, leaf)
+        )
+        for joint in joints
+    )
+
+
+@final
+class Template:
+    """The joint graphs of a trace with open sizes, and static results beside them.
+
+    Attributes:
+        fixed: (operand, dimension) whose size the trace needed as a number.
+    """
+
+    def __init__(
+        self, joints: tuple[Joint, ...], statics: Any, sizes: _compat.OpenSizes
+    ) -> None:
+        """Takes what was traced.
+
+        Args:
+            joints: the joint graphs.
+            statics: what else depends on sizes: whole numbers that the function returns.
+            sizes: the symbols of the trace.
+        """
+        numbers: dict[str, int] = {}
+
+        def hole(number: Any) -> Any:
+            if isinstance(number, Computed):
+                args = _map(number.args, hole)
+                return Computed(number.op, args)
+            if not isinstance(number, _compat.SYMBOLIC):
+                return number
+            return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
+
+        def static(number: Any) -> Any:
+            if isinstance(number, _compat.SYMBOLIC) and not _compat.is_whole(number):
+                return _compat.number(number)
+            return hole(number)
+
+        self._joints = _map_joints(joints, hole)
+        self._statics = _map(statics, static)
+        self._numbers = _function(sizes, list(numbers))
+        self.fixed = sizes.fixed_dimensions()
+
+    def at(self, metas: Sequence[TensorMeta]) -> tuple[tuple[Joint, ...], Any] | None:
+        """Graphs and static results for operands of this metadata; None if it does not hold."""
+        numbers = self._numbers(given_sizes(metas))
+        if numbers is None:
+            return None
+        found: tuple[int, ...] = numbers
+
+        def fill(hole: Any) -> Any:
+            if type(hole) is _Hole:
+                return found[hole.index]
+            if type(hole) is Computed:
+                return hole.op(*_map(hole.args, fill))
+            return hole
+
+        return _map_joints(self._joints, fill), _map(self._statics, fill)
+
+
+def given_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+    """The sizes and strides of tensors in a row."""
+    return [number for meta in metas for number in (*meta.shape, *meta.stride)]
+
+
+def _function(
+    sizes: _compat.OpenSizes, numbers: Sequence[str]
+) -> Callable[[Sequence[int]], tuple[int, ...] | None]:
+    """Writes the function from the given sizes and strides to the numbers of a trace."""
+    bound: set[str] = set()
+    lines: list[str] = []
+    conditions: list[str] = []
+    for place, text in enumerate(sizes.given):
+        symbol = sizes.symbol(place)
+        if symbol is not None and symbol not in bound:
+            bound.add(symbol)
+            lines.append(f"{symbol} = given[{place}]")
+        else:
+            conditions.append(f"given[{place}] == {text}")
+    conditions += sizes.conditions()
+    lines += [f"if not ({each}): return None" for each in conditions]
+    lines.append(f"return ({''.join(f'{text}, ' for text in numbers)})")
+    body = "".join(f"    {line}\n" for line in lines)
+    namespace: dict[str, Any] = {"torch": torch, "math": math}
+    exec(compile(f"def numbers(given):\n{body}", "<remat sizes>", "exec"), namespace)
+    return namespace["numbers"]
+
+
+def opened(request: Request, fixed: Fixed, sizes: _compat.OpenSizes) -> Request:
+    """The same request with open sizes, those of `fixed` dimensions aside."""
+
+    def open_(meta: TensorMeta, place: int) -> TensorMeta:
+        known = fixed[place] if place < len(fixed) else ()
+        if len(known) != len(meta.shape):
+            # A derived region's operand, which may have one dimension more.
+            known = (bool(known) and all(known),) * len(meta.shape)
+        shape, stride = sizes.open(meta.shape, meta.stride, known)
+        return dataclasses.replace(meta, shape=shape, stride=stride)
+
+    operands = tuple(open_(meta, place) for place, meta in enumerate(request.operands))
+    cotangents = request.cotangents
+    if cotangents is not None:
+        cotangents = tuple(
+            None if meta is None else open_(meta, len(fixed)) for meta in cotangents
+        )
+    return dataclasses.replace(
+        request, operands=operands, cotangents=cotangents, sizes=sizes
+    )
+
+
+#: What comes up where a trace cannot go on with a symbol. Nothing is lost by a wide net: the
+#: trace is made again, of one size, and raises again what is the function's own.
+#: RuntimeError: operators that need numbers, and comparisons that symbols do not decide.
+#: TypeError, AttributeError: what an int can do and a symbol cannot: be a key of a dict, be
+#: given to numpy, divmod or Fraction, `.real`, `.to_bytes`. ArithmeticError: in torch's formulas,
+#: as for the variance of one element. AssertionError: torch's own checks, and a trace that
+#: does not hold for its own call. ValueError, LookupError: the function's, of such values.
+CANNOT_OPEN = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+)
+
+
+@final
+class Templates:
+    """The templates of one function and of all that is derived from it."""
+
+    def __init__(self, fixed: Fixed) -> None:
+        """Begins with none.
+
+        Args:
+            fixed: for each operand which dimensions never vary.
+        """
+        self.fixed = fixed
+        self._kept: dict[Hashable, list[Template] | None] = {}
+
+    def joints(self, key: Hashable, request: Request) -> tuple[Joint, ...]:
+        """The joint graphs of a request, traced only if no template holds."""
+        given = [*request.operands, *filter(None, request.cotangents or ())]
+        asked = request.cotangents and tuple(map(bool, request.cotangents))
+        general = (
+            key,
+            asked,
+            request.gradients,
+            request.backward_numerics,
+            tuple(
+                (len(meta.shape), meta.dtype, meta.device, meta.requires_grad)
+                for meta in given
+            ),
+        )
+        kept = self._kept.setdefault(general, [])
+        for template in kept or ():
+            found = template.at(given)
+            if found is not None:
+                return found[0]
+        template = None if kept is None else _template(request, self.fixed)
+        found = None if template is None else template.at(given)
+        if kept is None or template is None or found is None:
+            self._kept[general] = None
+            return trace(request).joints
+        kept.insert(0, template)
+        return found[0]
+
+
+def _template(request: Request, fixed: Fixed) -> Template | None:
+    try:
+        traced, sizes = trace_open(request, fixed)
+    except CANNOT_OPEN:
+        # What is derived from a function may do what the function does not.
+        return None
+    return Template(traced.joints, (), sizes)
+
+
+def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, _compat.OpenSizes]:
+    """Traces with open sizes, but for those of `fixed` dimensions of the operands.
+
+    Raises:
+        TraceError: an operand is a DTensor, whose parts have sizes of their own.
+        And what torch raises where it cannot go on with a symbol.
+    """
+    if any(meta.placement is not None for meta in request.operands):
+        raise TraceError("a DTensor has two sizes, the whole's and its part's.")
+    sizes = _compat.OpenSizes()
+    with sizes.like_numbers():
+        return trace(opened(request, fixed, sizes)), sizes

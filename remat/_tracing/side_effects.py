@@ -1,0 +1,151 @@
+"""What a trace leaves behind in the caller's objects: changes, and tensors of its own.
+
+A trace runs the function once, on stand-ins. State that this changes is put back, and is an
+error if a plain call would have changed it too. A stand-in that the function leaves somewhere
+is an error as well: it has no data, and whoever uses it later would fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+import weakref
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._captures import Reads, Survey, survey
+from remat._errors import SideEffectError, explain
+from remat._graph.values import TensorMeta
+from remat._tracing.memoized import holds, keeper_of, remedy
+from remat._tracing.trace import Traced
+
+
+@contextlib.contextmanager
+def undone(roots: tuple[object, ...]) -> Generator[None]:
+    """Undoes assignments that are made inside to objects that these roots reach."""
+    found = survey(roots)
+    try:
+        yield
+    finally:
+        found.restore()
+
+
+@contextlib.contextmanager
+def undone_on_error(found: Survey) -> Generator[None]:
+    """Undoes assignments to the surveyed objects if the body raises."""
+    try:
+        yield
+    except BaseException:
+        found.restore()
+        raise
+
+
+def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) -> None:
+    """Refuses a function that changed state while it was traced.
+
+    Raises:
+        SideEffectError: it did.
+    """
+    # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+    found.put_back(traced.stand_ins, traced.captured)
+    traced.stand_ins.clear()
+    changed = found.changes(reads)
+    if changed is None:
+        return
+    raise SideEffectError(
+        explain(
+            where=where,
+            what=f"{changed} while it was traced.",
+            why="A trace runs Python once: at the next call the change would not "
+            "happen, and code that depends on it would see a stale value.",
+            do="Return the new value instead, write it into a buffer in place "
+            '(self.buffer.copy_(value)), or use engine="rerun".',
+        )
+    )
+
+
+def require_nothing_left(
+    fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
+) -> None:
+    """Refuses a function that left a tensor of the trace where it outlives the trace.
+
+    Args:
+        fakes: the tensors of the trace.
+        statics: what the function returned besides tensors.
+        where: the function, as messages call it.
+
+    Raises:
+        SideEffectError: one of them is alive; the text says where.
+    """
+    leaked = _survivor(fakes)
+    if leaked is None:
+        return
+    for returned in statics:
+        if holds(returned, leaked):
+            raise _unknown_container(returned, leaked, where)
+    raise _leak(leaked, where)
+
+
+def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
+    if all(fake() is None for fake in fakes):
+        return None
+    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
+    # holds: operators that save their output do (torch 2.15).
+    gc.collect()
+    # No `:=` here: before Python 3.12 it would be a cell, which holds the last of them.
+    alive = [each for each in [fake() for fake in fakes] if each is not None]
+    holders = [each for each in _referrers(alive) if each is not alive]
+    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
+    return next((each for each in alive if id(each) in held), None)
+
+
+def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
+    found = gc.get_referrers(*tensors) if tensors else []
+    return [each for each in found if not isinstance(each, types.FrameType)]
+
+
+def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
+    name = type(returned).__name__
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
+            why="torch's pytree does not know that class, so the tensor would not be "
+            "an output and would have no data.",
+            do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
+            "or return a tuple, a dict or a named tuple.",
+        )
+    )
+
+
+def _leak(tensor: Tensor, where: str) -> SideEffectError:
+    """The error for a tensor that was left; a cache that has it is emptied."""
+    keeper = keeper_of(tensor)
+    if keeper is None:
+        holder, do = _holder(tensor), "Return the tensor from the function instead."
+    else:
+        keeper.cache_clear()
+        holder = f"the cache of `{keeper.__name__}`, which is now empty"
+        do = remedy(keeper)
+    return SideEffectError(
+        explain(
+            where=where,
+            what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
+            why="It has no data, so its next use would fail.",
+            do=do,
+        )
+    )
+
+
+def _holder(tensor: Tensor) -> str:
+    for referrer in _referrers([tensor]):
+        if isinstance(referrer, dict):
+            for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
+                if value is tensor and isinstance(key, str):
+                    return f"a name or attribute `{key}`"
+        if isinstance(referrer, (list, set)):
+            return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
+    return "an object outside the function"

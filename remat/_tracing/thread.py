@@ -1,0 +1,397 @@
+"""The trace that this thread is in: what the user's code meets while it runs.
+
+A torch-function mode sees every call of the user's code: it swaps captured tensors for
+inputs of the trace, and notes which line and which torch function makes each value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Generator, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from remat import _compat
+from remat._errors import CapturedTensorError, RematError, TraceError, explain
+from remat._generators import streams, trackers
+from remat._graph.values import TensorMeta
+from remat._messages import user_line
+from remat._switches.departures import departing
+from remat._tracing import importing
+from remat._tracing.indexing import LookUps
+from remat._tracing.memoized import keeper_of, remedy
+from remat._tracing.refusals import is_strided, overriding, unstrided
+from remat.policies._operators import function_name
+
+
+@dataclasses.dataclass
+class Running:
+    """What a running trace knows: the mode asks it, the end of the trace reads it.
+
+    Attributes:
+        mode: under which tensors are fakes.
+        find: whether a captured tensor may become a further operand.
+        substitutes: the operands that stand for captured tensors, by the ids of these; the
+            innermost last.
+        captured: the captured tensors that were met, in order.
+        leaves: what stands for each of these.
+        fakes: weak references to what the user's code has held.
+        aside: by their ids, the tensors that belong to a tracker and not to the graph.
+        shape_env: where the symbols for open sizes live; None if no size is open.
+        inner: what is known of regions inside, by any key.
+        in_parts: which tensors in parts were met, "given" or "made"; never both.
+        look_ups: what `x[i]` gave where `i` is a number in a tensor.
+        refused: an error of ours that torch may have replaced by one of its own.
+    """
+
+    mode: Any
+    find: Callable[[Tensor], bool]
+    substitutes: list[Mapping[int, Tensor]] = dataclasses.field(
+        default_factory=list[Mapping[int, Tensor]]
+    )
+    captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    fakes: list[weakref.ref[Tensor]] = dataclasses.field(
+        default_factory=list[weakref.ref[Tensor]]
+    )
+    aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+    shape_env: Any = None
+    inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
+    in_parts: set[str] = dataclasses.field(default_factory=set[str])
+    look_ups: LookUps = dataclasses.field(default_factory=LookUps)
+    refused: RematError | None = None
+
+    def is_aside(self, args: Any) -> bool:
+        """Whether all tensors of a call are states that a tracker handles."""
+        tensors = _compat.tensor_leaves(args)
+        return bool(tensors) and all(
+            not _compat.is_fake(each)
+            and (id(each) in self.aside or streams.is_state(each))
+            for each in tensors
+        )
+
+    def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs such a call directly: it is not a part of the function's graph."""
+        with _compat.isolated():
+            out = func(*args, **kwargs)
+        # Held, so that no other tensor can have the id of one of them.
+        self.aside |= {id(each): each for each in _compat.tensor_leaves(out)}
+        return out
+
+
+class _Thread(threading.local):
+    """What this thread is in.
+
+    Attributes:
+        running: the trace, if it is in one.
+        again: where functions run by themselves, and not in a trace inside of that, what
+            stands for the tensors that they reach; the innermost last.
+        depth: how many traces of ours are around, those of derived programs counted.
+    """
+
+    running: Running | None = None
+    depth: int = 0
+    again: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+
+_thread = _Thread()
+
+
+def is_running() -> bool:
+    """Whether this thread is tracing."""
+    return _thread.running is not None
+
+
+def depth() -> int:
+    """How many traces are around this thread: more than before inside of a further one."""
+    return _thread.depth
+
+
+def is_lifting() -> bool:
+    """Whether something may stand for a tensor that a region is given, or reaches."""
+    return _thread.running is not None or bool(_thread.again)
+
+
+def has_open_sizes() -> bool:
+    """Whether this thread is in a trace that has symbols for sizes."""
+    return _thread.running is not None and _thread.running.shape_env is not None
+
+
+def known_inside() -> dict[Hashable, Any]:
+    """What is known of regions inside the running trace of this thread, until it ends."""
+    assert _thread.running is not None, "no trace is running"
+    return _thread.running.inner
+
+
+def current() -> Running | None:
+    """The trace that this thread is in, if it is in one."""
+    return _thread.running
+
+
+@contextlib.contextmanager
+def entered(running: Running | None) -> Generator[None]:
+    """Inside, this thread is in that trace."""
+    outer, _thread.running = _thread.running, running
+    again, _thread.again = _thread.again, ()
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+        _thread.running, _thread.again = outer, again
+
+
+@contextlib.contextmanager
+def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Inside, what takes tensors past torch's functions finds what stands for them.
+
+    So do regions, none of which is then recognized as one that is called as before, and
+    users' `autograd.Function`s.
+
+    Args:
+        stand_in: gives what stands for a tensor, itself if nothing does.
+    """
+    outer, _thread.again = _thread.again, (*_thread.again, stand_in)
+    try:
+        with departing(), _compat.lifted_function_apply(stand_in):
+            yield
+    finally:
+        _thread.again = outer
+
+
+def set_aside() -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread does not trace: the calls there are not the user's."""
+    return entered(None)
+
+
+@contextlib.contextmanager
+def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
+    """Inside, the captured tensors with these ids stand for the given operands."""
+    running = _thread.running
+    if running is None:
+        yield
+        return
+    running.substitutes.append(mapping)
+    try:
+        yield
+    finally:
+        running.substitutes.pop()
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """What stands for a tensor from outside: in a trace it becomes an input of the graph.
+
+    To a region inside another one's trace, the outer trace's tensors are from outside too.
+    """
+    for stand_in in reversed(_thread.again):
+        tensor = stand_in(tensor)
+    running = _thread.running
+    if running is None:
+        return tensor
+    if _compat.is_fake_of(tensor, running.mode):
+        if _compat.is_in_parts(tensor):
+            _meet(running, tensor, "made")
+        return tensor
+    if _compat.wraps_fakes(tensor) and _compat.placement(tensor) is None:
+        _meet(running, tensor, "made")
+        return tensor
+    for mapping in reversed(running.substitutes):
+        if id(tensor) in mapping:
+            return mapping[id(tensor)]
+    # An inner region lifts its own tensors. The trace's mode is on at that time, and would take
+    # the reads of the tensor below for calls of the user.
+    with _compat.without_torch_function():
+        return _capture(running, tensor)
+
+
+def is_taken_whole(tensor: Tensor) -> bool:
+    """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
+    return _compat.is_in_parts(tensor) and _compat.placement(tensor) is None
+
+
+def _meet(running: Running, tensor: Tensor, how: str) -> None:
+    """Notes whether a tensor in parts was given, and traced as a whole, or made inside."""
+    running.in_parts.add(how)
+    if len(running.in_parts) > 1:
+        raise _distributed(tensor)
+
+
+def _capture(running: Running, tensor: Tensor) -> Tensor:
+    if is_taken_whole(tensor):
+        _meet(running, tensor, "given")
+    for known, leaf in zip(running.captured, running.leaves, strict=True):
+        if known is tensor:
+            return leaf
+    if not (is_strided(tensor) or _compat.overrides_functions(type(tensor))):
+        raise unstrided(f"a tensor used at {user_line()}", tensor)
+    if not running.find(tensor):
+        if streams.looks_like_state(tensor):
+            raise streams.unregistered(f"at {user_line()}")
+        raise _out_of_reach(tensor)
+    if is_lazy(tensor):
+        raise uninitialized(f"used at {user_line()}")
+    if _compat.overrides_functions(type(tensor)):
+        raise overriding(type(tensor))
+    wanted = _compat.requires_grad_anywhere(tensor)
+    if wanted and torch.is_grad_enabled() and _compat.is_below_autograd():
+        # TorchScript replaces any error by one of its own, and drops the text.
+        running.refused = _out_of_sight(tensor)
+        raise running.refused
+    name = f"captured_{len(running.captured)}"
+    meta = TensorMeta.of_operand(tensor)
+    leaf = placeholder(meta, name)
+    running.captured.append(tensor)
+    running.leaves.append(leaf)
+    return leaf
+
+
+def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
+    keeper = keeper_of(tensor)
+    whose = "" if keeper is None else f" from the cache of `{keeper.__name__}`"
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
+            what="is reached in a way that cannot be followed at the next call.",
+            why="It would become a constant of the trace: its gradient would be "
+            "lost, and later changes would not be seen.",
+            do=remedy(keeper),
+        )
+    )
+
+
+def uninitialized(which: str) -> TraceError:
+    """The error for a parameter that a lazy module has yet to make."""
+    return TraceError(
+        explain(
+            where=f"a lazy module's parameter, {which}",
+            what="has no shape yet.",
+            why="A lazy module makes its parameters in its first call, but a trace "
+            "has no real tensors for that.",
+            do="Call the model once first, inside `with remat.disabled():`.",
+        )
+    )
+
+
+def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
+    return CapturedTensorError(
+        explain(
+            where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+            what="is used by TorchScript, whose operators a trace cannot see.",
+            why="Its gradient would be lost.",
+            do="Use the function or module from before torch.jit.script, or pass the "
+            "tensor as an argument.",
+        )
+    )
+
+
+def _distributed(tensor: Tensor) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
+            f"{user_line()}",
+            what="is combined with others in a region, where some are given and some "
+            "are made inside.",
+            why="Under vmap, and for subclasses other than DTensor, the trace "
+            "replaces a given one by a plain tensor of the global shape, which "
+            "cannot be combined with local parts.",
+            do='Use engine="rerun", which runs the function again in the backward, or '
+            "pass local tensors and make all of them inside.",
+        )
+    )
+
+
+def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
+    """The error for a function that makes a tensor, `made`, from a numpy array."""
+    return CapturedTensorError(
+        explain(
+            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+            what=f"makes a tensor{_described(made)} from a numpy array.",
+            why="The contents of an array cannot be checked at the next call, so the "
+            "tensor would become a constant of the trace.",
+            do="Make the tensor outside, and pass it as an argument or capture it.",
+        )
+    )
+
+
+def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
+    is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
+    return is_laid_out_so and _compat.storage_key(tensor) == _compat.storage_key(data)
+
+
+def _sets_data(tensor: Tensor) -> TraceError:
+    return TraceError(
+        explain(
+            where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
+            what="replaces a tensor's data, which neither autograd nor a trace sees.",
+            why="The trace would go on with the old data.",
+            do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
+            'engine="rerun".',
+        )
+    )
+
+
+def _described(made: Any) -> str:
+    return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
+
+
+class UserCalls(TorchFunctionMode):
+    """Sees the torch calls of the traced function, and those alone."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        running = self._running
+        if _thread.running is not running or not _compat.proxy_is_active():
+            # An inner region has a trace of its own; torch's internals are not recorded.
+            return func(*args, **(kwargs or {}))
+        if trackers.registered and running.is_aside(args):
+            return running.run_aside(func, args, kwargs or {})
+        args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
+        if _compat.reads_arrays(args):
+            raise from_array(func, None)
+        if func == _compat.SET_DATA and not _is_own_data(*args):
+            raise _sets_data(args[0])
+        graph = _compat.active_graph()
+        before = len(graph.nodes)
+        out = running.look_ups.call(func, args)
+        if out is NotImplemented:
+            out = _compat.traceable(func)(*args, **kwargs)
+        if len(graph.nodes) > before:
+            note = importing.Note(user_line(), function_name(func), is_backward=False)
+            importing.annotate(graph, before, note)
+        running.fakes.extend(
+            weakref.ref(each)
+            for each in _compat.tensor_leaves(out)
+            if _compat.is_fake(each)
+        )
+        return out
+
+
+def placeholder(meta: TensorMeta, name: str) -> Tensor:
+    """A further input of the running trace, made where the trace does not see it."""
+    with _compat.leave_functorch():
+        with _compat.unrecorded():
+            fake = fake_of(meta)
+        _compat.add_placeholder(fake, name)
+        return meta.stand_in(fake)
+
+
+def fake_of(meta: TensorMeta) -> Tensor:
+    """What the graph knows of a tensor: of a DTensor, this rank's part."""
+    local = dataclasses.replace(meta, requires_grad=meta.is_leaf, placement=None)
+    return local.empty()

@@ -1,0 +1,558 @@
+"""Pure function and metadata -> joint graph of its forward and its backward.
+
+The function runs once, on fake tensors, outside every transform and mode of the caller
+(`make_fx` under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd
+does), so that users' `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph
+what they mean outside. Fakes have the exact strides of inputs and cotangents: kernels
+choose by strides, and a wrong guess is silently wrong. In-place operators are then
+renamed, or where that will not do replaced by a second pass (`torch.func.functionalize`,
+views kept).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from remat import _compat
+from remat._errors import RematError, TraceError, explain
+from remat._generators import streams
+from remat._graph.values import Graph, Ref, TensorMeta, Value, check
+from remat._messages import (
+    checkpointed_by_torch,
+    freed,
+    higher_order,
+    line_of,
+    mutates,
+    reached_in_backward,
+    untraceable,
+)
+from remat._switches.numerics import Numerics
+from remat._tracing import collectives, engines, importing, in_place_operators
+from remat._tracing.aliases import choose_outputs, copy_custom_views
+from remat._tracing.importing import Note
+from remat._tracing.thread import (
+    Running,
+    UserCalls,
+    current,
+    entered,
+    fake_of,
+    from_array,
+    lift,
+    placeholder,
+)
+
+Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joint:
+    """A forward and its backward, in one graph.
+
+    Attributes:
+        graph: inputs are the operands, then cotangents.
+        cotangents: which inputs are the cotangents of this backward, in the order of
+            the outputs that have one.
+        layout: their metadata, None for an output without one.
+        num_operands: how many inputs are operands.
+        chosen: which of the returned tensors are outputs of the forward.
+        outputs: these.
+        placements: for each output how it is spread, as a DTensor; None for a plain one.
+        differentiable: for each output, whether a cotangent can come back for it.
+        views: for each tensor that the function returned, how to make it again from an
+            output or an operand (see `View`).
+        gradients: one Ref an operand, None where no gradient flows.
+        spread: how each of these is spread, as a DTensor; None for a plain one.
+        mutations: (operand, its new value) of operands that the function changed.
+        states: generator states that the forward's draws started from, in order.
+    """
+
+    graph: Graph
+    cotangents: tuple[int, ...]
+    layout: tuple[TensorMeta | None, ...]
+    num_operands: int
+    chosen: tuple[int, ...]
+    outputs: tuple[Ref, ...]
+    placements: tuple[Any, ...]
+    differentiable: tuple[bool, ...]
+    views: tuple[View, ...]
+    gradients: tuple[Ref | None, ...]
+    spread: tuple[Any, ...]
+    mutations: tuple[tuple[int, Ref], ...]
+    states: tuple[Ref, ...]
+
+    @property
+    def output_metas(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the outputs."""
+        metas = [self.graph.values[ref.index].meta for ref in self.outputs]
+        return tuple(
+            dataclasses.replace(meta, placement=placement)
+            for meta, placement in zip(metas, self.placements, strict=True)
+            if isinstance(meta, TensorMeta)
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """How one returned tensor is made from an output or an operand.
+
+    Attributes:
+        output: which output it is or shares its storage with; None for an operand.
+        operand: which operand, likewise.
+        path: the view operators in between, as a graph with one input; None if it is the
+            output or operand itself.
+        is_detached: whether no gradient flows although one flows to the base.
+        is_cut: whether the function detached it from the base: no tangent flows either.
+    """
+
+    output: int | None
+    operand: int | None
+    path: Graph | None
+    is_detached: bool
+    is_cut: bool = False
+
+
+def _require_known(returned: Sequence[Tensor | None]) -> None:
+    for tensor in returned:
+        if (
+            tensor is not None
+            and _compat.wraps_fakes(tensor)
+            and _compat.placement(tensor) is None
+        ):
+            raise TraceError(
+                explain(
+                    where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
+                    what="is made inside the region and returned.",
+                    why="A program can return only plain tensors and DTensors.",
+                    do='Return plain tensors, or use engine="rerun", which runs the '
+                    "function again in the backward.",
+                )
+            )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What to trace.
+
+    Attributes:
+        function: tensors in, tensors (or None) out.
+        operands: the metadata of what goes in.
+        cotangents: the metadata of each output's cotangent, None where none comes; the
+            whole is None for "like the outputs".
+        find: whether a captured tensor may become a further operand.
+        gradients: whether to trace a backward at all.
+        is_in_parts: whether a tensor in parts that is taken whole is among what goes in.
+        backward_numerics: the switches under which the backward half runs; None means
+            the forward's, without autocast.
+        sizes: the symbols among the sizes of what goes in, where some are open.
+    """
+
+    function: Flat
+    operands: tuple[TensorMeta, ...]
+    cotangents: tuple[TensorMeta | None, ...] | None = None
+    find: Callable[[Tensor], bool] = lambda _: False
+    is_in_parts: bool = False
+    backward_numerics: Numerics | None = None
+    gradients: bool = True
+    sizes: _compat.OpenSizes | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """Joint graphs and what was met on the way.
+
+    Attributes:
+        joints: one for each layout of cotangents, the usual one first; they share all
+            but their gradients.
+        stand_ins: the operand that stood for each captured tensor in the trace.
+        captured: the captured tensors, which are the operands after the given ones.
+        fakes: weak references to what the user's code held while it ran.
+    """
+
+    joints: tuple[Joint, ...]
+    captured: tuple[Tensor, ...]
+    stand_ins: list[Tensor]
+    fakes: tuple[weakref.ref[Tensor], ...]
+
+
+def trace(request: Request) -> Traced:
+    """Traces a function and its backward.
+
+    Raises:
+        TraceError: if it cannot be traced: it branches on values, say.
+        CapturedTensorError: if it reaches a tensor that `request.find` does not know.
+    """
+    shape_env = _shape_env(request, current())
+    mode = _compat.fake_mode(_home(request.operands), shape_env)
+    running = Running(mode, request.find, shape_env=shape_env)
+    if request.is_in_parts:
+        running.in_parts.add("given")
+    devices = [torch.device("cpu"), *(each.device for each in request.operands)]
+    with (
+        _compat.one_trace_at_a_time(),
+        entered(running),
+        streams.standing_in(devices),
+        _compat.isolated(),
+        torch.enable_grad(),
+        engines.refused(),
+        _compat.own_parametrizations(),
+        running.mode,
+    ):
+        run = _Run(request, running)
+        module = _record(run)
+        return _finish(run, module)
+
+
+def _shape_env(request: Request, outer: Running | None) -> Any:
+    """A region inside a trace with open sizes is traced among the same symbols."""
+    if request.sizes is not None:
+        return request.sizes.env
+    if outer is not None and outer.shape_env is not None:
+        return outer.shape_env
+    return _compat.shape_env_of(_numbers(request.operands))
+
+
+def _numbers(metas: Sequence[TensorMeta]) -> Iterator[int]:
+    for meta in metas:
+        yield from (*meta.shape, *meta.stride)
+
+
+class _Run:
+    """One execution of the function and its backward under `make_fx`."""
+
+    def __init__(self, request: Request, running: Running) -> None:
+        self.request = request
+        self.running = running
+        self.differentiable: list[bool] = []
+        self.layouts: list[tuple[TensorMeta | None, ...]] = []
+        self.detached: list[bool] = []
+        self.cut: tuple[bool, ...] = ()
+        self.chosen: tuple[int, ...] = ()
+        self.same: dict[int, tuple[str, int]] = {}
+        self.placements: list[Any] = []
+        self.spread: list[Any] = []
+        self.num_returned = 0
+        self.keeps_casts = torch.is_autocast_cache_enabled()
+
+    def __call__(self, *operands: Tensor) -> list[Tensor | None]:
+        running, request = self.running, self.request
+        with _compat.autocast_cache(self.keeps_casts):
+            pairs = zip(request.operands, operands, strict=True)
+            stand_ins = tuple(meta.stand_in(each) for meta, each in pairs)
+            return self._run(running, request, stand_ins)
+
+    def _run(
+        self, running: Running, request: Request, operands: tuple[Tensor, ...]
+    ) -> list[Tensor | None]:
+        with UserCalls(running), _compat.lifted_function_apply(lift):
+            results = request.function(operands)
+        running.look_ups.require_unchanged()
+        # Outside the mode, which would take the lift's own work for the user's.
+        returned = [out if out is None else lift(out) for out in results]
+        _require_known(returned)
+        self.num_returned = len(returned)
+        given = [*operands, *running.leaves]
+        returned = copy_custom_views(given, returned)
+        self.chosen, self.same = choose_outputs(given, returned)
+        outputs = [out for index in self.chosen if (out := returned[index]) is not None]
+        self.placements = list(map(_compat.placement, outputs))
+        self.differentiable = [out.requires_grad for out in outputs]
+        self.detached = [out is not None and not out.requires_grad for out in returned]
+        _note_forward(_compat.active_graph())
+        layout = request.cotangents
+        self.layouts = _usual_layouts(outputs) if layout is None else [layout]
+        if not request.gradients:
+            self.layouts = []
+        gradients: list[Tensor | None] = []
+        with _backward_numerics(request.backward_numerics):
+            for layout in self.layouts:
+                gradients += self._gradients(given, outputs, layout)
+        self.spread = [
+            None if each is None else _compat.placement(each) for each in gradients
+        ]
+        found = [*returned, *gradients]
+        return [None if each is None else _compat.local_part(each) for each in found]
+
+    def _gradients(
+        self,
+        operands: list[Tensor],
+        chosen: list[Tensor],
+        layout: tuple[TensorMeta | None, ...],
+    ) -> list[Tensor | None]:
+        outputs: list[Tensor] = []
+        cotangents: list[Tensor] = []
+        for output, meta in zip(chosen, layout, strict=True):
+            if meta is None:
+                continue
+            # A given cotangent is an input even where no gradient comes of it.
+            cotangent = placeholder(meta, _cotangent_name())
+            if output.requires_grad:
+                outputs.append(output)
+                cotangents.append(cotangent)
+        wanted = [operand for operand in operands if operand.requires_grad]
+        if not wanted or not outputs:
+            return [None] * len(operands)
+        found = iter(
+            torch.autograd.grad(
+                outputs,
+                wanted,
+                cotangents,
+                allow_unused=True,
+                # The last backward frees the graph: torch 2.15 would keep it for good.
+                retain_graph=layout is not self.layouts[-1],
+            )
+        )
+        return [next(found) if each.requires_grad else None for each in operands]
+
+
+def _cotangent_name() -> str:
+    return f"cotangent_{len(_compat.active_graph().nodes)}"
+
+
+def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
+    """Cotangents laid out like the outputs, and like those of `.sum()`: one number.
+
+    Both are traced at once, so that the commonest backwards need no second trace.
+    """
+    like = tuple(
+        TensorMeta.of(output, requires_grad=False) if output.requires_grad else None
+        for output in outputs
+    )
+    if any(meta is not None and meta.placement is not None for meta in like):
+        # How the cotangent of a sum would be spread, torch decides.
+        return [like]
+    expanded = tuple(meta and _expanded(meta) for meta in like)
+    return [like] if expanded == like else [like, expanded]
+
+
+def _expanded(meta: TensorMeta) -> TensorMeta:
+    return dataclasses.replace(meta, stride=(0,) * len(meta.shape))
+
+
+def _home(operands: Sequence[TensorMeta]) -> torch.device:
+    return operands[0].device if operands else torch.get_default_device()
+
+
+def _backward_numerics(
+    numerics: Numerics | None,
+) -> contextlib.AbstractContextManager[None]:
+    # Users call .backward() outside autocast, as torch recommends.
+    if numerics is None:
+        forward = Numerics.current()
+        return forward._replace(autocast=()).applied()
+    return numerics.applied()
+
+
+# Public, but torch has not annotated it.
+_FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _note_forward(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if "remat" not in node.meta and _compat.is_lift(node):
+            # torch.from_numpy and its like are not torch functions: no mode sees them.
+            raise from_array(_FROM_NUMPY, node.meta.get("val"))
+        note = node.meta.get("remat", Note("", ""))
+        node.meta["remat"] = dataclasses.replace(note, is_backward=False)
+
+
+def _record(run: _Run) -> fx.GraphModule:
+    running = run.running
+    operands = [fake_of(meta) for meta in run.request.operands]
+    running.fakes.extend(weakref.ref(fake) for fake in operands)
+    try:
+        module = _compat.make_fx(run, operands, collectives.functional_twins())
+        run.cut = importing.cut_outputs(module.graph)
+        if in_place_operators.has_mutations(module.graph):
+            module = importing.functionalize(module, operands)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        if isinstance(error, RematError):
+            raise
+        found = running.refused or _of_the_users(run, error)
+        if found is None:
+            raise
+        raise found from error
+    return module
+
+
+def _of_the_users(run: _Run, error: Exception) -> RematError | None:
+    """What an error of torch's says of the user's function, if it says anything."""
+    text = str(error)
+    if "Variable that requires grad is being used in an in-place" in text:
+        return mutates(line_of(error))
+    if run.layouts and "through the graph a second time" in text:
+        return freed(error)
+    refused = checkpointed_by_torch(error)
+    if refused is not None:
+        return refused
+    if run.layouts and _compat.met_a_tensor_outside(error):
+        return reached_in_backward(error)
+    if _compat.takes_functions(error):
+        return higher_order(error)
+    return untraceable(error) if _compat.needs_values(error) else None
+
+
+def _finish(run: _Run, module: fx.GraphModule) -> Traced:
+    is_template = run.request.sizes is not None
+    imported = importing.import_graph(module, is_template=is_template)
+    running, count = run.running, run.num_returned
+    returned = imported.outputs[:count]
+    outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
+    forward = [*outputs, *(new for _, new in imported.mutations), *imported.states]
+    values = _settle_phases(imported.values, [ref.index for ref in forward])
+    graph = check(Graph(values, imported.num_inputs, imported.outputs))
+    bases = {new: operand for operand, new in imported.mutations}
+    num_operands = len(run.request.operands) + len(running.captured)
+    plain = [
+        None if placement else ref
+        for ref, placement in zip(outputs, run.placements, strict=True)
+    ]
+    first = Joint(
+        graph=graph,
+        cotangents=(),
+        layout=(),
+        num_operands=num_operands,
+        chosen=run.chosen,
+        outputs=outputs,
+        placements=tuple(run.placements),
+        differentiable=tuple(run.differentiable),
+        views=tuple(
+            _whole_view(run, index, cuts)
+            if index in run.same
+            else _view(graph, plain, bases, ref, cuts)
+            for index, (ref, *cuts) in enumerate(
+                zip(returned, run.detached, run.cut, strict=False)
+            )
+        ),
+        gradients=(),
+        spread=(),
+        mutations=imported.mutations,
+        states=imported.states,
+    )
+    joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
+    return Traced(
+        joints, tuple(running.captured), list(running.leaves), tuple(running.fakes)
+    )
+
+
+def _for_each_layout(
+    joint: Joint, run: _Run, gradients: tuple[Ref | None, ...]
+) -> Generator[Joint]:
+    width, start = joint.num_operands, joint.num_operands
+    if not run.layouts:
+        none = (None,) * width
+        yield dataclasses.replace(joint, gradients=none, spread=none)
+    for place, layout in enumerate(run.layouts):
+        own = slice(place * width, (place + 1) * width)
+        count = sum(meta is not None for meta in layout)
+        inputs = tuple(range(start, start + count))
+        start += count
+        yield dataclasses.replace(
+            joint,
+            cotangents=inputs,
+            layout=layout,
+            gradients=gradients[own],
+            spread=tuple(run.spread[own]),
+        )
+
+
+def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value, ...]:
+    """Marks as forward all that a forward value or output needs, wherever it was recorded.
+
+    The second pass updates views of changed tensors only when they are read.
+    """
+    settled = list(values)
+    needed = needed + [
+        index
+        for index, value in enumerate(values)
+        if value.op is not None and not value.is_backward
+    ]
+    seen: set[int] = set()
+    while needed:
+        index = needed.pop()
+        if index not in seen:
+            seen.add(index)
+            settled[index] = dataclasses.replace(values[index], is_backward=False)
+            needed.extend(values[index].uses)
+    return tuple(settled)
+
+
+def _whole_view(run: _Run, index: int, cuts: list[bool]) -> View:
+    """The view of a DTensor, which is an operand or an output."""
+    kind, place = run.same[index]
+    if kind == "operand":
+        return View(None, place, None, *cuts)
+    return View(run.chosen.index(place), None, None, *cuts)
+
+
+def _view(
+    graph: Graph,
+    outputs: Sequence[Ref | None],
+    written: Mapping[Ref, int],
+    ref: Ref | None,
+    cuts: list[bool],
+) -> View:
+    if ref is None:
+        return View(None, None, None, True)
+    plain = [each for each in outputs if each is not None]
+    path = importing.view_path(graph, (*plain, *written), ref)
+    assert path is not None, (
+        f"{ref} is neither an output, an operand, nor a view of one"
+    )
+    base, steps = path
+    if base in outputs:
+        return View(outputs.index(base), None, steps, *cuts)
+    return View(None, written.get(base, base.index), steps, *cuts)
+
+
+def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
+    """The joint graph whose draws read their generator states from these operands."""
+    if not operands:
+        return joint
+    assert len(operands) == len(joint.states), "the function drew another time"
+    given = {state: Ref(k) for state, k in zip(joint.states, operands, strict=True)}
+    values = tuple(
+        value
+        if value.state not in given
+        else dataclasses.replace(value, state=given[value.state], is_redraw=True)
+        for value in joint.graph.values
+    )
+    graph = dataclasses.replace(joint.graph, values=values)
+    return dataclasses.replace(joint, graph=check(graph), states=())
+
+
+def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
+    """The graph of a function without a backward, such as a mapped program.
+
+    Of a backward program, the steps that repeat the forward are still known as such.
+    """
+    metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
+    mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
+    # An outer trace would take the calls here for calls of the user. Autocast would add casts
+    # to those that a program holds.
+    with (
+        entered(None),
+        _compat.one_trace_at_a_time(),
+        Numerics.current().settled(),
+    ):
+        with _compat.isolated(), mode, torch.no_grad():
+            fakes = [fake_of(meta) for meta in metas]
+            module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
+            if in_place_operators.has_mutations(module.graph):
+                module = importing.functionalize(module, fakes)
+        imported = importing.import_graph(module, is_program=True)
+    repeats = any(value.rank >= 0 for value in imported.values)
+    values = tuple(
+        dataclasses.replace(value, is_backward=repeats) for value in imported.values
+    )
+    return check(Graph(values, imported.num_inputs, imported.outputs))
