@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
 from remat._calls import made_in_graph
 from remat._calls.decorated import MethodRegion, Region, RematModule, is_of_module
 from remat._calls.options import (
@@ -20,6 +19,7 @@ from remat._calls.options import (
     require_parameters,
     settings_of,
 )
+from remat._torch import dynamo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,7 +59,7 @@ def remat(
 ) -> Callable[[Callable[_P, _R]], Region[_P, _R]]: ...
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def remat(
     fun: Callable[..., Any] | None = None,
     /,
@@ -161,7 +161,7 @@ def remat(
     return _decorate(fun, settings_of(**options))
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _decorate(fun: Any, settings: Settings) -> Any:
     if is_dynamo_compiling():
         return made_in_graph.with_settings(_decorate, settings, fun)

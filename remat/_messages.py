@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import _compat
 from remat._errors import (
     CapturedTensorError,
     MutationError,
@@ -21,6 +20,7 @@ from remat._errors import (
     TraceError,
     explain,
 )
+from remat._torch.frames import caller
 
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
@@ -98,7 +98,7 @@ def warn(
 
 def _user_frame() -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code, and how many calls it is above the caller."""
-    frame, num_calls = _compat.caller(1), 0
+    frame, num_calls = caller(1), 0
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
             break

@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 from hypothesis import Phase, given, settings
 
-from remat import _compat
 from remat._calls import decorated, entry
 from remat._captures import covered
 from remat._graph import values
 from remat._regions import rules, traced
+from remat._torch import tracer
 from remat._tracing import in_place_operators, naming, thread
 from tests.properties import budget, cases, check
 
@@ -47,7 +47,7 @@ def lost_detach():
     honest = thread.UserCalls.__torch_function__
 
     def overlook(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.detach and _compat.proxy_is_active():
+        if func is torch.Tensor.detach and tracer.proxy_is_active():
             return args[0]
         return honest(self, func, types, args, kwargs)
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import remat
-from remat._compat import same_bits
 from remat._graph.operators import short_name
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
+from remat._torch.tensors import same_bits
 from tests.regions import inputs_of, programs
 from tests.support import Heard, is_differentiable
 from tests.zoo import FUNCTIONS

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOMS: str = """_errors _torch _compat _messages _switches _graph _generators random storage policies
+ROOMS: str = """_errors _torch _messages _switches _graph _generators random storage policies
 planners schedules _captures _tracing _partition _programs _regions _rerun _calls _api _plans
 layers modules interop reporting testing remat __main__"""
 
@@ -56,7 +56,7 @@ def test_torch_internals_come_through_one_door():
         read = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         inside = {*filter(private.match, [*read, *imports_of(module)])}
 
-        assert not inside or module.startswith(("remat._torch", "remat._compat")), (
+        assert not inside or module.startswith("remat._torch"), (
             module,
             inside,
         )

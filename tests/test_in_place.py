@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import TraceError, remat
-from remat._tracing import importing
+from remat._torch import functionalization
 from tests.support import assert_bitwise, grads, seeded
 
 pytestmark = pytest.mark.contract
@@ -72,13 +72,13 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def second_traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What went through torch's functionalization."""
     known: list[Any] = []
-    functionalized = importing._compat.functionalized
+    functionalized = functionalization.functionalized
 
     def noticed(function: Any) -> Any:
         known.append(function)
         return functionalized(function)
 
-    monkeypatch.setattr(importing._compat, "functionalized", noticed)
+    monkeypatch.setattr(functionalization, "functionalized", noticed)
     return known
 
 

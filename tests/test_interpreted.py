@@ -7,17 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
-from remat import (
-    SavedTensorModifiedError,
-    _compat,
-    checkpoint_name,
-    random,
-    remat,
-)
+from remat import SavedTensorModifiedError, checkpoint_name, random, remat
 from remat._graph.values import Graph, Ref, TensorMeta, Value
 from remat._programs.composites import fold
 from remat._programs.interpreted import function_of
 from remat._programs.overhead import dominates
+from remat._torch import modes, tensors
 from tests.regions import inputs_of, programs
 from tests.support import Heard, LiveBytes
 from tests.zoo import FUNCTIONS
@@ -39,7 +34,7 @@ def rand(*shape):
 
 def heard(run, inputs):
     """What a program returns, and the operators that it runs."""
-    with Heard() as listener, _compat.below_autograd():
+    with Heard() as listener, modes.below_autograd():
         outputs = run(list(inputs))
     return outputs, listener.names
 
@@ -67,7 +62,7 @@ def test_the_interpreter_runs_what_python_runs(function):
         assert found[1] == expected[1]
         for ours, theirs in zip(found[0], expected[0], strict=True):
             assert (ours is None) == (theirs is None)
-            assert ours is None or _compat.same_bits(ours, theirs)
+            assert ours is None or tensors.same_bits(ours, theirs)
 
 
 def block(x, weight, norm):
@@ -111,7 +106,7 @@ def test_a_region_runs_there():
         results.append((y, *torch.autograd.grad(y.sum(), x)))
 
     for found, expected in zip(*results, strict=True):
-        assert _compat.same_bits(found, expected)
+        assert tensors.same_bits(found, expected)
 
 
 LITERALS = {
@@ -141,7 +136,7 @@ def test_literals_arrive_as_they_are_written(op, args, kwargs):
 
     expected = op(x, *args, **kwargs)
     assert TensorMeta.of(found) == TensorMeta.of(expected)
-    assert _compat.same_bits(found, expected)
+    assert tensors.same_bits(found, expected)
 
 
 def test_a_constant_is_handed_in():
@@ -212,7 +207,7 @@ def test_each_value_is_let_go_after_its_last_use():
     (program, _) = programs(steps, *[rand(100)] * 3)
     for run in (function_of(program.graph), program._compiled(program.graph)):
         assert run is not None
-        with LiveBytes() as live, _compat.below_autograd():
+        with LiveBytes() as live, modes.below_autograd():
             given = [rand(100).add(place) for place in range(3)]
             run(given)
         assert given == []
@@ -268,7 +263,7 @@ def test_threads_share_an_interpreted_program():
     assert dominates(fold(backward.graph), fewest_steps=32)
     for place, each in enumerate(expected):
         for got in found[place]:
-            assert all(map(_compat.same_bits, got, each))
+            assert all(map(tensors.same_bits, got, each))
     assert switches == {torch._C._get_graph_executor_optimize()}
 
 
@@ -300,7 +295,7 @@ def test_a_thread_that_fails_leaves_the_others_alone():
     assert len(raised) == 10
     assert len(found) == 10
     for got in found:
-        assert all(map(_compat.same_bits, got, expected))
+        assert all(map(tensors.same_bits, got, expected))
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["traced_there", "met_later"])
@@ -318,7 +313,7 @@ def test_deterministic_algorithms(is_first):
     finally:
         torch.use_deterministic_algorithms(False)
 
-    assert all(map(_compat.same_bits, found, expected))
+    assert all(map(tensors.same_bits, found, expected))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _compat, remat
+from remat import remat
 from remat._regions import rules
+from remat._torch import tensors
 from tests.support import Heard, seeded
 
 pytestmark = pytest.mark.contract
@@ -110,7 +111,7 @@ def test_another_backward_is_looked_up(
 
     assert len(lookups) > 1
     for ours, theirs in zip(found, gradients(layer, cotangent), strict=True):
-        assert _compat.same_bits(ours, theirs)
+        assert tensors.same_bits(ours, theirs)
 
 
 def test_backwards_in_turn_are_all_recognized(lookups: list[int]) -> None:

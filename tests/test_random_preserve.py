@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, _compat, checkpoint_name, policies, remat
+from remat import RematError, checkpoint_name, policies, remat
 from remat._generators import recorded
 from remat._graph.values import TensorMeta
 from remat._rerun.state import RunState
+from remat._torch import fakes
 from remat._tracing.trace import Request, trace
 from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
 
@@ -366,7 +367,7 @@ def test_a_trace_on_a_device_records_its_generator(fake_device: FakeDevice) -> N
 
 def test_a_rerun_puts_a_devices_generator_back(fake_device: FakeDevice) -> None:
     """Also of a device that only an operand shows; and where the run raises."""
-    with _compat.fake_mode(torch.device("cuda", 0)):
+    with fakes.fake_mode(torch.device("cuda", 0)):
         operand = torch.empty(3, device=torch.device("cuda", 0))
     state = RunState([], [operand])
     starts: list[int] = []

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from remat import _compat, policies, remat
+from remat import policies, remat
 from remat._graph.values import Graph, Ref, Value
 from remat._programs import overhead, overwriting
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
 from remat._programs.overwriting import reusing
+from remat._torch import schemas, tensors, trees
 from tests.benchmarks.memory import allocated
 from tests.regions import inputs_of, programs
 from tests.support import (
@@ -74,7 +75,7 @@ def pointwise() -> Iterator[Any]:
             yield op
 
 
-STRUCTURED = [op for op in pointwise() if _compat.out_variant(op)]
+STRUCTURED = [op for op in pointwise() if schemas.out_variant(op)]
 
 
 def given_to(op: Any, dtype: torch.dtype) -> list[Any]:
@@ -94,7 +95,7 @@ def given_to(op: Any, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_operator_may_write_over_each_argument(op: Any, dtype: torch.dtype) -> None:
     """What it writes is to the bit what it returns."""
-    variant = _compat.out_variant(op)
+    variant = schemas.out_variant(op)
     assert variant is not None
     try:
         expected = op(*given_to(op, dtype))
@@ -130,8 +131,8 @@ def test_pointwise_operators_make_memory_of_their_own() -> None:
         except NOT_FOR_THESE:
             continue
         if isinstance(found, Tensor):
-            own = _compat.storage_key(found)
-            read = [_compat.storage_key(each) for each in _compat.tensor_leaves(given)]
+            own = tensors.storage_key(found)
+            read = [tensors.storage_key(each) for each in trees.tensor_leaves(given)]
             assert own not in read, op
             count += 1
     assert count > 300
@@ -286,8 +287,8 @@ def test_programs_keep_their_bits(function: Any) -> None:
 
         found, plain = program._short([*inputs]), program._run([*inputs])
 
-        assert all(map(_compat.same_bits, found, plain))
-        assert all(map(_compat.same_bits, inputs, before))
+        assert all(map(tensors.same_bits, found, plain))
+        assert all(map(tensors.same_bits, inputs, before))
 
 
 def test_a_second_backward_reads_what_the_first_did() -> None:

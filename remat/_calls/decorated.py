@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, final
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._calls import torch_compile
 from remat._calls.cache import Cache, CacheInfo
 from remat._calls.entry import Entry
@@ -30,6 +30,7 @@ from remat._rerun import call
 from remat._rerun.hidden import require_nothing_hidden
 from remat._switches.numerics import Numerics
 from remat._switches.switch import is_inert
+from remat._torch import dynamo, levels, tracer
 from remat._tracing.thread import has_open_sizes, is_lifting, lift
 from remat.policies import nothing_saveable
 
@@ -89,13 +90,13 @@ class Region(Generic[_P, _R]):
             return self._plain(roots, args, kwargs)
         signature.require_traceable()
         entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
-        if _compat.is_in_compiler():
+        if tracer.is_in_compiler():
             torch_compile.require_recordable(entry, roots, self._where)
         tensors = [*signature.tensors, *captured]
         if is_lifting():
             tensors = list(map(lift, tensors))
             wants = False
-        if not wants and not any(map(_compat.requires_grad_anywhere, tensors)):
+        if not wants and not any(map(levels.requires_grad_anywhere, tensors)):
             return self._plain(roots, args, kwargs)
         # A route tells objects apart by their type alone: too little for static arguments.
         if not (signature.objects and self.settings.statics.are_given):
@@ -116,7 +117,7 @@ class Region(Generic[_P, _R]):
             signature, roots, numerics, args, kwargs
         )
         tensors = list(map(lift, [*signature.tensors, *captured]))
-        if not any(map(_compat.requires_grad_anywhere, tensors)):
+        if not any(map(levels.requires_grad_anywhere, tensors)):
             return self._plain(roots, args, kwargs)
         return entry.call(roots, tensors, numerics)
 
@@ -235,7 +236,7 @@ class Region(Generic[_P, _R]):
 
 # A decorator would hide from type checkers that these are methods.
 for _name in ("__call__", "__get__"):
-    _compat.unseen_by_dynamo(vars(Region)[_name])
+    dynamo.unseen_by_dynamo(vars(Region)[_name])
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._captures.hooked import Hooked
 from remat._generators.streams import exists
 from remat._graph.values import TensorMeta, layout_of
@@ -26,6 +26,7 @@ from remat._regions.traced import Region
 from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._switches.orders import is_first_order
+from remat._torch import levels, trees
 
 
 @final
@@ -44,7 +45,7 @@ class Output:
             return tensors[0]
         rest, fixed = iter(tensors), iter(self.statics)
         leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
-        return _compat.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, self.spec)
 
 
 @final
@@ -111,7 +112,7 @@ class Entry:
             is_first_order=is_first_order(),
             straight=straight,
         )
-        outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+        outputs = apply_straight(call, *levels.unwrap_dead(tensors))
         if straight.views is not None:
             outputs = make_views(straight.views, outputs, tensors)
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
@@ -153,7 +154,7 @@ class Entry:
             given[index] = kept(given[index])
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
-            _compat.write_back(tensors[index], new, unseen=index in self.unseen)
+            levels.write_back(tensors[index], new, unseen=index in self.unseen)
         return self.output.tree(self._with_buffers(roots, returned, tensors))
 
     def _with_buffers(

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._calls.entry import Entry, Output
 from remat._calls.signature import Layout, Signature
 from remat._captures.hooked import Hooked, put_back
@@ -26,6 +26,7 @@ from remat._regions.forwards import Calls
 from remat._regions.function import Function, Roots
 from remat._regions.traced import Region
 from remat._switches.numerics import Numerics
+from remat._torch import guards, trees
 from remat._tracing import engines
 from remat._tracing.open_sizes import Fixed, Template, Templates, trace_open
 from remat._tracing.side_effects import (
@@ -109,7 +110,7 @@ class _Flattened:
         return flat
 
     def _apart(self, result: Any) -> list[Tensor]:
-        leaves, spec = _compat.flatten(result)
+        leaves, spec = trees.flatten(result)
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
         if self.output is None:
@@ -375,8 +376,8 @@ def _input_storages(
 
 
 def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
-    is_plain = bool(captured) and all(map(_compat.is_plain, captured))
-    return _compat.tensor_guard(captured) if is_plain else None
+    is_plain = bool(captured) and all(map(guards.is_plain, captured))
+    return guards.tensor_guard(captured) if is_plain else None
 
 
 def _require_random_by_keys(joint: Joint, rng: str) -> None:

@@ -15,8 +15,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._calls.signature import static_key
+from remat._torch import guards
 
 _Args = tuple[Any, ...]
 
@@ -44,17 +45,17 @@ class Told:
 
 
 #: Where neither a transform nor a mode is active.
-PLAINLY = Told(_compat.is_plain, _compat.tensor_guard)
+PLAINLY = Told(guards.is_plain, guards.tensor_guard)
 
 #: Where reverse mode of torch.func is the innermost transform.
-BY_WRAPPERS = Told(_compat.is_told_by_wrapper, _compat.wrapped_guard)
+BY_WRAPPERS = Told(guards.is_told_by_wrapper, guards.wrapped_guard)
 
 
 def told_here() -> Told | None:
     """How guards tell tensors apart in this thread's state; None if they cannot."""
-    if _compat.is_quiet():
+    if guards.is_quiet():
         return PLAINLY
-    return BY_WRAPPERS if _compat.is_under_reverse_mode() else None
+    return BY_WRAPPERS if guards.is_under_reverse_mode() else None
 
 
 def guard_of(args: _Args, kwargs: Mapping[str, Any], told: Told = PLAINLY) -> Guard:

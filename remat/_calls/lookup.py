@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._calls.advice import advise, advise_once
 from remat._calls.cache import Cache
 from remat._calls.entry import Entry
@@ -25,6 +25,7 @@ from remat._graph.values import named
 from remat._messages import warn
 from remat._regions.function import Roots
 from remat._switches.numerics import Numerics
+from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.thread import known_inside, set_aside
 
@@ -99,7 +100,7 @@ class Lookup:
         if found is not None:
             cache.hits += 1
             return found
-        with _compat.one_trace_at_a_time():
+        with tracer.one_trace_at_a_time():
             found = cache.find(key, roots)
             if found is not None:
                 cache.hits += 1
@@ -126,7 +127,7 @@ class Lookup:
         found = holding(entries, roots)
         if found is not None:
             return found
-        with _compat.one_trace_at_a_time():
+        with tracer.one_trace_at_a_time():
             missed = self._missed(signature, roots, numerics, args, kwargs)
             return self._keep(entries, self._make(make_entry, missed), missed)
 
@@ -161,7 +162,7 @@ class Lookup:
         kwargs: Mapping[str, Any],
     ) -> _Missed:
         """A call that has to be traced."""
-        _compat.load_tracer()
+        tracer.load_tracer()
         names = labels(self.fun, args, kwargs)
         return _Missed(signature, roots, numerics, names)
 
@@ -174,9 +175,9 @@ class Lookup:
         """
         found = self.cache.find((signature.key, numerics), roots)
         if found is not None:
-            return any(map(_compat.requires_grad_anywhere, found[1]))
+            return any(map(levels.requires_grad_anywhere, found[1]))
         survey = _captures.survey(roots)
-        return any(map(_compat.requires_grad_anywhere, survey.reached + survey.hidden))
+        return any(map(levels.requires_grad_anywhere, survey.reached + survey.hidden))
 
     def _of_family(self, missed: _Missed) -> Entry:
         """The entry of a trace with open sizes; of one size if the function permits no other."""
@@ -281,10 +282,10 @@ class Lookup:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    if not _compat.is_fake(tensor):
+    if not fakes.is_fake(tensor):
         return tensor.detach().requires_grad_()
     # A stand-in was made outside the transforms and the trace around this call.
-    with _compat.isolated():
+    with isolation.isolated():
         return tensor.detach().requires_grad_()
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
 from remat._calls import torch_compile
 from remat._calls.decorated import is_of_module, kind_of
 from remat._calls.options import Settings, settings_of
 from remat._errors import RematError, explain
+from remat._torch import dynamo
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def with_options(
     remat: Callable[..., Any], options: dict[str, Any], fun: Any
 ) -> Callable[..., Any]:
@@ -33,10 +33,10 @@ def with_options(
         fun: the function.
     """
     if isinstance(options["saved_inputs"], Mapping):
-        _compat.end_graph(_MADE_OUTSIDE)
+        dynamo.end_graph(_MADE_OUTSIDE)
     why = _why_made_outside(**options)
     if why:
-        _compat.end_graph(why)
+        dynamo.end_graph(why)
     kind = _kind_of_options(is_of_module(fun), **options)
     return _made(kind, functools.partial(remat, **options), fun)
 
@@ -58,11 +58,11 @@ def with_settings(
 def _made(kind: str, make: Callable[..., Any], fun: Any) -> Callable[..., Any]:
     """A function as a region of a kind; `make` makes it outside of the graph."""
     if not callable(fun) or isinstance(fun, type):
-        _compat.end_graph(_MADE_OUTSIDE)
+        dynamo.end_graph(_MADE_OUTSIDE)
     return functools.partial(_call_made, kind, make, fun)
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _call_made(
     kind: str,
     make: Callable[..., Any],
@@ -75,10 +75,10 @@ def _call_made(
     return make(fun)(*args, **kwargs)
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def _why_made_outside(**options: Any) -> str:
     """Why a graph ends in front of a call of `remat`, if it does; else empty."""
-    if not all(map(_compat.has_its_attributes, options.values())):
+    if not all(map(dynamo.has_its_attributes, options.values())):
         return _MADE_OUTSIDE
     try:
         settings_of(**options)
@@ -87,12 +87,12 @@ def _why_made_outside(**options: Any) -> str:
     return ""
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def _kind_of_options(is_of_module: bool, **options: Any) -> str:
     return _kind_of_settings(settings_of(**options), is_of_module)
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def _kind_of_settings(settings: Settings, is_of_module: bool) -> str:
     rng = settings.rng or ("preserve" if is_of_module else "keys")
     return kind_of(dataclasses.replace(settings, rng=rng), "remat(...)")

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from remat import _compat
 from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, Told, guard_of
 from remat._regions.rules import Call, apply_straight
 from remat._regions.views import make_views
 from remat._switches.departures import departures
 from remat._switches.numerics import Numerics
+from remat._torch import guards
 
 # What a route gives for a call that is not its own.
 MISSED = object()
@@ -59,7 +59,7 @@ def route_of(
     Other transforms and dispatch modes are not asked for: the check of its tensors fails
     there.
     """
-    take, same_thread = guard_of(args, kwargs, told), _compat.thread_guard()
+    take, same_thread = guard_of(args, kwargs, told), guards.thread_guard()
     is_quiet = told is PLAINLY
 
     def run(

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._errors import StaticArgumentError, TraceError, explain
 from remat._graph.values import TensorMeta, layout_of
+from remat._torch import dtensor, levels, trees
+from remat._torch.tensors import overrides_functions
 from remat._tracing.refusals import is_strided, overriding, unstrided
 
 TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
@@ -71,7 +73,7 @@ class Layout:
             ROOT: iter(roots),
         }
         leaves = [next(sources[kind]) for kind in self.kinds]
-        return _compat.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, self.spec)
 
 
 class Signature(NamedTuple):
@@ -105,7 +107,7 @@ class Signature(NamedTuple):
     @property
     def layout(self) -> Layout:
         """How the arguments are put together; needed only where a call is traced."""
-        leaves, spec = _compat.flatten(self.arguments)
+        leaves, spec = trees.flatten(self.arguments)
         places: dict[int, int] = {}
         kinds: list[str] = []
         again: list[int] = []
@@ -162,7 +164,7 @@ def sign(
     for leaf in leaves.objects:
         is_numpy = type(leaf).__module__ == "numpy"
         if is_numpy or _captures.hides_contents(leaf):
-            flat = _compat.flatten(arguments)[0]
+            flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
             refused = _numpy if is_numpy else _unseen
             raise refused(leaf, labels(function, args, kwargs)[index])
@@ -184,7 +186,7 @@ def sign(
 def _unstrided_among(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> TraceError:
-    flat = _compat.flatten((args, dict(kwargs)))[0]
+    flat = trees.flatten((args, dict(kwargs)))[0]
     return next(
         unstrided(f"the argument `{name}`", leaf)
         for name, leaf in zip(labels(function, args, kwargs), flat, strict=True)
@@ -227,15 +229,15 @@ class _Leaves:
             place = self._places.setdefault(id(tree), len(self.tensors))
             if place < len(self.tensors):
                 return (AGAIN, place)
-            if _compat.is_under_way(tree):
-                tree = _compat.arrived(tree)
+            if dtensor.is_under_way(tree):
+                tree = dtensor.arrived(tree)
             self.tensors.append(tree)
             kind = cast("type[Tensor]", type(tree))
-            if kind is not Tensor and _compat.overrides_functions(kind):
+            if kind is not Tensor and overrides_functions(kind):
                 self.overrides = kind
             if not is_strided(tree):
                 self.has_unstrided = True
-                self.wants_gradient |= _compat.requires_grad_anywhere(tree)
+                self.wants_gradient |= levels.requires_grad_anywhere(tree)
                 return Tensor
             layout = layout_of(tree)
             if layout[4]:
@@ -252,7 +254,7 @@ class _Leaves:
         return self._read_other(tree) if key is None else key
 
     def _read_other(self, tree: Any) -> Hashable:
-        leaves, spec = _compat.flatten(tree)
+        leaves, spec = trees.flatten(tree)
         if len(leaves) == 1 and leaves[0] is tree:
             self.objects.append(tree)
             kind = cast("type[object]", type(tree))
@@ -400,7 +402,7 @@ def labels(
     return tuple(
         ".".join([name, *path])
         for name, tree in [*zip(names, args, strict=True), *kwargs.items()]
-        for path, _ in _compat.leaves_with_path(tree)
+        for path, _ in trees.leaves_with_path(tree)
     )
 
 

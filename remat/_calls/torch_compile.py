@@ -23,12 +23,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat
 from remat._calls.entry import Entry
 from remat._errors import RematError, explain
 from remat._messages import with_lines
 from remat._regions.function import Roots
 from remat._switches.switch import is_disabled
+from remat._torch import dynamo, levels, sizes
 from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -86,11 +86,11 @@ def register(key: str, where: str, around: _Around, why_apart: str) -> None:
 
 def _why_apart(key: str, name: str) -> str:
     """Why a region ends the graph in front of it, if it does; else empty."""
-    here: Any = _apart_here.get(_compat.compilation(), {})
+    here: Any = _apart_here.get(dynamo.compilation(), {})
     return _apart.get(key) or here.get(name, "")
 
 
-_compat.constant_for_dynamo(_why_apart)
+dynamo.constant_for_dynamo(_why_apart)
 
 
 def call(
@@ -115,10 +115,10 @@ def call(
     name = key + part
     why = _why_apart(key, name)
     if why:
-        _compat.end_graph(why)
-    _compat.take_floats_for_constants()
+        dynamo.end_graph(why)
+    dynamo.take_floats_for_constants()
     recorded = functools.partial(_recorded, key, name)
-    return _compat.call_unseen(recorded, function, *args, **kwargs)
+    return dynamo.call_unseen(recorded, function, *args, **kwargs)
 
 
 def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]:
@@ -130,19 +130,19 @@ def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]
     region = kind.known.get(module)
     if region is None:
         region = kind.known[module] = kind.around(
-            lambda *args: with_lines(_compat.at_current_level(module))(*args)
+            lambda *args: with_lines(levels.at_current_level(module))(*args)
         )
 
     def run(*args: Any) -> Any:
-        compilation = _compat.compilation()
+        compilation = dynamo.compilation()
         try:
-            with _compat.dual_level_told():
+            with levels.dual_level_told():
                 return region(*[_settled(kind.where, arg) for arg in args])
         except RematError as error:
             if compilation is None:
                 raise
             _apart_here.setdefault(compilation, {})[name] = str(error)
-            raise _compat.trace_again() from error
+            raise dynamo.trace_again() from error
 
     return run
 
@@ -157,7 +157,7 @@ def _settled(where: str, argument: Any) -> Any:
 
 
 def _number(where: str, symbol: Any) -> Any:
-    why = _compat.why_open(symbol)
+    why = sizes.why_open(symbol)
     if why:
         raise _NotRecordable(
             explain(
@@ -170,7 +170,7 @@ def _number(where: str, symbol: Any) -> Any:
                 "graphs.",
             )
         )
-    return _compat.number(symbol)
+    return sizes.number(symbol)
 
 
 def require_recordable(entry: Entry, roots: Roots, where: str) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from remat import _compat
 from remat._captures.library import (
     OWN_FILES,
     cached_by_class,
@@ -34,6 +33,7 @@ from remat._captures.places import (
     referent,
 )
 from remat._generators import trackers
+from remat._torch import tensors
 
 Content: TypeAlias = dict[Step, object]
 
@@ -121,7 +121,7 @@ def _of_object(owner: object, names: set[str]) -> Content:
 
 def _of_module(module: nn.Module, names: set[str]) -> Content:
     content = _of_object(module, names)
-    for name in _compat.second_places(type(module)):
+    for name in tensors.second_places(type(module)):
         content.pop(("var", name), None)
     for holder, kind in REGISTERED.items():
         entries = cast("dict[str, object]", content.pop(("var", holder), {}))

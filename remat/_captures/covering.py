@@ -9,7 +9,6 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from remat import _compat
 from remat._captures.contents import REGISTERED, WATCHED, slots
 from remat._captures.covered import Covered
 from remat._captures.library import is_library_module, user_bases
@@ -39,6 +38,7 @@ from remat._captures.rules import (
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._errors import CapturedTensorError, explain
 from remat._generators import trackers
+from remat._torch import tensors
 
 
 def describe_unreachable(tensor: Tensor) -> str:
@@ -155,7 +155,7 @@ class _Baker:
         self, node: Node, index: int, name: str, found: dict[Step, None]
     ) -> None:
         """Adds the places that a read of this name depends on."""
-        if name in _compat.second_places(node.kind):
+        if name in tensors.second_places(node.kind):
             return
         if isinstance(node.value, nn.Module) and name in REGISTERED:
             self.cover_shape(node, index, ("var", name))

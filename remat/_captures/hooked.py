@@ -18,8 +18,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from remat import _compat
 from remat._captures import Step, Survey, look, put
+from remat._torch import tensors
 
 
 @final
@@ -57,7 +57,7 @@ def put_back(survey: Survey) -> tuple[Hooked, ...]:
 
 def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The attributes that hooks set, and what computes them, without a power iteration."""
-    for hook in _compat.forward_pre_hooks(module):
+    for hook in tensors.forward_pre_hooks(module):
         match hook:
             case SpectralNorm():
                 yield (
@@ -70,6 +70,6 @@ def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield hook.name, functools.partial(hook.compute_weight, module)
             case BasePruningMethod():
                 mask: Callable[..., Any] = hook.apply_mask  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                yield _compat.pruned_name(hook), functools.partial(mask, module)
+                yield tensors.pruned_name(hook), functools.partial(mask, module)
             case _:
                 pass

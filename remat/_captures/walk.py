@@ -18,7 +18,6 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from remat import _compat
 from remat._captures.contents import (
     BY_NAME,
     Content,
@@ -50,6 +49,7 @@ from remat._captures.places import (
     same,
 )
 from remat._errors import RecomputationError, explain
+from remat._torch.tensors import refresh_second_places
 
 # Among the names that were read: all that the object holds.
 EVERYTHING = "__dict__"
@@ -288,7 +288,7 @@ class Survey:
 
     def _refresh(self) -> None:
         for node in self.nodes.values():
-            _compat.refresh_second_places(node.value)
+            refresh_second_places(node.value)
 
     @contextlib.contextmanager
     def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:

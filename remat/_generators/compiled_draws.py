@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat import _compat
 from remat._generators import recorded
 from remat._graph import operators
+from remat._torch import schemas, tracer
 
 # The state that the last draw of a graph started from.
 _latest: weakref.WeakKeyDictionary[fx.Graph, Tensor] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ def with_state(
         What the operator returns, and the generator's state before it.
     """
     # Each takes the state of the draw before, so that a compiler keeps their order.
-    graph = _compat.active_graph()
+    graph = tracer.active_graph()
     before = _latest.get(graph)
     *drawn, state = _drawing(op)(
         *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
@@ -79,7 +79,7 @@ def from_state(
 
 
 def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
-    return drawn[0] if len(_compat.schema_of(op).returns) == 1 else tuple(drawn)
+    return drawn[0] if len(schemas.schema_of(op).returns) == 1 else tuple(drawn)
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _drawing(op: Any) -> Any:
         del rng_in_place, rng_before
         return (*_drawn(op, args, kwargs, False), recorded.fake_state(rng_device))
 
-    return _compat.define(
+    return schemas.define(
         f"draw_{_name(op)}",
         f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
         draw,
@@ -146,7 +146,7 @@ def _redrawing(op: Any) -> Any:
         del state, rng_device, rng_in_place
         return _result(op, _drawn(op, args, kwargs, False))
 
-    return _compat.define(
+    return schemas.define(
         f"redraw_{_name(op)}",
         f"(Tensor rng_state, {given}) -> ({returned})",
         redraw,
@@ -161,7 +161,7 @@ def _name(op: Any) -> str:
 
 def _declared(op: Any) -> tuple[str, str]:
     """What an operator takes, with what its draws are told, and returns, as schemas say it."""
-    text = str(_compat.schema_of(op))
+    text = str(schemas.schema_of(op))
     given, _, returned = text.partition("(")[2].rpartition(") -> ")
     joint = ", " if "*" in given else ", *, "
     given = f"{given}{joint}Device rng_device, bool rng_in_place"

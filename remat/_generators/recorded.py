@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from remat import _compat
+from remat._torch import levels, schemas, tracer
 
-_library = _compat.library()
+_library = schemas.library()
 _library.define("rng_state(Device device) -> Tensor")
 _library.define("rng_swap(Tensor state, Device device) -> Tensor")
 _library.define("rng_since(Tensor end, Device device) -> Tensor")
@@ -86,9 +86,9 @@ SWAP = torch.ops.remat.rng_swap.default
 SINCE = torch.ops.remat.rng_since.default
 # A state, or where it is none that at which a redraw has ended.
 GOING_ON = torch.ops.remat.rng_going_on.default
-_compat.keep_in_traces(STATE)
-_compat.keep_in_traces(SWAP)
-_compat.keep_in_traces(SINCE)
+tracer.keep_in_traces(STATE)
+tracer.keep_in_traces(SWAP)
+tracer.keep_in_traces(SINCE)
 
 
 def fake_state(device: torch.device) -> torch.Tensor:
@@ -110,10 +110,10 @@ def _fake_going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(end)
 
 
-_compat.register_fake("rng_state", fake_state)
-_compat.register_fake("rng_swap", _fake_swap)
-_compat.register_fake("rng_since", _fake_since)
-_compat.register_fake("rng_going_on", _fake_going_on)
+schemas.register_fake("rng_state", fake_state)
+schemas.register_fake("rng_swap", _fake_swap)
+schemas.register_fake("rng_since", _fake_since)
+schemas.register_fake("rng_going_on", _fake_going_on)
 
 
 def size_bytes(device: torch.device) -> int:
@@ -123,23 +123,23 @@ def size_bytes(device: torch.device) -> int:
 
 def record(device: torch.device) -> torch.Tensor:
     """The generator state of a device, by value."""
-    with _compat.leave_functorch():
+    with levels.leave_functorch():
         return STATE(device)
 
 
 def since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The generator state of a device, empty where it is still the one given."""
-    with _compat.leave_functorch():
+    with levels.leave_functorch():
         return SINCE(end, device)
 
 
 def going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     """A state, or where it is empty the one at which a redraw has ended."""
-    with _compat.leave_functorch():
+    with levels.leave_functorch():
         return GOING_ON(state, end)
 
 
 def swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Sets a state and returns the one that it replaces."""
-    with _compat.leave_functorch():
+    with levels.leave_functorch():
         return SWAP(state, device)

@@ -20,10 +20,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import ImplicitRandomnessError, SideEffectError, explain
 from remat._generators import recorded, trackers
 from remat._generators.trackers import Tracker
+from remat._torch import schemas, tracer
 
 # What `current` returns if a generator holds neither the state that it had when the trace
 # began nor the current state of a stream.
@@ -301,9 +301,9 @@ def _fake_state(stream: str) -> Tensor:
     return torch.empty(read(stream).shape, dtype=torch.uint8)
 
 
-_library = _compat.library()
+_library = schemas.library()
 _library.define("stream_state(str stream) -> Tensor")
 _library.impl("stream_state", read, "CompositeExplicitAutograd")
-_compat.register_fake("stream_state", _fake_state)
+schemas.register_fake("stream_state", _fake_state)
 STATE = torch.ops.remat.stream_state.default
-_compat.keep_in_traces(STATE)
+tracer.keep_in_traces(STATE)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat._torch import isolation, modes
 
 
 class Tracker(Protocol):
@@ -136,7 +136,7 @@ def number_of(value: object) -> int | None:
 @contextlib.contextmanager
 def plainly() -> Generator[None]:
     """Runs the body outside transforms, traces and modes: it handles states."""
-    with _compat.isolated(), _compat.without_torch_function():
+    with isolation.isolated(), modes.without_torch_function():
         yield
 
 

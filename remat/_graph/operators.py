@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from remat import _compat
+from remat._torch import schemas
 
 _aten = torch.ops.aten
 
@@ -59,30 +59,30 @@ def rng_end(draw: torch.Tensor) -> torch.Tensor:
 
 def short_name(op: Any) -> str:
     """Its name without the overload: "aten.mm" for torch.ops.aten.mm.default."""
-    if isinstance(op, _compat.OpOverload):
+    if isinstance(op, schemas.OpOverload):
         return str(op.overloadpacket)
     return "input" if op is None else getattr(op, "__name__", str(op))
 
 
 def full_name(op: Any) -> str:
     """Its name with the overload, the same in every process."""
-    return op.name() if isinstance(op, _compat.OpOverload) else short_name(op)
+    return op.name() if isinstance(op, schemas.OpOverload) else short_name(op)
 
 
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
-    return isinstance(op, _compat.OpOverload) and _compat.schema_of(op).is_mutable
+    return isinstance(op, schemas.OpOverload) and schemas.schema_of(op).is_mutable
 
 
 def is_check(op: Any) -> bool:
     """Whether an operator only checks: it returns nothing, and may raise."""
-    return isinstance(op, _compat.OpOverload) and not _compat.schema_of(op).returns
+    return isinstance(op, schemas.OpOverload) and not schemas.schema_of(op).returns
 
 
 def viewed(value: Step) -> int | None:
     """The index of the value whose storage this one shares, None if it has its own."""
     op = value.op
-    if not isinstance(op, _compat.OpOverload) or not value.args:
+    if not isinstance(op, schemas.OpOverload) or not value.args:
         return None
     if returns_view(op):
         return getattr(value.args[0], "index", None)
@@ -93,7 +93,7 @@ def returns_view(op: Any) -> bool:
     """Whether the result of an operator shares storage with an argument."""
     if op in _HIDDEN_VIEWS:
         return True
-    returned = _compat.schema_of(op).returns
+    returned = schemas.schema_of(op).returns
     return bool(returned) and all(
         each.alias_info is not None and not each.alias_info.is_write
         for each in returned
@@ -102,7 +102,7 @@ def returns_view(op: Any) -> bool:
 
 def may_draw(op: Any) -> bool:
     """Whether an operator takes numbers from a generator with some arguments."""
-    is_op = isinstance(op, _compat.OpOverload)
+    is_op = isinstance(op, schemas.OpOverload)
     return is_op and torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -151,7 +151,7 @@ def draws_from(value: Step) -> torch.Generator | None:
 
 def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name, defaults included."""
-    declared = _compat.schema_of(op).arguments
+    declared = schemas.schema_of(op).arguments
     named = {
         each.name: each.default_value for each in declared if each.has_default_value()
     }
@@ -162,7 +162,7 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 def is_rng_state(op: Any) -> bool:
     """Whether an operator returns the state of a generator or of a tracker."""
     return op is rng_end or (
-        isinstance(op, _compat.OpOverload) and short_name(op) in _STATES
+        isinstance(op, schemas.OpOverload) and short_name(op) in _STATES
     )
 
 
@@ -179,7 +179,7 @@ def makes_statistics(name: str) -> bool:
 
 def is_keyed(op: Any) -> bool:
     """Whether an operator draws from a key, or derives keys: see `remat.random`."""
-    return isinstance(op, _compat.OpOverload) and op.name().startswith("remat::random_")
+    return isinstance(op, schemas.OpOverload) and op.name().startswith("remat::random_")
 
 
 def made_by(value: Step, values: Sequence[Step]) -> str:

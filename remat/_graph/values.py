@@ -21,8 +21,8 @@ from typing import Any, cast, final
 
 import torch
 
-from remat import _compat
 from remat._graph import operators
+from remat._torch import autocast, dtensor, levels, modes, sizes
 
 
 @final
@@ -62,8 +62,8 @@ class TensorMeta:
     @classmethod
     def of_operand(cls, tensor: torch.Tensor) -> TensorMeta:
         """The metadata of what a region gets, to be differentiated by whichever transform."""
-        meta = cls.of(tensor, requires_grad=_compat.requires_grad_anywhere(tensor))
-        if not _compat.is_cast_each_time(tensor):
+        meta = cls.of(tensor, requires_grad=levels.requires_grad_anywhere(tensor))
+        if not autocast.is_cast_each_time(tensor):
             return meta
         return dataclasses.replace(meta, is_cast_each_time=True)
 
@@ -73,12 +73,12 @@ class TensorMeta:
     ) -> TensorMeta:
         """The metadata of a tensor, of any kind."""
         wanted = tensor.requires_grad if requires_grad is None else requires_grad
-        placement = _compat.placement(tensor)
+        placement = dtensor.placement(tensor)
         if placement is None:
             return cls.of_whole(tensor, requires_grad=wanted)
         # A trace sees what users' code touches, and knows the DTensor but not its part.
-        with _compat.without_torch_function():
-            local = _compat.local_part(_compat.unwrapped(tensor))
+        with modes.without_torch_function():
+            local = dtensor.local_part(levels.unwrapped(tensor))
             whole = cls.of_whole(local, requires_grad=wanted)
         return dataclasses.replace(whole, placement=placement)
 
@@ -114,19 +114,19 @@ class TensorMeta:
     def _spread(self, local: torch.Tensor) -> torch.Tensor:
         if self.placement is None:
             return local
-        return _compat.in_place_of(
+        return dtensor.in_place_of(
             local, self.placement, requires_grad=self.requires_grad
         )
 
     def of_result(self) -> TensorMeta:
         """The same of a tensor that an operator made, and not the user."""
         is_apart = self.requires_grad and self.dtype is torch.float32
-        is_apart = is_apart and _compat.autocast_keeps_casts()
+        is_apart = is_apart and autocast.autocast_keeps_casts()
         return dataclasses.replace(self, is_cast_each_time=is_apart)
 
     def cast_alike(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in place of an operand, which autocast casts as often as the operand."""
-        return _compat.cast_each_time(tensor) if self.is_cast_each_time else tensor
+        return autocast.cast_each_time(tensor) if self.is_cast_each_time else tensor
 
     @property
     def layout(self) -> Layout:
@@ -144,7 +144,7 @@ class TensorMeta:
     @property
     def hints(self) -> tuple[int, ...]:
         """The shape, with the size of the traced call for each open size."""
-        return tuple(map(_compat.hint, self.shape))
+        return tuple(map(sizes.hint, self.shape))
 
     @property
     def is_differentiable(self) -> bool:
@@ -163,9 +163,9 @@ Layout = tuple[Any, ...]
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The fields of a tensor's `TensorMeta`, cheap to read and to hash."""
-    if _compat.is_cast_each_time(tensor) or _compat.placement(tensor) is not None:
+    if autocast.is_cast_each_time(tensor) or dtensor.placement(tensor) is not None:
         return TensorMeta.of_operand(tensor).layout
-    wanted = _compat.requires_grad_anywhere(tensor)
+    wanted = levels.requires_grad_anywhere(tensor)
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, wanted)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import PolicyError, explain
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
 from remat._partition.partition import step_flops
+from remat._torch import fakes, isolation
 from remat.storage import (
     AbstractStorage,
     Chain,
@@ -123,7 +123,7 @@ def _time_ns(value: Value, args: Any, kwargs: Any) -> int:
     drawn = {meta.device for meta in _tensors(value.meta) if meta.device.type == "cuda"}
     fork: Any = torch.random.fork_rng  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     rounds: list[int] = []
-    with fork(drawn), _compat.isolated(), torch.no_grad():
+    with fork(drawn), isolation.isolated(), torch.no_grad():
         for _ in range(_ROUNDS):
             _wait_for_device()
             started = time.perf_counter_ns()
@@ -195,12 +195,12 @@ def _through(link: AbstractStorage, part: TensorMeta) -> tuple[list[TensorMeta],
 def _rehearsed(link: AbstractStorage, part: TensorMeta) -> list[TensorMeta] | None:
     """What a storage makes of a tensor without data; None where it has to see numbers."""
     link = keyless(link)
-    with _compat.isolated(), _compat.fake_mode(part.device), torch.no_grad():
+    with isolation.isolated(), fakes.fake_mode(part.device), torch.no_grad():
         value = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         try:
             stored: Stored = link.store(value)
         except RuntimeError as error:
-            if not _compat.needs_values(error):
+            if not fakes.needs_values(error):
                 raise
             return None
         if len(stored.tensors) == 1 and stored.tensors[0] is value:

@@ -21,7 +21,7 @@ from typing import Any, cast, final
 
 import torch
 
-from remat import _compat, policies
+from remat import policies
 from remat._graph import operators
 from remat._graph.values import (
     Graph,
@@ -38,6 +38,7 @@ from remat._graph.values import (
     value_numbers,
 )
 from remat._partition.redraws import written_out
+from remat._torch import flops, sizes
 from remat._tracing.importing import view_path
 from remat._tracing.trace import Joint, View
 from remat.policies import AbstractPolicy, Save
@@ -193,7 +194,7 @@ def _taken(graph: Graph, tree: Any) -> Any:
         return _operands(graph.values[tree.index].meta)
     if isinstance(tree, (tuple, list)):
         return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
-    return _compat.hint(tree)
+    return sizes.hint(tree)
 
 
 def _operands(meta: Meta) -> Any:
@@ -218,7 +219,7 @@ def step_flops(graph: Graph, value: Value) -> int:
         return _shapes(meta)
 
     args, kwargs = replace_refs((value.args, value.kwargs), shape)
-    return _compat.flops_of(value.op, args, dict(kwargs), _shapes(value.meta))
+    return flops.flops_of(value.op, args, dict(kwargs), _shapes(value.meta))
 
 
 def forward_flops(analysis: Analysis) -> int:

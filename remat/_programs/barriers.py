@@ -20,7 +20,6 @@ import operator
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import (
     Graph,
@@ -32,8 +31,9 @@ from remat._graph.values import (
     renumbered,
     roots,
 )
+from remat._torch import schemas, tracer
 
-_compat.library().define("hold(Tensor value, Tensor until) -> Tensor")
+schemas.library().define("hold(Tensor value, Tensor until) -> Tensor")
 
 
 def _hold(value: Tensor, until: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ def _hold(value: Tensor, until: Tensor) -> Tensor:
     return copy.copy_(distinct).expand(value.shape)
 
 
-_compat.library().impl("hold", _hold, "CompositeExplicitAutograd")
-_compat.register_fake("hold", _hold)
+schemas.library().impl("hold", _hold, "CompositeExplicitAutograd")
+schemas.register_fake("hold", _hold)
 HOLD = torch.ops.remat.hold.default
 
 
@@ -59,7 +59,7 @@ def _mapped(
     return HOLD(value, until), dims[0]
 
 
-_compat.register_vmap("hold", _mapped)
+schemas.register_vmap("hold", _mapped)
 
 
 def kept(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def kept(tensor: Tensor) -> Tensor:
 
     A compiler could move a `clone` into the backward, where the tensor is overwritten.
     """
-    return HOLD(tensor, tensor) if _compat.is_in_compiler() else tensor.clone()
+    return HOLD(tensor, tensor) if tracer.is_in_compiler() else tensor.clone()
 
 
 def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat._torch import levels
 
 _aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def batchable(op: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, or under vmap one that does the same for any layout of examples."""
-    active = _compat.current_interpreter()
+    active = levels.current_interpreter()
     if active is None or active[0] != "vmap":
         return op
     return _BATCHABLE.get(op, op)

@@ -14,9 +14,9 @@ from typing import Any, final
 
 import torch
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
+from remat._torch import isolation, modes, schemas
 
 # The two differ only in what autograd makes of their results.
 _SAME_BELOW_AUTOGRAD: dict[Any, Any] = {
@@ -27,7 +27,7 @@ _SAME_BELOW_AUTOGRAD: dict[Any, Any] = {
 def bindings_of(graph: Graph) -> dict[int, Callable[..., Any]]:
     """The steps of a graph that have a binding, and which."""
     found: dict[int, Callable[..., Any]] = {}
-    with _compat.isolated(), _compat.without_torch_function():
+    with isolation.isolated(), modes.without_torch_function():
         for index, value in enumerate(graph.values):
             binding = _binding(graph, value)
             if binding is not None:
@@ -39,7 +39,7 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     reads = list(refs((value.args, value.kwargs)))
     metas = [graph.values[index].meta for index in reads]
     own: Any = value.op
-    if not isinstance(own, _compat.OpOverload) or own.namespace != "aten":
+    if not isinstance(own, schemas.OpOverload) or own.namespace != "aten":
         return None
     if not metas or not all(isinstance(meta, TensorMeta) for meta in metas):
         return None
@@ -47,7 +47,7 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(own, tuple(args), dict(kwargs))
     op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
-    for binding in _compat.bindings(op):
+    for binding in schemas.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
             continue
@@ -69,7 +69,7 @@ _Heard = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @final
-class _Listener(_compat.DispatchMode):
+class _Listener(modes.DispatchMode):
     """Hears the first operator that arrives below autograd."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def _rehearse(
 ) -> _Heard | None:
     listener = _Listener()
     try:
-        with listener, _compat.below_autograd():
+        with listener, modes.below_autograd():
             binding(*args, **kwargs)
     except _EndOfRehearsalError:
         return listener.heard

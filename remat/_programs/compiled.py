@@ -13,10 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, replace_refs
 from remat._programs import overhead
+from remat._torch import inductor, levels, schemas, tracer
 
 # What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
 _FOR_CPP = 16
@@ -35,7 +35,7 @@ def _is_for_eager(value: Value) -> bool:
         or operators.draws(value)
         or operators.is_check(value.op)
         or operators.is_rng_state(value.op)
-        or _compat.needs_grad_mode(value.op)
+        or schemas.needs_grad_mode(value.op)
     )
 
 
@@ -52,12 +52,12 @@ class Compiled:
         if self._function is None:
             # Inductor's own state is shared by all threads.
             with (
-                _compat.one_trace_at_a_time(),
-                _compat.leave_functorch(),
+                tracer.one_trace_at_a_time(),
+                levels.leave_functorch(),
                 torch.no_grad(),
             ):
                 like = [tensor.detach() for tensor in inputs]
-                self._function = _compat.inductor(
+                self._function = inductor.inductor(
                     exported(self._graph),
                     like,
                     wrapper_in_cpp=overhead.dominates(

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import (
     Graph,
     Ref,
@@ -28,6 +27,7 @@ from remat._graph.values import (
     prune,
 )
 from remat._programs.bindings import stand_in
+from remat._torch import isolation, modes, schemas
 
 _aten: Any = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -49,7 +49,7 @@ def fold(graph: Graph) -> Graph:
     num_uses = Counter(use for value in graph.values for use in value.uses)
     num_uses.update(ref.index for ref in graph.outputs if ref is not None)
     values = list(graph.values)
-    with _compat.isolated(), _compat.without_torch_function():
+    with isolation.isolated(), modes.without_torch_function():
         for index in range(graph.num_inputs, len(values)):
             for found in _candidates(graph, index):
                 # Another reader would need the first or the last of the inner steps all
@@ -107,7 +107,7 @@ def _is_same(graph: Graph, index: int, candidate: _Composite) -> bool:
         args.append(stand_in(meta) if isinstance(meta, TensorMeta) else arg)
     listener = _Listener()
     try:
-        with listener, _compat.below_autograd():
+        with listener, modes.below_autograd():
             made = candidate.call(*args)
     except RuntimeError:
         # A view that this layout does not have.
@@ -125,7 +125,7 @@ def _call_of(graph: Graph, value: Value) -> tuple[Any, ...]:
 
 
 @final
-class _Listener(_compat.DispatchMode):
+class _Listener(modes.DispatchMode):
     """Notes each operator that a call is made of, views aside."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _Listener(_compat.DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if _compat.is_composite(func):
+        if schemas.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs or {})
         if func not in _AROUND:

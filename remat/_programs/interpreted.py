@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import Graph, Value, replace_refs
+from remat._torch import schemas, torchscript
 
 # The functions that `_programs.composites` puts into a graph.
 _OVERLOADS: dict[Any, Any] = {
@@ -72,7 +72,7 @@ def _is_sure(value: Value) -> bool:
     if value.op in (operator.getitem, operators.constant):
         return True
     op: Any = _OVERLOADS.get(value.op, value.op)
-    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, schemas.OpOverload) or op.namespace != "aten":
         return False
     is_known = (
         operators.short_name(op) in _SURE
@@ -80,12 +80,12 @@ def _is_sure(value: Value) -> bool:
         or torch.Tag.pointwise in op.tags
         or torch.Tag.reduction in op.tags
     )
-    return is_known and not operators.draws(value) and not _compat.needs_grad_mode(op)
+    return is_known and not operators.draws(value) and not schemas.needs_grad_mode(op)
 
 
 def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
     """The interpreter's function, and the constants that it takes after the inputs."""
-    steps = _compat.Interpreted()
+    steps = torchscript.Interpreted()
     given = range(graph.num_inputs)
     fixed = [
         index
@@ -107,7 +107,7 @@ def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
 
 
 def _call(
-    steps: _compat.Interpreted, value: Value, made: dict[int, list[Any]]
+    steps: torchscript.Interpreted, value: Value, made: dict[int, list[Any]]
 ) -> list[Any]:
     op: Any = _OVERLOADS.get(value.op, value.op)
     args, kwargs = replace_refs(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import Graph, Ref, TensorMeta, Value, roots
+from remat._torch import schemas
 
 # Smaller tensors come from the allocator's lists: a heuristic.
 _FEWEST_BYTES = 2**16
@@ -89,7 +89,7 @@ def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
 
 
 def _is_foreign(op: Any) -> bool:
-    return isinstance(op, _compat.OpOverload) and op.namespace != "aten"
+    return isinstance(op, schemas.OpOverload) and op.namespace != "aten"
 
 
 def _writing_form(value: Value) -> tuple[Any, str] | None:
@@ -101,11 +101,11 @@ def _writing_form(value: Value) -> tuple[Any, str] | None:
     is_open = any(type(size) is not int for size in (*meta.shape, *meta.stride))
     if is_open or meta.size_bytes < _FEWEST_BYTES:
         return None
-    return _compat.out_variant(value.op)
+    return schemas.out_variant(value.op)
 
 
 def _is_pointwise(op: Any) -> bool:
-    return isinstance(op, _compat.OpOverload) and torch.Tag.pointwise in op.tags
+    return isinstance(op, schemas.OpOverload) and torch.Tag.pointwise in op.tags
 
 
 def _may_take(graph: Graph, owners: Sequence[int], value: Value, use: int) -> bool:
@@ -144,5 +144,5 @@ def _is_alone(made: Value, graph: Graph) -> bool:
     return _is_pointwise(made.op) and not (
         operators.returns_view(made.op)
         or operators.is_mutable(made.op)
-        or _compat.is_composite(made.op)
+        or schemas.is_composite(made.op)
     )

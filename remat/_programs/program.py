@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._generators import compiled_draws, recorded, streams
 from remat._graph import operators
 from remat._graph.values import (
@@ -37,6 +36,7 @@ from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
 from remat._programs.overwriting import reusing
+from remat._torch import guards, levels, modes, schemas, tracer
 from remat._tracing import importing, naming
 
 # About this many operators save what a call of the interpreter costs: a heuristic.
@@ -85,11 +85,11 @@ class Program:
         if self._shares_memory:
             # Outputs that share memory must stay views: an in-place change shows in all.
             with torch.no_grad():
-                if self.is_compiled and not _compat.is_watched():
+                if self.is_compiled and not modes.is_watched():
                     return self._short(inputs)
                 return self._consume_with_gradient(inputs)
-        with _compat.below_autograd():
-            if _compat.is_watched():
+        with modes.below_autograd():
+            if modes.is_watched():
                 return self._consume_with_gradient(inputs)
             return self._short(inputs)
 
@@ -98,8 +98,8 @@ class Program:
         return self._consume_with_gradient(list(inputs))
 
     def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
-        if _compat.proxy_is_active():
-            if _compat.is_in_compiler():
+        if tracer.proxy_is_active():
+            if tracer.is_in_compiler():
                 return _interpret(self._held_back, inputs)
             return _interpret(self.graph, inputs)
         watcher = watching.watcher()
@@ -148,7 +148,7 @@ class Program:
         """`consume` where no dispatch mode listens and no gradient is recorded, in parts."""
         if self._shares_memory:
             return Quiet(contextlib.nullcontext, self.consume)
-        return Quiet(_compat.below_autograd, self._short)
+        return Quiet(modes.below_autograd, self._short)
 
     @functools.cached_property
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
@@ -165,7 +165,7 @@ class Program:
 
         def run(inputs: list[Tensor]) -> list[Any]:
             # What a subclass returns may have no memory to write over.
-            is_plain = all(map(_compat.is_plain, inputs))
+            is_plain = all(map(guards.is_plain, inputs))
             return (sparing if is_plain else self._run)(inputs)
 
         return run
@@ -269,8 +269,8 @@ class _Writer:
             arguments[0] = (
                 f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
             )
-        elif _compat.needs_grad_mode(value.op):
-            op = _compat.with_grad_mode(value.op)
+        elif schemas.needs_grad_mode(value.op):
+            op = schemas.with_grad_mode(value.op)
         name = operators.short_name(value.op).replace(".", "_")
         return f"{self._bind(name, op)}({', '.join(arguments)})"
 
@@ -330,7 +330,7 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
     last, ends = last_uses(graph), _ends(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
-    with _compat.without_torch_function():
+    with modes.without_torch_function():
         for index, value in enumerate(graph.values):
             if value.op is operators.rng_end:
                 # Computed by the redraw itself; a compiler's graph has all states and none of these.
@@ -347,9 +347,9 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
 def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
     assert value.op is not None
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
-    traced = _compat.active_graph()
+    traced = tracer.active_graph()
     before = len(traced.nodes)
-    if _compat.is_in_compiler() and _is_of_generator(value):
+    if tracer.is_in_compiler() and _is_of_generator(value):
         out = _whole_draw(value, args, dict(kwargs), env)
     elif value.is_redraw:
         assert value.state is not None
@@ -427,9 +427,9 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     argument such a draw reads only the shape.
     """
     assert value.op is not None
-    active = _compat.current_interpreter()
+    active = levels.current_interpreter()
     is_alike = (
-        active is not None and active[0] == "vmap" and _compat.draws_alike(active[1])
+        active is not None and active[0] == "vmap" and levels.draws_alike(active[1])
     )
     in_place = operators.in_place_variant(value.op)
     if in_place is None or not (value.in_place or is_alike):

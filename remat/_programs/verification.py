@@ -9,11 +9,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RecomputationError, explain
 from remat._graph.values import Ref, label
 from remat._partition.partition import Analysis, backward_graph, cut
 from remat._programs.program import Program
+from remat._torch import tracer
+from remat._torch.tensors import same_bits
 
 
 @final
@@ -33,14 +34,14 @@ class Verification:
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Raises RecomputationError at the first value that differs."""
-        if _compat.proxy_is_active():
+        if tracer.proxy_is_active():
             return
         # After them may come tangents.
         again = self.program(tensors[: self.program.graph.num_inputs])
         saved = tensors[: len(again)]
         rows = zip(self.labels, self.is_exact, saved, again, strict=True)
         for name, is_exact, first, second in rows:
-            if is_exact and not _compat.same_bits(first, second):
+            if is_exact and not same_bits(first, second):
                 raise _differs(name, first, second)
 
 

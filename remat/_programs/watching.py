@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import Graph
+from remat._torch.modes import DispatchMode, dispatch_modes, is_watched
 
 
-class Watcher(_compat.DispatchMode, abc.ABC):
+class Watcher(DispatchMode, abc.ABC):
     """Hears operators as any dispatch mode does, and which step of a program makes each."""
 
     @abc.abstractmethod
@@ -34,9 +34,9 @@ class Watcher(_compat.DispatchMode, abc.ABC):
 
 def watcher() -> Watcher | None:
     """The innermost watcher of this thread."""
-    if not _compat.is_watched():
+    if not is_watched():
         return None
-    modes = reversed(_compat.dispatch_modes())
+    modes = reversed(dispatch_modes())
     return next((mode for mode in modes if isinstance(mode, Watcher)), None)
 
 

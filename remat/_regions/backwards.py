@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
 from remat._graph.values import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
 from remat._regions.protocol import Call
+from remat._torch import autograd, levels, tracer
 
 
 def saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -33,7 +33,7 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
         raise
     before: tuple[int, ...] = ctx.versions
     if before:
-        now = _compat.versions_below(found[: len(before)])
+        now = levels.versions_below(found[: len(before)])
         changed = [place for place, each in enumerate(before) if now[place] != each]
         if changed:
             raise _modified(ctx, [(place, found[place]) for place in changed])
@@ -45,9 +45,9 @@ def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]
 
     Empty without a torch.func transform and in a trace: there autograd itself finds out.
     """
-    if not is_transformed or _compat.proxy_is_active():
+    if not is_transformed or tracer.proxy_is_active():
         return ()
-    return _compat.versions_below(kept)
+    return levels.versions_below(kept)
 
 
 def consumed(
@@ -71,8 +71,8 @@ def explain_failure(error: RuntimeError, ctx: Any) -> None:
     Raises:
         SavedTensorModifiedError: if autograd found that a saved tensor was changed.
     """
-    if _compat.is_of_a_change(error):
-        raise _modified(ctx, _compat.changed_since_saved(ctx)) from error
+    if autograd.is_of_a_change(error):
+        raise _modified(ctx, autograd.changed_since_saved(ctx)) from error
     out_of_memory.note(error, "backward", ctx.call, [ctx])
 
 
@@ -88,7 +88,9 @@ def spread(
 
 def require_recordable(cotangents: Sequence[Tensor]) -> None:
     """Refuses what autograd would record on a wrapper that it then throws away."""
-    if torch.is_grad_enabled() and any(map(_compat.is_batched_by_autograd, cotangents)):
+    if torch.is_grad_enabled() and any(
+        map(autograd.is_batched_by_autograd, cotangents)
+    ):
         raise NotImplementedError(
             explain(
                 where="a region under torch.autograd.grad(is_grads_batched=True, "
@@ -141,7 +143,7 @@ def _named(ctx: Any, changed: Sequence[tuple[int, Tensor]]) -> str:
     labels = out_of_memory.labels_of(ctx.call)
     straight = ctx.call.straight
     num_states = ctx.num_states if straight is None else straight.num_states
-    if len(labels) + num_states != _compat.num_saved(ctx):
+    if len(labels) + num_states != autograd.num_saved(ctx):
         labels = []  # a derivative of the region, whose operands have no names
     label = labels[place][0] if place < len(labels) else ""
     return f"{label or 'a tensor'} ({TensorMeta.of(tensor)})"

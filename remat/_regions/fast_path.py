@@ -11,9 +11,9 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._programs.program import Program, Quiet
 from remat._regions.forwards import Forward
+from remat._torch import guards
 from remat._tracing.trace import View
 
 # The last block of a stack gets the cotangent of the loss, which is often an expanded number.
@@ -75,7 +75,7 @@ class Straight:
     ) -> None:
         """Notes the backward for these cotangents, if all came back."""
         present = [each for each in cotangents if each is not None]
-        if len(present) == len(cotangents) and all(map(_compat.is_plain, present)):
-            check, same_thread = _compat.tensor_guard(present), _compat.thread_guard()
+        if len(present) == len(cotangents) and all(map(guards.is_plain, present)):
+            check, same_thread = guards.tensor_guard(present), guards.thread_guard()
             known = Followed(check, wanted, same_thread, program.quiet)
             self.followed = (known, *self.followed[: _MOST_FOLLOWED - 1])

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import NotReplicatedError
 from remat._programs.program import Program
 from remat._programs.verification import Verification
 from remat._regions.functions import Batch, mapped_first
 from remat._regions.waiting import resumed, wait
 from remat._switches.numerics import Numerics
+from remat._torch import autograd, dtensor, levels
 from remat._tracing.trace import record
 from remat.storage import AbstractStorage, Place
 
@@ -177,18 +177,18 @@ class Forward:
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         tensors = resumed(tensors)
         if self.placements is not None:
-            tensors = list(map(_compat.local_part, tensors))
+            tensors = list(map(dtensor.local_part, tensors))
         if self.verification is not None:
             self.verification(tensors)
         found = self.program(tensors)
         for index in self.untracked:
-            found[index] = _compat.untracked_alias(found[index])
+            found[index] = autograd.untracked_alias(found[index])
         for index, placement in enumerate(self.placements or ()):
             if any(found[index] is each for each in tensors):
                 # An operand's own part: the operand must stay what it is.
-                found[index] = _compat.untracked_alias(found[index])
+                found[index] = autograd.untracked_alias(found[index])
             if placement is not None:
-                found[index] = _compat.in_place_of(found[index], placement)
+                found[index] = dtensor.in_place_of(found[index], placement)
         if self.storages:
             with self.calls.next() as call:
                 self._store(found, call)
@@ -213,7 +213,7 @@ def map_program(
     count = forward.shape[0]
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        over = _compat.restore_vmap(
+        over = levels.restore_vmap(
             lambda *inputs: tuple(forward.program(inputs)),
             batch.dims,
             batch.size,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import TensorMeta
+from remat._torch import autograd, forward_ad, levels
 from remat._tracing.trace import Flat
 
 
@@ -64,7 +64,7 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
             return tuple(_present(returned[index]) for index in pull.outputs)
 
         wanted = [operands[index] for index in pull.wanted]
-        if _compat.interpreter_is_active():
+        if levels.interpreter_is_active():
             pull_back = torch.func.vjp(outputs, *wanted)[1]
             return pull_back(tuple(cotangents))
         # Unlike torch.func.vjp this takes users' autograd.Functions of the older form.
@@ -101,7 +101,7 @@ def _gradients(
     differentiable, given = zip(*pairs, strict=True)
     if not create_graph:
         # DTensor's own backward complains of cotangents that could be differentiated.
-        given = [_compat.detached(each) for each in given]
+        given = [autograd.detached(each) for each in given]
     return torch.autograd.grad(
         differentiable, wanted, given, create_graph=create_graph, allow_unused=True
     )
@@ -181,7 +181,7 @@ def _pushed(
         return found[:count], found[count:]
 
     primals = tuple(operands[index] for index in pushed)
-    with _compat.shared_dual_level():
+    with forward_ad.shared_dual_level():
         found: Any = torch.func.jvp(of, primals, given, has_aux=True)
     return found
 
@@ -252,7 +252,7 @@ def mapped(
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = batch.dims[skip:]
-        over = _compat.restore_vmap(of, dims, batch.size, batch.randomness)
+        over = levels.restore_vmap(of, dims, batch.size, batch.randomness)
         found, found_dims = over(*tensors)
         firsts = [
             mapped_first(tensor, dim, batch.size)

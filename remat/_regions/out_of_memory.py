@@ -14,11 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import TensorMeta
 from remat._regions.protocol import Call
 from remat._regions.traced import Region
 from remat._regions.waiting import storages
+from remat._torch import tensors
 from remat.policies._sizes import show_size
 
 _FIRST = "remat: out of memory"
@@ -102,7 +102,7 @@ def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
             )
             if is_operand and tensor.is_leaf:
                 continue  # a parameter, or data: it lives anyway
-            keys = {_compat.key_of(each): each.nbytes() for each in storages(tensor)}
+            keys = {tensors.key_of(each): each.nbytes() for each in storages(tensor)}
             size = sum(each for key, each in keys.items() if key not in seen)
             seen |= keys.keys()
             if size:

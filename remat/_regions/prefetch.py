@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from remat import _compat
+from remat._torch import autograd
 from remat.storage import Restoration, Stored
 
 _MOST_STEPS = 256  # a heuristic: how far to look for the next regions, in nodes
@@ -61,7 +61,7 @@ def awaited(storeds: Sequence[Stored]) -> Awaited | None:
     joints = [joint for stored in storeds for joint in stored.joints]
     if not joints:
         return None
-    if not _compat.in_backward():
+    if not autograd.in_backward():
         # A backward that failed outside all regions may have left restorations.
         drop()
     num_ahead = min(joint.num_ahead for joint in joints)
@@ -76,11 +76,11 @@ def start(node: Any) -> None:
     """
     if node.waiting is None:
         return
-    task = _compat.graph_task()
+    task = autograd.graph_task()
     if _thread.task != task:
         drop()
         _thread.task = task
-        _compat.at_end_of_task(drop)
+        autograd.at_end_of_task(drop)
     _send_for(node.waiting)
     for distance, following in enumerate(_following(node), 1):
         if distance <= following.num_ahead:
@@ -121,7 +121,7 @@ def _following(node: Any) -> Iterator[Awaited]:
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
-                number = _compat.node_number(below)
+                number = autograd.node_number(below)
                 heapq.heappush(pending, (-number, len(seen), below))
         if not pending:
             return

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat import _compat
 from remat._errors import explain
 from remat._graph.values import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
@@ -45,6 +44,8 @@ from remat._regions.waiting import (
 )
 from remat._switches import orders
 from remat._switches.numerics import Numerics
+from remat._torch import autograd, dynamo, guards, isolation, levels, tracer
+from remat._torch.forward_ad import dual_level_is_active
 from remat.storage import Place
 
 # Public, but torch has not annotated them.
@@ -64,7 +65,7 @@ def bind_all(
     call: Call, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
-    if _compat.is_quiet():
+    if guards.is_quiet():
         straight = call.region.straight(call.roots, call.numerics)
         if (
             straight is not None
@@ -72,9 +73,9 @@ def bind_all(
             and _is_differentiated(call, tensors)
         ):
             call = call._replace(is_first_order=_wants_first_order(), straight=straight)
-            outputs = apply_straight(call, *_compat.unwrap_dead(tensors))
+            outputs = apply_straight(call, *levels.unwrap_dead(tensors))
             return _returned(call, outputs, tensors), ()
-        results = _run_quietly(call, _compat.unwrap_dead(tensors), save=False)
+        results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
     return _returned(call, results.outputs, tensors), results.mutations
@@ -97,8 +98,8 @@ def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
 
 def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     """Runs the region's forward below all active transforms, and applies their rules."""
-    tensors = _compat.unwrap_dead(tensors)
-    found = _compat.current_interpreter()
+    tensors = levels.unwrap_dead(tensors)
+    found = levels.current_interpreter()
     if found is None:
         return _run_plainly(call, tensors, save)
     kind, interpreter = found
@@ -106,7 +107,7 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         case "grad":
             return _run_under_grad(call, tensors, interpreter)
         case "jvp":
-            with _compat.dual_level_told():
+            with levels.dual_level_told():
                 return _run_under_jvp(call, tensors, save, interpreter)
         case "vmap":
             return _run_under_vmap(call, tensors, save, interpreter)
@@ -123,8 +124,8 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
-    if _compat.dual_level_is_active():
-        with _compat.without_inference_mode():
+    if dual_level_is_active():
+        with isolation.without_inference_mode():
             pairs = [_unpack_dual(tensor) for tensor in tensors]
         if any(pair.tangent is not None for pair in pairs):
             primals = [pair.primal for pair in pairs]
@@ -165,11 +166,11 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         skip = call.region.num_leading
         ticket = _Ticket(call, tensors[:skip], None)
         operands = list(tensors[skip:])
-        if call.region.inputs and not _compat.proxy_is_active():
+        if call.region.inputs and not tracer.proxy_is_active():
             with call.region.calls.inputs.next() as number:
                 _store_inputs(call, operands, number)
         ticket.operands = tensors[skip:]
-        if call.region.runs_first and not _compat.dual_level_is_active():
+        if call.region.runs_first and not dual_level_is_active():
             operands = ticket.run_ahead(operands)
         return ticket.redeem(_apply_plainly(ticket, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
@@ -193,21 +194,21 @@ def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
 def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
     level = interpreter.level()
     skip = call.region.num_leading
-    leading = [_compat.unwrap_at(tensor, level) for tensor in tensors[:skip]]
+    leading = [levels.unwrap_at(tensor, level) for tensor in tensors[:skip]]
     operands = [
-        tensor if _compat.level_of(tensor) == level else _compat.wrap_at(tensor, level)
+        tensor if levels.level_of(tensor) == level else levels.wrap_at(tensor, level)
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         ticket = _Ticket(call, leading, interpreter)
         single: Any = _LevelFunction
-        with _compat.enable_single_level():
+        with levels.enable_single_level():
             outputs = single.apply(ticket, *operands)
         return ticket.redeem(outputs)
-    below = [_compat.unwrap_at(tensor, level) for tensor in operands]
-    with _compat.lowered(interpreter):
+    below = [levels.unwrap_at(tensor, level) for tensor in operands]
+    with levels.lowered(interpreter):
         results = _run(call, [*leading, *below], save=True)
-    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
     return results._replace(outputs=outputs)
 
 
@@ -216,19 +217,19 @@ def _run_under_jvp(
 ) -> Results:
     level = interpreter.level()
     pairs = [
-        _unpack_dual(tensor) if _compat.level_of(tensor) == level else (tensor, None)
+        _unpack_dual(tensor) if levels.level_of(tensor) == level else (tensor, None)
         for tensor in tensors
     ]
-    primals = [_compat.unwrap_at(primal, level) for primal, _ in pairs]
+    primals = [levels.unwrap_at(primal, level) for primal, _ in pairs]
     tangents = [
-        None if tangent is None else _compat.unwrap_at(tangent, level)
+        None if tangent is None else levels.unwrap_at(tangent, level)
         for _, tangent in pairs
     ]
-    with _compat.lowered(interpreter):
+    with levels.lowered(interpreter):
         results, moved = _primal_and_tangents(call, primals, tangents, save)
-    outputs = [_compat.wrap_at(tensor, level) for tensor in results.outputs]
+    outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
     for index, tangent in moved.items():
-        wrapped = _compat.wrap_at(tangent, level)
+        wrapped = levels.wrap_at(tangent, level)
         outputs[index] = _dual(outputs[index], wrapped)
     return results._replace(outputs=outputs)
 
@@ -248,12 +249,12 @@ def _push_forward(
 
 
 def _primal(tensor: Tensor) -> Tensor:
-    return _unpack_dual(tensor).primal if _compat.dual_level_is_active() else tensor
+    return _unpack_dual(tensor).primal if dual_level_is_active() else tensor
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """An output with its tangent; torch gives the tangent the memory layout of the output."""
-    if _compat.repeats_itself(primal):
+    if levels.repeats_itself(primal):
         primal = primal.clone()
     return _make_dual(primal, tangent)
 
@@ -314,18 +315,18 @@ def _run_under_vmap(
 ) -> Results:
     level = interpreter.level()
     region, roots = call.region, call.roots
-    physical, dims = _compat.unwrap_batched(tensors, level)
+    physical, dims = levels.unwrap_batched(tensors, level)
     randomness = interpreter.randomness()
     if randomness == "error" and region.states:
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws(roots) > 0
-    with _compat.lowered_vmap(interpreter):
+    with levels.lowered_vmap(interpreter):
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
         metas = tuple(
             TensorMeta.of_whole(
-                tensor, requires_grad=_compat.requires_grad_anywhere(tensor)
+                tensor, requires_grad=levels.requires_grad_anywhere(tensor)
             )
             for tensor in physical
         )
@@ -338,7 +339,7 @@ def _run_under_vmap(
         else:
             results = _run(below, physical, save)
     dims = [0] * len(results.flat) if batched.dims is None else batched.dims
-    wrapped = _compat.wrap_batched(results.flat, dims, level)
+    wrapped = levels.wrap_batched(results.flat, dims, level)
     return Results.of(results.shape, wrapped, results.flows)
 
 
@@ -371,8 +372,8 @@ class _Ticket:
             self.results = forward([*self.leading, *primals], call.numerics)
         else:
             level = interpreter.level()
-            below = [_compat.unwrap_at(tensor, level) for tensor in operands]
-            with _compat.lowered(interpreter):
+            below = [levels.unwrap_at(tensor, level) for tensor in operands]
+            with levels.lowered(interpreter):
                 self.results = _run(self.call, [*self.leading, *below], save=True)
         return self.results
 
@@ -397,7 +398,7 @@ class _Ticket:
         return Results(outputs, *self.results[1:])
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
     call = ticket.call
     try:
@@ -409,7 +410,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     outputs = results.outputs
     if ticket.interpreter is not None:
         level = ticket.interpreter.level()
-        outputs = [_compat.wrap_at(tensor, level) for tensor in outputs]
+        outputs = [levels.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
     kept = () if call.is_last else (*own, *operands)
     ctx.call = call
@@ -419,7 +420,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     ctx.versions = versions(kept, is_transformed=ticket.interpreter is not None)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
-    if ticket.interpreter is None and _compat.dual_level_is_active():
+    if ticket.interpreter is None and dual_level_is_active():
         flows = results.flows or (True,) * len(outputs)
         ctx.for_jvp = (call, operands, results.states, flows)
     if results.flows is not None:
@@ -431,7 +432,7 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
 
 def _wants_first_order() -> bool:
     """Whether second derivatives are refused; never in a trace, which serves later calls."""
-    return orders.is_first_order() and not _compat.proxy_is_active()
+    return orders.is_first_order() and not tracer.proxy_is_active()
 
 
 def _made_by(operands: Sequence[Tensor]) -> list[Any]:
@@ -439,7 +440,7 @@ def _made_by(operands: Sequence[Tensor]) -> list[Any]:
     return [operand.grad_fn for operand in operands]
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         prefetch.start(ctx)
@@ -449,7 +450,7 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]
         raise
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     return _through(_pulled_back(ctx, cotangents), ctx, cotangents)
 
@@ -470,7 +471,7 @@ def _through(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region: by its program alone where nothing records them."""
     present = [each for each in cotangents if each is not None]
-    is_recorded = torch.is_grad_enabled() or not _compat.is_plain_autograd()
+    is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
     if derived.program is not None and not is_recorded:
         return consumed(derived.program, ctx, present)
     kept, call = saved(ctx), ctx.call
@@ -486,7 +487,7 @@ def _through(
     return spread(ctx.needs_input_grad, found)
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """Forward mode of `torch.autograd.forward_ad` over what plain autograd records."""
     call, operands, states, flows = ctx.for_jvp
@@ -514,7 +515,7 @@ class _PlainFunction(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
     """`_regions.forwards` for a call that needs no more than one program."""
     ctx.call = call
@@ -530,11 +531,11 @@ def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, 
     ctx.save_for_backward(*found[first:last], *operands, *found[last:])
     ctx.set_materialize_grads(False)
     for index in straight.untracked:
-        found[index] = _compat.untracked_alias(found[index])
+        found[index] = autograd.untracked_alias(found[index])
     return tuple(found[:first])
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _gradients_straight(
     ctx: Any, *cotangents: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -565,7 +566,7 @@ def _gradients_looked_up(
     ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)
-    is_recorded = torch.is_grad_enabled() or not _compat.is_quiet()
+    is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = not is_recorded and Numerics.current() == numerics
     if derived.program is not None and is_as_asked:
@@ -580,13 +581,13 @@ class _StraightFunction(torch.autograd.Function):
     backward = staticmethod(_gradients_straight)
 
 
-_apply_plainly = _compat.plain_apply(_PlainFunction)
+_apply_plainly = autograd.plain_apply(_PlainFunction)
 
 # (a call with a `straight`, *operands) -> the outputs.
-apply_straight = _compat.plain_apply(_StraightFunction)
+apply_straight = autograd.plain_apply(_StraightFunction)
 
 
-class _LevelFunction(_compat.SingleLevelFunction):
+class _LevelFunction(levels.SingleLevelFunction):
     """One level of torch.func reverse mode."""
 
     forward = staticmethod(_forward)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
-from remat import _compat
 from remat._graph.values import Ref, TensorMeta, is_open, named
 from remat._partition.decide import decisions as decisions_of
 from remat._partition.following import links_for
@@ -64,6 +63,7 @@ from remat._regions.functions import (
 from remat._regions.protocol import Asked, Batched, Pushed
 from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
+from remat._torch import tracer
 from remat._tracing.trace import Joint, Request, View, with_states
 from remat.policies import AbstractPolicy, WholeProgram, nothing_saveable
 from remat.policies._planned import Planned, for_derived
@@ -161,7 +161,7 @@ class Region:
             gradients=gradients,
         )
         with (
-            _compat.one_trace_at_a_time(),
+            tracer.one_trace_at_a_time(),
             self.function.restored(roots),
             self.function.numerics.applied(),
         ):

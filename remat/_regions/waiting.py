@@ -14,10 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RematError, explain
 from remat._graph.values import TensorMeta
 from remat._regions import prefetch
+from remat._torch import dtensor, fakes, levels, tracer
+from remat._torch.tensors import shares_storage, tensor_without_data
 from remat.storage import AbstractStorage, Keep, Place, Stored, stored_in
 
 _aten: Any = torch.ops.aten
@@ -48,7 +49,7 @@ class Waiting(Tensor):
         part: tuple[Waiting, Any] | None = None,
     ) -> Waiting:
         """A tensor that looks like `value` and holds `stored`."""
-        found: Waiting = _compat.tensor_without_data(cls, value)
+        found: Waiting = tensor_without_data(cls, value)
         found.stored = stored
         found.stride_order = stride_order
         found.part = part
@@ -85,7 +86,7 @@ class Waiting(Tensor):
         """What the storage returned, with the strides that the value had."""
         if self.part is not None:
             part, spread = self.part
-            return _compat.in_place_of(part.as_it_was(restored), spread)
+            return dtensor.in_place_of(part.as_it_was(restored), spread)
         shape, stride = self.shape, self.stride()
         once = _once(shape, stride)
         if self.stride_order is None:
@@ -119,8 +120,8 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         for each in inner:  # a DTensor names its mesh among them
             if isinstance(each, Tensor):
                 yield from storages(each)
-    elif tensor.layout == torch.strided and not _compat.is_fake(tensor):
-        yield _compat.unwrapped(tensor).untyped_storage()
+    elif tensor.layout == torch.strided and not fakes.is_fake(tensor):
+        yield levels.unwrapped(tensor).untyped_storage()
 
 
 def wait(
@@ -140,11 +141,11 @@ def wait(
     Returns:
         What stands for the value.
     """
-    if type(storage) is Keep or _compat.proxy_is_active() or _compat.is_fake(value):
+    if type(storage) is Keep or tracer.proxy_is_active() or fakes.is_fake(value):
         return value
-    spread = _compat.placement(value)
+    spread = dtensor.placement(value)
     if spread is not None:
-        part = wait(_compat.local_part(value), storage, place.of(spread), twins)
+        part = wait(dtensor.local_part(value), storage, place.of(spread), twins)
         if type(part) is not Waiting:
             return value
         return Waiting.of(value, part.stored, None, (part, spread))
@@ -154,7 +155,7 @@ def wait(
     else:
         stored = _store_once(dense, storage, place, {} if twins is None else twins)
     waiting = stored.tensors
-    if len(waiting) == 1 and _compat.shares_storage(waiting[0], value):
+    if len(waiting) == 1 and shares_storage(waiting[0], value):
         return value
     return Waiting.of(value, stored, order)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._errors import MutationError, SavedTensorModifiedError, explain
 from remat._messages import mutates, user_line
 from remat._regions.protocol import Call
@@ -29,6 +29,8 @@ from remat._rerun.hidden import require_nothing_hidden
 from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
+from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
+from remat._torch.tensors import SET_DATA, storage_key
 from remat._tracing import engines
 from remat._tracing.thread import depth, lift, running_again, uninitialized
 from remat._tracing.trace import Flat
@@ -45,7 +47,7 @@ def call(
     engines.require_no_engine(fun)
     reach = _Reach.of(fun, args, kwargs)
     operands = reach.operands
-    wanted = tuple(map(_compat.requires_grad_anywhere, operands))
+    wanted = tuple(map(levels.requires_grad_anywhere, operands))
     if not any(wanted):
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
@@ -92,7 +94,7 @@ class _Reach:
         engine = fully_shard.Engine.reached(survey)
         managed = engine.managed if engine else []
         beyond = _beyond(survey, [*arguments.tensors, *managed])
-        operands = [*arguments.tensors, *filter(_compat.is_followed, beyond)]
+        operands = [*arguments.tensors, *filter(levels.is_followed, beyond)]
         if engine:
             operands.append(engine.anchor)
         return cls(survey, arguments, beyond, engine, managed, operands)
@@ -124,7 +126,7 @@ class _FlatCall:
         """A call that has not run yet, under the switches in force."""
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
-        with _compat.without_torch_function():
+        with modes.without_torch_function():
             constants = _Constants(reach.survey, followed)
             buffers = _buffers(reach.survey, reach.arguments.tensors)
         state = RunState(buffers, followed, draws=draws, engine=reach.engine)
@@ -165,7 +167,7 @@ class _FlatCall:
             running_again(met) if reach.beyond else _NOTHING,
             substituted,
             self.numerics.applied(),
-            _compat.own_parametrizations(),
+            tracer.own_parametrizations(),
         ):
             yield
 
@@ -176,12 +178,12 @@ _NOTHING = contextlib.nullcontext()
 def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
     """The function, on tensors that autocast casts as often as the operands."""
     # Asked of the tensors: sparse and nested ones have no metadata.
-    each_time = [*map(_compat.is_cast_each_time, operands)]
+    each_time = [*map(autocast.is_cast_each_time, operands)]
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         pairs = zip(each_time, tensors, strict=True)
         return function(
-            [_compat.cast_each_time(each) if anew else each for anew, each in pairs]
+            [autocast.cast_each_time(each) if anew else each for anew, each in pairs]
         )
 
     return run if any(each_time) else function
@@ -203,8 +205,8 @@ def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
 def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that the function may change: buffers, and arguments without a gradient."""
     own = [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
-    passed = [each for each in given if not _compat.requires_grad_anywhere(each)]
-    return [_compat.unwrapped(tensor) for tensor in [*own, *passed]]
+    passed = [each for each in given if not levels.requires_grad_anywhere(each)]
+    return [levels.unwrapped(tensor) for tensor in [*own, *passed]]
 
 
 @final
@@ -216,7 +218,7 @@ class _Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._leaves, self._spec = _compat.flatten((args, dict(kwargs)))
+        self._leaves, self._spec = trees.flatten((args, dict(kwargs)))
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         self.tensors: list[Tensor] = [*found.values()]
 
@@ -226,7 +228,7 @@ class _Arguments:
             stand_ins[id(leaf)] if isinstance(leaf, Tensor) else leaf
             for leaf in self._leaves
         ]
-        return _compat.unflatten(filled, self._spec)
+        return trees.unflatten(filled, self._spec)
 
 
 @final
@@ -238,7 +240,7 @@ class _Result:
         self.spec: Any = None
 
     def apart(self, result: Any) -> Sequence[Tensor]:
-        leaves, self.spec = _compat.flatten(result)
+        leaves, self.spec = trees.flatten(result)
         # Tensors are not kept: each holds the graph of its run.
         self.statics = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -246,7 +248,7 @@ class _Result:
     def tree(self, tensors: Sequence[Any]) -> Any:
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.statics]
-        return _compat.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, self.spec)
 
 
 _TENSOR = object()
@@ -276,7 +278,7 @@ class _Substituted(TorchFunctionMode):
         self._is_pure = is_pure
         self._depth = depth()
 
-    @_compat.unseen_by_dynamo
+    @dynamo.unseen_by_dynamo
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -287,12 +289,12 @@ class _Substituted(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             # Dynamo reads this too, where the function calls what torch.compile made.
             if not self._is_pure:
-                _compat.end_graph(_IN_A_GRAPH)
+                dynamo.end_graph(_IN_A_GRAPH)
             return func(*args, **(kwargs or {}))
         if depth() != self._depth:
             # A region inside is traced on its own; it has its tensors from `lift`.
             return func(*args, **(kwargs or {}))
-        args, kwargs = _compat.map_tensors(self.met, (args, kwargs or {}))
+        args, kwargs = trees.map_tensors(self.met, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.meet(each)
@@ -315,16 +317,16 @@ def _targets(
 ) -> list[Tensor]:
     """The tensors that a call writes to, as far as its name tells."""
     name = str(getattr(func, "__name__", "")).split(".")[0]
-    found = _compat.tensor_leaves(kwargs.get("out"))
+    found = trees.tensor_leaves(kwargs.get("out"))
     is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    is_written = is_own or name in _ASSIGNING or func == _compat.SET_DATA
+    is_written = is_own or name in _ASSIGNING or func == SET_DATA
     if is_written or kwargs.get("inplace"):
-        found += _compat.tensor_leaves(args[:1])
+        found += trees.tensor_leaves(args[:1])
     if name in _TRACKING:
         running = (kwargs.get("running_mean"), kwargs.get("running_var"))
         # torch's own functions take weight and bias first, those of `F` last.
         first = 3 if func in _WEIGHTS_FIRST else 1
-        found += _compat.tensor_leaves((args[first : first + 2], running))
+        found += trees.tensor_leaves((args[first : first + 2], running))
     return found
 
 
@@ -360,12 +362,10 @@ class _Constants:
         self._by_storage: dict[int, list[Tensor]] = {}
         for tensor, _ in self._versions:
             if not survey.is_buffer(id(tensor)) and _has_storage(tensor):
-                key = _compat.storage_key(tensor)
+                key = storage_key(tensor)
                 self._by_storage.setdefault(key, []).append(tensor)
-        leaves = map(
-            _compat.unwrapped, filter(_compat.requires_grad_anywhere, operands)
-        )
-        self._wanted = set(map(_compat.storage_key, filter(_has_storage, leaves)))
+        leaves = map(levels.unwrapped, filter(levels.requires_grad_anywhere, operands))
+        self._wanted = set(map(storage_key, filter(_has_storage, leaves)))
 
     def before_write(self, target: Tensor, state: RunState) -> None:
         """Saves the numbers of those tensors that share memory with what is written to.
@@ -375,7 +375,7 @@ class _Constants:
         """
         if not (_has_version(target) and _has_storage(target)):
             return
-        key = _compat.storage_key(target)
+        key = storage_key(target)
         if key in self._wanted:
             raise mutates(user_line())
         for tensor in self._by_storage.get(key, ()):
@@ -418,11 +418,11 @@ class _Constants:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and _compat.placement(tensor) is None
+    return tensor.layout == torch.strided and dtensor.placement(tensor) is None
 
 
 def _has_version(tensor: Tensor) -> bool:
-    return not tensor.is_inference() and _compat.level_of(tensor) < 0
+    return not tensor.is_inference() and levels.level_of(tensor) < 0
 
 
 def _unseen(label: str) -> MutationError:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import CapturedTensorError, explain
 from remat._graph.values import TensorMeta
 from remat._rerun import fully_shard
+from remat._torch import isolation
 from remat._tracing.memoized import remedy
 
 #: The bits of all outputs.
@@ -83,7 +83,7 @@ def _references(node: Any) -> int:
 @functools.cache
 def _unheld() -> int:
     """The references to a leaf that only autograd's graph holds."""
-    with _compat.without_inference_mode(), torch.enable_grad():
+    with isolation.without_inference_mode(), torch.enable_grad():
         made = torch.ones((), requires_grad=True).exp()
     assert made.grad_fn is not None
     return _references(made.grad_fn.next_functions[0][0])

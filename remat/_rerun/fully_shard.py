@@ -21,8 +21,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._errors import SecondDerivativeError, TraceError, explain
+from remat._torch import autograd, fully_shard
 from remat._tracing import engines
 
 
@@ -39,7 +40,9 @@ class Engine:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = set(map(id, modules))
-        self.managed = [p for each in modules for p in _compat.sharded_parameters(each)]
+        self.managed = [
+            p for each in modules for p in fully_shard.sharded_parameters(each)
+        ]
         self.anchor = torch.empty(0, requires_grad=True)
         self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self.called = False
@@ -54,11 +57,11 @@ class Engine:
         A module that is running has gathered its parameters, which are plain operands.
         """
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        if not (fsdp and engines.is_distributed() and _compat.is_plain_autograd()):
+        if not (fsdp and engines.is_distributed() and autograd.is_plain_autograd()):
             return None
         values = [node.value for node in survey.nodes.values()]
         modules = [each for each in values if isinstance(each, fsdp.FSDPModule)]
-        idle = [each for each in modules if _compat.is_idle(each)]
+        idle = [each for each in modules if fully_shard.is_idle(each)]
         return cls(idle) if idle else None
 
     def add(self, variable: Tensor) -> None:
@@ -83,15 +86,15 @@ class Engine:
         def enter(module: nn.Module) -> None:
             if id(module) not in self._modules:
                 raise engines.refusal(module)
-            if not _compat.is_plain_autograd():
+            if not autograd.is_plain_autograd():
                 raise _transformed(module)
             self.called = True
             called.append(module)
-            if _compat.in_backward():
-                again.enter_context(_compat.called_again(module))
+            if autograd.in_backward():
+                again.enter_context(fully_shard.called_again(module))
 
         def leave(module: nn.Module) -> None:
-            for parameter in _compat.sharded_parameters(module):
+            for parameter in fully_shard.sharded_parameters(module):
                 self.add(parameter)
 
         _running().append(self)
@@ -101,7 +104,7 @@ class Engine:
         finally:
             _running().remove(self)
         for module in called:
-            if not _compat.is_idle(module):
+            if not fully_shard.is_idle(module):
                 raise _in_part(module)
 
     def accumulates(self, cotangents: Iterable[Tensor]) -> bool:
@@ -112,10 +115,10 @@ class Engine:
         Raises:
             TraceError: none is under way that could, or one of many cotangents at once.
         """
-        batched = any(map(_compat.is_batched_by_autograd, cotangents))
-        if batched or not _compat.in_backward():
+        batched = any(map(autograd.is_batched_by_autograd, cotangents))
+        if batched or not autograd.in_backward():
             raise _transformed(None)
-        return _compat.will_execute(self._node)
+        return autograd.will_execute(self._node)
 
 
 def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._errors import CapturedTensorError, explain
 from remat._graph.values import TensorMeta
 from remat._rerun.dependence import is_held, nodes_behind
+from remat._torch import levels, trees
 from remat._tracing.memoized import remedy
 
 
@@ -35,7 +36,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
         CapturedTensorError: it rests on a leaf that is reached neither from the roots nor
             from the result, and that something else holds.
     """
-    outputs = [each for leaf in _compat.tensor_leaves(result) for each in _wanted(leaf)]
+    outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
     if not outputs:
         return
     nodes = nodes_behind([each.grad_fn for each in outputs if each.grad_fn is not None])
@@ -55,7 +56,7 @@ def _wanted(tensor: Tensor) -> Iterator[Tensor]:
     while True:
         if tensor.requires_grad:
             yield tensor
-        below = _compat.below(tensor)
+        below = levels.below(tensor)
         if below is None:
             return
         tensor = below

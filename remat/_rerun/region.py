@@ -17,7 +17,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._regions.forwards import Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch, Pull, mapped, pullback, pushforward, tracked
@@ -26,6 +25,7 @@ from remat._rerun import fully_shard
 from remat._rerun.dependence import guard_against_others, resting, variables
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
+from remat._torch import autograd, isolation, modes
 from remat._tracing.trace import Flat, View
 
 
@@ -76,11 +76,11 @@ class Rerun(WithoutProgram):
 
         def run(tensors: Sequence[Tensor], _: Numerics) -> Results:
             with (
-                _compat.torch_function_as(self.state.torch_functions),
-                _compat.without_inference_mode(),
+                modes.torch_function_as(self.state.torch_functions),
+                isolation.without_inference_mode(),
             ):
                 leaves = [
-                    _compat.leaf_of(tensor).requires_grad_(wanted)
+                    autograd.leaf_of(tensor).requires_grad_(wanted)
                     for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
                 ]
                 with self.state.around(), torch.enable_grad():
@@ -91,8 +91,8 @@ class Rerun(WithoutProgram):
             if self.state.resting is None and self.is_primal:
                 self.state.resting = bits
             # Unseen by a trace around it, which would take these for the user's own.
-            with _compat.without_torch_function():
-                found = [_compat.detached(each) for each in outputs]
+            with modes.without_torch_function():
+                found = [autograd.detached(each) for each in outputs]
             if self.all_flow:
                 return Results(found)
             flows = tuple(each.requires_grad for each in outputs)
@@ -191,7 +191,7 @@ def _accumulating(function: Flat, pull: Pull, engine: fully_shard.Engine) -> Fla
         wanted = [operands[index] for index in pull.wanted]
         outputs = [each for each in function(operands) if each is not None]
         pairs = [
-            (outputs[index], _compat.detached(cotangent))
+            (outputs[index], autograd.detached(cotangent))
             for index, cotangent in zip(pull.outputs, given, strict=True)
             if outputs[index].requires_grad
         ]
@@ -201,7 +201,7 @@ def _accumulating(function: Flat, pull: Pull, engine: fully_shard.Engine) -> Fla
             met = (variable for variable, _ in variables(differentiable))
             inputs += filter(engine.stands_for, met)
         if pairs and inputs:
-            _compat.backward(differentiable, [each for _, each in pairs], inputs)
+            autograd.backward(differentiable, [each for _, each in pairs], inputs)
         return [leaf.grad for leaf in wanted]
 
     return gradients

@@ -14,12 +14,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._generators import recorded, streams
 from remat._generators.host import set_to, states
 from remat._generators.trackers import Snapshot
 from remat._messages import user_line
 from remat._rerun import fully_shard
+from remat._torch import isolation, modes, tensors, tracer
 from remat._tracing.thread import is_running
 from remat.policies._operators import function_name
 
@@ -57,7 +57,7 @@ class _Randomness:
         now = [recorded.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
-        with _compat.isolated(), _compat.without_torch_function():
+        with isolation.isolated(), modes.without_torch_function():
             return not all(map(torch.equal, before, now))
 
     def put_back(self) -> None:
@@ -108,7 +108,7 @@ class RunState:
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
         self.resting: tuple[int, ...] | None = None
-        self.torch_functions = _compat.torch_function_state()
+        self.torch_functions = modes.torch_function_state()
         self.used: set[int] = set()
         self._kept: list[tuple[Tensor, Tensor]] = []
 
@@ -154,7 +154,7 @@ class RunState:
         start = dataclasses.replace(taken, explicit=self.explicit)
         host = states()
         # A graph that is made meanwhile has no use for these looks, and no numbers for them.
-        with _compat.unrecorded():
+        with tracer.unrecorded():
             self._kept = [(each, each.clone()) for each in self.buffers]
         self.start = start
         try:
@@ -165,11 +165,11 @@ class RunState:
         self.before = start
         self.host = None if host == states() else host
         # batch_norm changes its statistics but not their version: compare the numbers.
-        with _compat.unrecorded():
+        with tracer.unrecorded():
             self.found = [
                 (buffer, old)
                 for buffer, old in self._kept
-                if not _compat.same_bits(buffer, old)
+                if not tensors.same_bits(buffer, old)
             ]
         self._kept = []
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat import _compat
+from remat._torch import guards
 
 
 class Numerics(NamedTuple):
@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
     @classmethod
     def current(cls) -> Numerics:
         """The switches of this thread; the same object as long as nothing changes."""
-        kernels = _compat.kernel_choices()
+        kernels = guards.kernel_choices()
         known = _known.get(torch.is_grad_enabled())
         if known is not None and known[1] == kernels and known[0]():
             return known[2]
@@ -56,7 +56,7 @@ class Numerics(NamedTuple):
             precision,
             tuple(switches),
         )
-        _known[torch.is_grad_enabled()] = (_compat.state_guard(), kernels, found)
+        _known[torch.is_grad_enabled()] = (guards.state_guard(), kernels, found)
         return found
 
     def are_met_by(self, found: Numerics) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from remat import _compat
+from remat._torch import dtensor
+from remat._torch.tensors import is_view, storage_key
 
 
 def copy_custom_views(
@@ -27,13 +28,13 @@ def copy_custom_views(
     its memory, and if it is the owner itself or there is none.
     """
     plain = [each for each in operands if _is_plain(each)]
-    nodes = {_compat.storage_key(each): each.grad_fn for each in plain}
-    hooked = {_compat.storage_key(each) for each in plain if _is_hooked(each)}
+    nodes = {storage_key(each): each.grad_fn for each in plain}
+    hooked = {storage_key(each) for each in plain if _is_hooked(each)}
     found = list(returned)
     for index, tensor in _owners_first(returned):
         if not _is_plain(tensor):
             continue
-        key = _compat.storage_key(tensor)
+        key = storage_key(tensor)
         if key not in nodes:
             if not _is_part(tensor):
                 nodes[key] = tensor.grad_fn
@@ -69,7 +70,7 @@ def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it has a storage of its own; a DTensor, which is a wrapper, has none."""
-    return _compat.placement(tensor) is None
+    return dtensor.placement(tensor) is None
 
 
 def choose_outputs(
@@ -89,7 +90,7 @@ def choose_outputs(
     places = {id(each): ("operand", k) for k, each in enumerate(operands)}
     same: dict[int, tuple[str, int]] = {}
     for index, each in enumerate(returned):
-        if each is not None and _compat.placement(each) is not None:
+        if each is not None and dtensor.placement(each) is not None:
             same[index] = places.setdefault(id(each), ("output", index))
     plain = [each if index not in same else None for index, each in enumerate(returned)]
     spread = {place for kind, place in same.values() if kind == "output"}
@@ -97,11 +98,11 @@ def choose_outputs(
 
 
 def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
-    owned = {_compat.storage_key(operand) for operand in operands if _is_plain(operand)}
+    owned = {storage_key(operand) for operand in operands if _is_plain(operand)}
     chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in _owners_first(returned):
-        key = _compat.storage_key(tensor)
+        key = storage_key(tensor)
         if key in owned or id(tensor) in taken:
             continue
         taken.add(id(tensor))
@@ -115,4 +116,4 @@ def _is_part(tensor: Tensor) -> bool:
     # An inner region returns the parts of a split as separate tensors. None of them is the
     # owner, although no one is a view: the other parts cannot be made from it.
     size = tensor.numel() * tensor.element_size()
-    return bool(_compat.is_view(tensor) or size < tensor.untyped_storage().nbytes())
+    return bool(is_view(tensor) or size < tensor.untyped_storage().nbytes())

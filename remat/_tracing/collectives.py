@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import TraceError, explain
+from remat._torch import distributed
 
 _functional: Any = torch.ops._c10d_functional
 
 
 def functional_twins() -> Mapping[Any, Callable[..., Any]]:
     """For each operator behind a collective of `torch.distributed` what a trace runs."""
-    namespace = _compat.collective_operators()
+    namespace = distributed.collective_operators()
     found = {
         namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
     }
@@ -33,22 +33,22 @@ def functional_twins() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
-    name = _compat.group_of(group).group_name
+    name = distributed.group_of(group).group_name
     for tensor in tensors:
-        _write(tensor, _functional.all_reduce(tensor, _compat.reduction(op), name))
-    return tensors, _compat.finished_work()
+        _write(tensor, _functional.all_reduce(tensor, distributed.reduction(op), name))
+    return tensors, distributed.finished_work()
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> Any:
-    name = _compat.group_of(group).group_name
+    name = distributed.group_of(group).group_name
     for tensor in tensors:
         _write(tensor, _functional.broadcast(tensor, root, name))
-    return tensors, _compat.finished_work()
+    return tensors, distributed.finished_work()
 
 
 def _gather(out: Tensor, part: Tensor, group: Any, *_: Any) -> Any:
     _write(out, _gathered(part, group))
-    return out, _compat.finished_work()
+    return out, distributed.finished_work()
 
 
 def _gather_list(
@@ -60,7 +60,7 @@ def _gather_list(
         found = _gathered(part, group).view(len(row), *part.shape)
         for out, each in zip(row, found.unbind(), strict=True):
             out.copy_(each)
-    return outs, _compat.finished_work()
+    return outs, distributed.finished_work()
 
 
 def _unlike(shapes: Sequence[Sequence[int]]) -> TraceError:
@@ -76,18 +76,18 @@ def _unlike(shapes: Sequence[Sequence[int]]) -> TraceError:
 
 
 def _gathered(part: Tensor, group: Any) -> Tensor:
-    group = _compat.group_of(group)
+    group = distributed.group_of(group)
     flat = part.reshape(-1)
     found = _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
     return _functional.wait_tensor(found)
 
 
 def _reduce_scatter(out: Tensor, whole: Tensor, group: Any, op: Any, *_: Any) -> Any:
-    group, name = _compat.group_of(group), _compat.reduction(op)
+    group, name = distributed.group_of(group), distributed.reduction(op)
     flat = whole.reshape(-1)
     size = group.size()
     _write(out, _functional.reduce_scatter_tensor(flat, name, size, group.group_name))
-    return out, _compat.finished_work()
+    return out, distributed.finished_work()
 
 
 def _exchange(
@@ -99,7 +99,7 @@ def _exchange(
     *_: Any,
 ) -> Any:
     """An all-to-all: rows by the ranks they go to, no sizes meaning equal parts."""
-    group = _compat.group_of(group)
+    group = distributed.group_of(group)
     found = _functional.all_to_all_single(
         whole.contiguous(),
         _parts(out, out_sizes, group.size()),
@@ -107,7 +107,7 @@ def _exchange(
         group.group_name,
     )
     _write(out, found)
-    return _compat.finished_work()
+    return distributed.finished_work()
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:

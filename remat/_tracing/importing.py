@@ -16,11 +16,11 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat
 from remat._generators import recorded, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Meta, Ref, TensorMeta, Value, replace_refs
 from remat._switches.numerics import Numerics
+from remat._torch import forward_ad, functionalization, schemas, sizes, tracer
 from remat._tracing import in_place_operators, naming
 
 _aten = torch.ops.aten
@@ -100,7 +100,7 @@ class Imported:
 
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
     """Notes on newly added nodes where they came from, unless they have a note."""
-    for node in _compat.new_nodes(graph, len(graph.nodes) - nodes_before):
+    for node in tracer.new_nodes(graph, len(graph.nodes) - nodes_before):
         if "remat" in node.meta:
             continue
         node.meta["remat"] = note
@@ -113,7 +113,7 @@ class _Annotated(fx.Interpreter):
     """Runs a graph under a second trace and copies its notes to the new nodes."""
 
     def run_node(self, n: fx.Node) -> Any:
-        graph = _compat.active_graph()
+        graph = tracer.active_graph()
         before = len(graph.nodes)
         out = super().run_node(n)
         for node in in_place_operators.written(n):
@@ -154,10 +154,12 @@ def _functionalized(
         return module
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     examples = [*operands, *examples[len(operands) :]]
-    with torch.no_grad(), _compat.no_dual_level():
+    with torch.no_grad(), forward_ad.no_dual_level():
         detached = [each.detach() for each in examples]
         interpreter = _Annotated(module)
-        return _compat.make_fx(_compat.functionalized(interpreter.run), detached)
+        return tracer.make_fx(
+            functionalization.functionalized(interpreter.run), detached
+        )
 
 
 def import_graph(
@@ -235,8 +237,8 @@ class _Importer:
         target, kwargs = node.target, node.kwargs
         args = cast("tuple[Any, ...]", node.args)
         number = node.meta.get("val")
-        if isinstance(number, _compat.SYMBOLIC):
-            is_exact = not self.is_template or _compat.is_exact(number)
+        if isinstance(number, sizes.SYMBOLIC):
+            is_exact = not self.is_template or sizes.is_exact(number)
             self.env[node] = (
                 number if is_exact else Computed(target, self._resolve(args))
             )
@@ -264,7 +266,7 @@ class _Importer:
         if target is _aten.native_batch_norm_backward.default:
             args = _without_running_statistics(args)
         if kwargs.get("device") == _META:
-            # See _compat.fake_mode: the fake knows better.
+            # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
         if target in _SLICES:
             args = self._bounded(target, args)
@@ -465,7 +467,7 @@ def _is_cut(node: Any) -> bool:
             return True
         op: Any = node.target
         is_part = op is operator.getitem or op in operators.TRANSPARENT
-        is_view = isinstance(op, _compat.OpOverload) and operators.returns_view(op)
+        is_view = isinstance(op, schemas.OpOverload) and operators.returns_view(op)
         if not (is_part or is_view):
             return False
         node = node.args[0]

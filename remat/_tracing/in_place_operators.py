@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import TensorMeta
+from remat._torch import functionalization, schemas, sizes
 
 _aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def _pure_variant(op: Any) -> Any | None:
     """
     if not operators.is_mutable(op):
         return None
-    schema = _compat.schema_of(op)
+    schema = schemas.schema_of(op)
     writes = [_writes(each) for each in schema.arguments]
     name = op.overloadpacket.__name__
     writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
@@ -75,7 +75,7 @@ def _same_arguments(schema: Any, name: str) -> Any | None:
     keys: list[str] = [] if packet is None else packet.overloads()
     for key in keys:
         overload: Any = getattr(packet, key)
-        if _types(_compat.schema_of(overload)) == _types(schema):
+        if _types(schemas.schema_of(overload)) == _types(schema):
             return overload
     return None
 
@@ -86,7 +86,7 @@ def _types(schema: Any) -> list[tuple[str, str, bool]]:
 
 def _in_full(node: fx.Node) -> tuple[Any, ...]:
     """All positional arguments, with defaults: those of the pure operator may differ."""
-    further = _compat.schema_of(node.target).arguments[len(node.args) :]
+    further = schemas.schema_of(node.target).arguments[len(node.args) :]
     defaults = itertools.takewhile(
         lambda each: not each.kwarg_only and each.name not in node.kwargs, further
     )
@@ -103,9 +103,9 @@ def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
 def _owns_memory(node: fx.Node) -> bool:
     """Whether what a node returns is one tensor that shares memory with no other."""
     op: Any = node.target
-    if not isinstance(op, _compat.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, schemas.OpOverload) or op.namespace != "aten":
         return False
-    returned = _compat.schema_of(op).returns
+    returned = schemas.schema_of(op).returns
     is_tensor = len(returned) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
     return (
         is_tensor and returned[0].alias_info is None and not operators.returns_view(op)
@@ -127,9 +127,9 @@ def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
 
 def runs_on_copies(op: Any) -> bool:
     """Whether an operator writes to single tensors, and torch has no pure form of it."""
-    if not operators.is_mutable(op) or _compat.is_functionalized(op):
+    if not operators.is_mutable(op) or functionalization.is_functionalized(op):
         return False
-    written = filter(_writes, _compat.schema_of(op).arguments)
+    written = filter(_writes, schemas.schema_of(op).arguments)
     return all("List" not in str(each.type) for each in written)
 
 
@@ -138,16 +138,16 @@ def run_on_copies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     given = _by_name(op, args, kwargs)
     written = tuple(
         each.name
-        for each in _compat.schema_of(op).arguments
+        for each in schemas.schema_of(op).arguments
         if _writes(each) and given.get(each.name) is not None
     )
     made = _on_copies(op, written)(**given)
     returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
     for name in reversed(written):
-        _compat.put_for(given[name], returned.pop())
+        functionalization.put_for(given[name], returned.pop())
     results = [
         returned.pop(0) if each.alias_info is None else given[_aliased(op, each)]
-        for each in _compat.schema_of(op).returns
+        for each in schemas.schema_of(op).returns
     ]
     return results[0] if len(results) == 1 else (tuple(results) or None)
 
@@ -155,7 +155,7 @@ def run_on_copies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 @functools.cache
 def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
     """The operator that copies, writes to the copies, and returns them; defined when met."""
-    schema = _compat.schema_of(op)
+    schema = schemas.schema_of(op)
     own = [k for k, each in enumerate(schema.returns) if each.alias_info is None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
 
     given = re.sub(r"Tensor\(\w+!?\)", "Tensor", str(schema).partition("(")[2])
     returns = [str(schema.returns[k].type) for k in own] + ["Tensor"] * len(written)
-    return _compat.define(
+    return schemas.define(
         "_".join(("copied", *re.findall(r"\w+", operators.full_name(op)), *written)),
         f"({given.rpartition(') -> ')[0]}) -> ({', '.join(returns)})",
         run,
@@ -183,7 +183,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
         return []
     given = _by_name(op, node.args, node.kwargs)
-    names = [each.name for each in _compat.schema_of(op).arguments if _writes(each)]
+    names = [each.name for each in schemas.schema_of(op).arguments if _writes(each)]
     found: list[fx.Node] = []
     fx.map_arg([given.get(name) for name in names], found.append)
     return found
@@ -195,18 +195,18 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
     A pure operator chooses the strides of its result. The operator in place leaves those of
     the tensor that it writes to, and what reads the tensor next may depend on them.
     """
-    found = _compat.value_of(tensor)
-    if _compat.is_open(found) or found.stride() == stride:
+    found = functionalization.value_of(tensor)
+    if sizes.is_open(found) or found.stride() == stride:
         return
     order = sorted(range(found.dim()), key=lambda dim: -stride[dim])
     dense = tensor.permute(order).contiguous()
     laid = dense.permute([order.index(dim) for dim in range(found.dim())])
     if laid.stride() == stride:
-        _compat.put_for(tensor, laid)
+        functionalization.put_for(tensor, laid)
 
 
 def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [each.name for each in _compat.schema_of(op).arguments]
+    names = [each.name for each in schemas.schema_of(op).arguments]
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -219,6 +219,6 @@ def _aliased(op: Any, returned: Any) -> str:
     names = returned.alias_info.before_set
     return next(
         each.name
-        for each in _compat.schema_of(op).arguments
+        for each in schemas.schema_of(op).arguments
         if each.alias_info is not None and each.alias_info.before_set & names
     )

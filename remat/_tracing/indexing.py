@@ -17,9 +17,9 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import TraceError, explain
 from remat._messages import user_line
+from remat._torch import fakes
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
@@ -95,7 +95,7 @@ def _is_number(part: Any) -> bool:
         isinstance(part, Tensor)
         and part.dtype in _INTEGERS
         and part.dim() == 0
-        and _compat.hides_its_number(part)
+        and fakes.hides_its_number(part)
     )
 
 

@@ -13,31 +13,31 @@ from typing import TypeVar
 
 import torch
 
-from remat import _compat
+from remat._torch import dtensor, levels, schemas, tracer, trees
 
 _T = TypeVar("_T")
 
-_compat.library().define("mark(Tensor value, str name) -> ()")
+schemas.library().define("mark(Tensor value, str name) -> ()")
 
 
 def _mark_nothing(value: torch.Tensor, name: str) -> None:
     """The kernel of the mark, which does nothing: the mark is there to be recorded."""
 
 
-_compat.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
+schemas.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
 MARK = torch.ops.remat.mark.default
-_compat.keep_in_traces(MARK)
-_compat.leave_out_of_compilers(MARK)
+tracer.keep_in_traces(MARK)
+schemas.leave_out_of_compilers(MARK)
 
 
 def mark(tensor: torch.Tensor, name: str) -> None:
     """Records `name` for a tensor of the running trace, below all wrappers."""
-    with _compat.leave_functorch():
-        MARK(_compat.local_part(_compat.unwrapped(tensor)), name)
+    with levels.leave_functorch():
+        MARK(dtensor.local_part(levels.unwrapped(tensor)), name)
 
 
 # In Dynamo's graphs of `vmap`, which have marks of batches in them.
-_compat.library().impl("mark", mark, "FuncTorchBatched")
+schemas.library().impl("mark", mark, "FuncTorchBatched")
 
 
 class _Thread(threading.local):
@@ -94,9 +94,9 @@ def checkpoint_name(x: _T, name: str) -> _T:
             "value comes first: checkpoint_name(x, 'hidden')."
         )
     if torch.compiler.is_dynamo_compiling():
-        for tensor in _compat.tensor_leaves(x):
+        for tensor in trees.tensor_leaves(x):
             MARK(tensor, name)
-    elif _compat.proxy_is_active() or _thread.marks:
-        for tensor in _compat.tensor_leaves(x):
+    elif tracer.proxy_is_active() or _thread.marks:
+        for tensor in trees.tensor_leaves(x):
             mark(tensor, name)
     return x

@@ -21,9 +21,9 @@ from typing import Any, cast, final
 
 import torch
 
-from remat import _compat
 from remat._errors import TraceError
 from remat._graph.values import Graph, TensorMeta, Value
+from remat._torch import sizes as torch_sizes
 from remat._tracing.importing import Computed
 from remat._tracing.trace import Joint, Request, Traced, View, trace
 
@@ -90,7 +90,7 @@ class Template:
     """
 
     def __init__(
-        self, joints: tuple[Joint, ...], statics: Any, sizes: _compat.OpenSizes
+        self, joints: tuple[Joint, ...], statics: Any, sizes: torch_sizes.OpenSizes
     ) -> None:
         """Takes what was traced.
 
@@ -105,13 +105,15 @@ class Template:
             if isinstance(number, Computed):
                 args = _map(number.args, hole)
                 return Computed(number.op, args)
-            if not isinstance(number, _compat.SYMBOLIC):
+            if not isinstance(number, torch_sizes.SYMBOLIC):
                 return number
             return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
 
         def static(number: Any) -> Any:
-            if isinstance(number, _compat.SYMBOLIC) and not _compat.is_whole(number):
-                return _compat.number(number)
+            if isinstance(number, torch_sizes.SYMBOLIC) and not torch_sizes.is_whole(
+                number
+            ):
+                return torch_sizes.number(number)
             return hole(number)
 
         self._joints = _map_joints(joints, hole)
@@ -142,7 +144,7 @@ def given_sizes(metas: Sequence[TensorMeta]) -> list[int]:
 
 
 def _function(
-    sizes: _compat.OpenSizes, numbers: Sequence[str]
+    sizes: torch_sizes.OpenSizes, numbers: Sequence[str]
 ) -> Callable[[Sequence[int]], tuple[int, ...] | None]:
     """Writes the function from the given sizes and strides to the numbers of a trace."""
     bound: set[str] = set()
@@ -164,7 +166,7 @@ def _function(
     return namespace["numbers"]
 
 
-def opened(request: Request, fixed: Fixed, sizes: _compat.OpenSizes) -> Request:
+def opened(request: Request, fixed: Fixed, sizes: torch_sizes.OpenSizes) -> Request:
     """The same request with open sizes, those of `fixed` dimensions aside."""
 
     def open_(meta: TensorMeta, place: int) -> TensorMeta:
@@ -254,7 +256,7 @@ def _template(request: Request, fixed: Fixed) -> Template | None:
     return Template(traced.joints, (), sizes)
 
 
-def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, _compat.OpenSizes]:
+def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, torch_sizes.OpenSizes]:
     """Traces with open sizes, but for those of `fixed` dimensions of the operands.
 
     Raises:
@@ -263,6 +265,6 @@ def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, _compat.OpenSize
     """
     if any(meta.placement is not None for meta in request.operands):
         raise TraceError("a DTensor has two sizes, the whole's and its part's.")
-    sizes = _compat.OpenSizes()
+    sizes = torch_sizes.OpenSizes()
     with sizes.like_numbers():
         return trace(opened(request, fixed, sizes)), sizes

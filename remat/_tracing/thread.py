@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat import _compat
 from remat._errors import CapturedTensorError, RematError, TraceError, explain
 from remat._generators import streams, trackers
 from remat._graph.values import TensorMeta
 from remat._messages import user_line
 from remat._switches.departures import departing
+from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
+from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
+from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
 from remat._tracing import importing
 from remat._tracing.indexing import LookUps
 from remat._tracing.memoized import keeper_of, remedy
@@ -70,19 +72,18 @@ class Running:
 
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
-        tensors = _compat.tensor_leaves(args)
+        tensors = trees.tensor_leaves(args)
         return bool(tensors) and all(
-            not _compat.is_fake(each)
-            and (id(each) in self.aside or streams.is_state(each))
+            not is_fake(each) and (id(each) in self.aside or streams.is_state(each))
             for each in tensors
         )
 
     def run_aside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs such a call directly: it is not a part of the function's graph."""
-        with _compat.isolated():
+        with isolation.isolated():
             out = func(*args, **kwargs)
         # Held, so that no other tensor can have the id of one of them.
-        self.aside |= {id(each): each for each in _compat.tensor_leaves(out)}
+        self.aside |= {id(each): each for each in trees.tensor_leaves(out)}
         return out
 
 
@@ -160,7 +161,7 @@ def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
     """
     outer, _thread.again = _thread.again, (*_thread.again, stand_in)
     try:
-        with departing(), _compat.lifted_function_apply(stand_in):
+        with departing(), autograd.lifted_function_apply(stand_in):
             yield
     finally:
         _thread.again = outer
@@ -195,11 +196,11 @@ def lift(tensor: Tensor) -> Tensor:
     running = _thread.running
     if running is None:
         return tensor
-    if _compat.is_fake_of(tensor, running.mode):
-        if _compat.is_in_parts(tensor):
+    if is_fake_of(tensor, running.mode):
+        if is_in_parts(tensor):
             _meet(running, tensor, "made")
         return tensor
-    if _compat.wraps_fakes(tensor) and _compat.placement(tensor) is None:
+    if wraps_fakes(tensor) and dtensor.placement(tensor) is None:
         _meet(running, tensor, "made")
         return tensor
     for mapping in reversed(running.substitutes):
@@ -207,13 +208,13 @@ def lift(tensor: Tensor) -> Tensor:
             return mapping[id(tensor)]
     # An inner region lifts its own tensors. The trace's mode is on at that time, and would take
     # the reads of the tensor below for calls of the user.
-    with _compat.without_torch_function():
+    with modes.without_torch_function():
         return _capture(running, tensor)
 
 
 def is_taken_whole(tensor: Tensor) -> bool:
     """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
-    return _compat.is_in_parts(tensor) and _compat.placement(tensor) is None
+    return is_in_parts(tensor) and dtensor.placement(tensor) is None
 
 
 def _meet(running: Running, tensor: Tensor, how: str) -> None:
@@ -229,7 +230,7 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
-    if not (is_strided(tensor) or _compat.overrides_functions(type(tensor))):
+    if not (is_strided(tensor) or overrides_functions(type(tensor))):
         raise unstrided(f"a tensor used at {user_line()}", tensor)
     if not running.find(tensor):
         if streams.looks_like_state(tensor):
@@ -237,10 +238,10 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
         raise _out_of_reach(tensor)
     if is_lazy(tensor):
         raise uninitialized(f"used at {user_line()}")
-    if _compat.overrides_functions(type(tensor)):
+    if overrides_functions(type(tensor)):
         raise overriding(type(tensor))
-    wanted = _compat.requires_grad_anywhere(tensor)
-    if wanted and torch.is_grad_enabled() and _compat.is_below_autograd():
+    wanted = levels.requires_grad_anywhere(tensor)
+    if wanted and torch.is_grad_enabled() and modes.is_below_autograd():
         # TorchScript replaces any error by one of its own, and drops the text.
         running.refused = _out_of_sight(tensor)
         raise running.refused
@@ -323,7 +324,7 @@ def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
 def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
     """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
     is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
-    return is_laid_out_so and _compat.storage_key(tensor) == _compat.storage_key(data)
+    return is_laid_out_so and storage_key(tensor) == storage_key(data)
 
 
 def _sets_data(tensor: Tensor) -> TraceError:
@@ -356,38 +357,36 @@ class UserCalls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         running = self._running
-        if _thread.running is not running or not _compat.proxy_is_active():
+        if _thread.running is not running or not tracer.proxy_is_active():
             # An inner region has a trace of its own; torch's internals are not recorded.
             return func(*args, **(kwargs or {}))
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs or {})
-        args, kwargs = _compat.map_tensors(lift, (args, kwargs or {}))
-        if _compat.reads_arrays(args):
+        args, kwargs = trees.map_tensors(lift, (args, kwargs or {}))
+        if trees.reads_arrays(args):
             raise from_array(func, None)
-        if func == _compat.SET_DATA and not _is_own_data(*args):
+        if func == SET_DATA and not _is_own_data(*args):
             raise _sets_data(args[0])
-        graph = _compat.active_graph()
+        graph = tracer.active_graph()
         before = len(graph.nodes)
         out = running.look_ups.call(func, args)
         if out is NotImplemented:
-            out = _compat.traceable(func)(*args, **kwargs)
+            out = tracer.traceable(func)(*args, **kwargs)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)
             importing.annotate(graph, before, note)
         running.fakes.extend(
-            weakref.ref(each)
-            for each in _compat.tensor_leaves(out)
-            if _compat.is_fake(each)
+            weakref.ref(each) for each in trees.tensor_leaves(out) if is_fake(each)
         )
         return out
 
 
 def placeholder(meta: TensorMeta, name: str) -> Tensor:
     """A further input of the running trace, made where the trace does not see it."""
-    with _compat.leave_functorch():
-        with _compat.unrecorded():
+    with levels.leave_functorch():
+        with tracer.unrecorded():
             fake = fake_of(meta)
-        _compat.add_placeholder(fake, name)
+        tracer.add_placeholder(fake, name)
         return meta.stand_in(fake)
 
 

@@ -20,7 +20,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat import _compat
 from remat._errors import RematError, TraceError, explain
 from remat._generators import streams
 from remat._graph.values import Graph, Ref, TensorMeta, Value, check
@@ -34,6 +33,14 @@ from remat._messages import (
     untraceable,
 )
 from remat._switches.numerics import Numerics
+from remat._torch import autocast, autograd, dtensor, isolation, tracer
+from remat._torch.fakes import (
+    fake_mode,
+    met_a_tensor_outside,
+    needs_values,
+    wraps_fakes,
+)
+from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators
 from remat._tracing.aliases import choose_outputs, copy_custom_views
 from remat._tracing.importing import Note
@@ -124,8 +131,8 @@ def _require_known(returned: Sequence[Tensor | None]) -> None:
     for tensor in returned:
         if (
             tensor is not None
-            and _compat.wraps_fakes(tensor)
-            and _compat.placement(tensor) is None
+            and wraps_fakes(tensor)
+            and dtensor.placement(tensor) is None
         ):
             raise TraceError(
                 explain(
@@ -163,7 +170,7 @@ class Request:
     is_in_parts: bool = False
     backward_numerics: Numerics | None = None
     gradients: bool = True
-    sizes: _compat.OpenSizes | None = None
+    sizes: OpenSizes | None = None
 
 
 @final
@@ -193,19 +200,19 @@ def trace(request: Request) -> Traced:
         CapturedTensorError: if it reaches a tensor that `request.find` does not know.
     """
     shape_env = _shape_env(request, current())
-    mode = _compat.fake_mode(_home(request.operands), shape_env)
+    mode = fake_mode(_home(request.operands), shape_env)
     running = Running(mode, request.find, shape_env=shape_env)
     if request.is_in_parts:
         running.in_parts.add("given")
     devices = [torch.device("cpu"), *(each.device for each in request.operands)]
     with (
-        _compat.one_trace_at_a_time(),
+        tracer.one_trace_at_a_time(),
         entered(running),
         streams.standing_in(devices),
-        _compat.isolated(),
+        isolation.isolated(),
         torch.enable_grad(),
         engines.refused(),
-        _compat.own_parametrizations(),
+        tracer.own_parametrizations(),
         running.mode,
     ):
         run = _Run(request, running)
@@ -219,7 +226,7 @@ def _shape_env(request: Request, outer: Running | None) -> Any:
         return request.sizes.env
     if outer is not None and outer.shape_env is not None:
         return outer.shape_env
-    return _compat.shape_env_of(_numbers(request.operands))
+    return shape_env_of(_numbers(request.operands))
 
 
 def _numbers(metas: Sequence[TensorMeta]) -> Iterator[int]:
@@ -246,7 +253,7 @@ class _Run:
 
     def __call__(self, *operands: Tensor) -> list[Tensor | None]:
         running, request = self.running, self.request
-        with _compat.autocast_cache(self.keeps_casts):
+        with autocast.autocast_cache(self.keeps_casts):
             pairs = zip(request.operands, operands, strict=True)
             stand_ins = tuple(meta.stand_in(each) for meta, each in pairs)
             return self._run(running, request, stand_ins)
@@ -254,7 +261,7 @@ class _Run:
     def _run(
         self, running: Running, request: Request, operands: tuple[Tensor, ...]
     ) -> list[Tensor | None]:
-        with UserCalls(running), _compat.lifted_function_apply(lift):
+        with UserCalls(running), autograd.lifted_function_apply(lift):
             results = request.function(operands)
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
@@ -265,10 +272,10 @@ class _Run:
         returned = copy_custom_views(given, returned)
         self.chosen, self.same = choose_outputs(given, returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
-        self.placements = list(map(_compat.placement, outputs))
+        self.placements = list(map(dtensor.placement, outputs))
         self.differentiable = [out.requires_grad for out in outputs]
         self.detached = [out is not None and not out.requires_grad for out in returned]
-        _note_forward(_compat.active_graph())
+        _note_forward(tracer.active_graph())
         layout = request.cotangents
         self.layouts = _usual_layouts(outputs) if layout is None else [layout]
         if not request.gradients:
@@ -278,10 +285,10 @@ class _Run:
             for layout in self.layouts:
                 gradients += self._gradients(given, outputs, layout)
         self.spread = [
-            None if each is None else _compat.placement(each) for each in gradients
+            None if each is None else dtensor.placement(each) for each in gradients
         ]
         found = [*returned, *gradients]
-        return [None if each is None else _compat.local_part(each) for each in found]
+        return [None if each is None else dtensor.local_part(each) for each in found]
 
     def _gradients(
         self,
@@ -316,7 +323,7 @@ class _Run:
 
 
 def _cotangent_name() -> str:
-    return f"cotangent_{len(_compat.active_graph().nodes)}"
+    return f"cotangent_{len(tracer.active_graph().nodes)}"
 
 
 def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
@@ -359,7 +366,7 @@ _FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportU
 
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if "remat" not in node.meta and _compat.is_lift(node):
+        if "remat" not in node.meta and tracer.is_lift(node):
             # torch.from_numpy and its like are not torch functions: no mode sees them.
             raise from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
@@ -371,7 +378,7 @@ def _record(run: _Run) -> fx.GraphModule:
     operands = [fake_of(meta) for meta in run.request.operands]
     running.fakes.extend(weakref.ref(fake) for fake in operands)
     try:
-        module = _compat.make_fx(run, operands, collectives.functional_twins())
+        module = tracer.make_fx(run, operands, collectives.functional_twins())
         run.cut = importing.cut_outputs(module.graph)
         if in_place_operators.has_mutations(module.graph):
             module = importing.functionalize(module, operands)
@@ -395,11 +402,11 @@ def _of_the_users(run: _Run, error: Exception) -> RematError | None:
     refused = checkpointed_by_torch(error)
     if refused is not None:
         return refused
-    if run.layouts and _compat.met_a_tensor_outside(error):
+    if run.layouts and met_a_tensor_outside(error):
         return reached_in_backward(error)
-    if _compat.takes_functions(error):
+    if tracer.takes_functions(error):
         return higher_order(error)
-    return untraceable(error) if _compat.needs_values(error) else None
+    return untraceable(error) if needs_values(error) else None
 
 
 def _finish(run: _Run, module: fx.GraphModule) -> Traced:
@@ -537,17 +544,17 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     Of a backward program, the steps that repeat the forward are still known as such.
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
-    mode = _compat.fake_mode(_home(metas), _compat.shape_env_of(_numbers(metas)))
+    mode = fake_mode(_home(metas), shape_env_of(_numbers(metas)))
     # An outer trace would take the calls here for calls of the user. Autocast would add casts
     # to those that a program holds.
     with (
         entered(None),
-        _compat.one_trace_at_a_time(),
+        tracer.one_trace_at_a_time(),
         Numerics.current().settled(),
     ):
-        with _compat.isolated(), mode, torch.no_grad():
+        with isolation.isolated(), mode, torch.no_grad():
             fakes = [fake_of(meta) for meta in metas]
-            module = _compat.make_fx(lambda *tensors: list(function(tensors)), fakes)
+            module = tracer.make_fx(lambda *tensors: list(function(tensors)), fakes)
             if in_place_operators.has_mutations(module.graph):
                 module = importing.functionalize(module, fakes)
         imported = importing.import_graph(module, is_program=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
 from remat._calls import torch_compile
 from remat._calls.decorated import BoundRegion, Region, RematModule, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain
 from remat._generators.trackers import is_tracker, register_tracker
+from remat._torch import dynamo
 from remat._tracing.thread import is_running
 from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep
@@ -85,7 +85,7 @@ def call_as_region(
 def end_graph_for_storage(is_wanted: bool) -> None:
     """Ends a graph of torch.compile in front of a call whose inputs wait in a storage."""
     if is_wanted and is_dynamo_compiling():
-        _compat.end_graph(_WITH_STORAGE)
+        dynamo.end_graph(_WITH_STORAGE)
 
 
 def _runs_again(function: Callable[..., Any]) -> bool:
@@ -95,7 +95,7 @@ def _runs_again(function: Callable[..., Any]) -> bool:
     )
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def preserve_that_of(module: str) -> None:
     """Registers the tracker of a project, if its module is imported."""
     loaded = sys.modules.get(module)
@@ -103,7 +103,7 @@ def preserve_that_of(module: str) -> None:
         preserve(loaded.get_cuda_rng_tracker)
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def preserve(get_tracker: Callable[[], Any]) -> None:
     """Registers a tracker for good, because a backward may come at any time.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from remat import _compat
 from remat._errors import explain
+from remat._torch import isolation, modes, trees
 from remat.storage import Shard
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def shard_over(
                 'mesh["tp"].get_group().',
             )
         )
-    devices = [tensor.device.type for tensor in _compat.tensor_leaves((args, kwargs))]
+    devices = [tensor.device.type for tensor in trees.tensor_leaves((args, kwargs))]
     whole = dist.group.WORLD if group is None else group
     return Shard(_mesh_of(whole, devices[0] if devices else "cpu"))
 
@@ -65,5 +65,5 @@ def shard_over(
 def _mesh_of(group: Any, device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    with _compat.isolated(), _compat.without_torch_function():
+    with isolation.isolated(), modes.without_torch_function():
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("tp",))

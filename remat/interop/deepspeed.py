@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-from remat import _compat
 from remat._errors import explain
 from remat._messages import warn
 from remat._regions import prefetch
+from remat._torch import dynamo
 from remat.interop._calls import (
     call_as_region,
     end_graph_for_storage,
@@ -108,7 +108,7 @@ class _Current:
     value: _Configuration | None = None
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function whose intermediate values are recomputed in the backward.
 
@@ -149,7 +149,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """The same as `checkpoint`, which does what both of DeepSpeed's variants do.
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from remat import _compat
+from remat._torch import dynamo
 from remat.interop._calls import (
     call_as_region,
     end_graph_for_storage,
@@ -28,7 +28,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _STATE = "megatron.core.parallel_state"
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
 ) -> Any:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat import _compat
 from remat._errors import explain
 from remat._messages import warn
+from remat._torch import dynamo
 from remat.interop._calls import call_as_region, end_graph_for_storage, preserve
 from remat.interop._groups import shard_over
 from remat.storage import Keep
@@ -31,7 +31,7 @@ __all__ = ["checkpoint"]
 _OF_TORCH = ("determinism_check", "debug")
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

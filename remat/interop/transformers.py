@@ -17,10 +17,10 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
-from remat import _compat
 from remat._api import remat
 from remat._calls.options import PolicyLike
 from remat._messages import warn
+from remat._torch import dynamo
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
@@ -119,7 +119,7 @@ def disable(model: _M) -> _M:
     return model
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def _run(
     decorate: Callable[[Callable[..., Any]], Callable[..., Any]],
     function: Callable[..., Any],

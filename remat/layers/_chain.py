@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._api import remat
 from remat._calls.decorated import Region, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, explain
 from remat._graph.values import TensorMeta
+from remat._torch import dynamo, trees
 from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
@@ -102,10 +102,10 @@ class Chain:
             )
         )
 
-    @_compat.traced_as(_unrolled.chain)
+    @dynamo.traced_as(_unrolled.chain)
     def __call__(self, x: Any) -> Any:
         """Runs the functions in order."""
-        leaves = _compat.tensor_leaves(x)
+        leaves = trees.tensor_leaves(x)
         if not wants_gradient(self.fs, leaves):
             return run_as_it_is(
                 lambda: functools.reduce(lambda state, f: f(state), self.fs, x), self.fs
@@ -213,7 +213,7 @@ def _call(state: Any, region: AnyStage) -> Any:
 
 
 def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
-    return f(_compat.map_tensors(Tensor.clone, state))
+    return f(trees.map_tensors(Tensor.clone, state))
 
 
 @final
@@ -225,7 +225,7 @@ class _Traced:
     """
 
     def __init__(self, stages: Sequence[_Stage], x: Any) -> None:
-        leaves, spec = _compat.flatten(x)
+        leaves, spec = trees.flatten(x)
         self.stages: list[Stage] = []
         self._captured = Captured()
         self._first = [
@@ -239,7 +239,7 @@ class _Traced:
             filled = [
                 next(rest) if isinstance(each, Tensor) else each for each in leaves
             ]
-            return _compat.unflatten(filled, spec)
+            return trees.unflatten(filled, spec)
 
         first, *rest = stages
         tree = self._add(put_together, first.region)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._calls.decorated import Region, RematModule
 from remat._calls.entry import Entry
 from remat._errors import (
@@ -24,6 +24,7 @@ from remat._regions.rules import bind_all
 from remat._rerun.hidden import require_nothing_hidden
 from remat._switches.numerics import Numerics
 from remat._switches.switch import is_inert
+from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
 from remat.layers._links import Link, present
 from remat.layers._scheduled import scheduled
@@ -38,10 +39,10 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     if is_inert():
         return False
     # Inside a trace, looking at the captured tensors would capture all of them.
-    if is_running() or any(map(_compat.requires_grad_anywhere, tensors)):
+    if is_running() or any(map(levels.requires_grad_anywhere, tensors)):
         return True
     reached = _captures.survey(tuple(functions)).reached
-    return any(map(_compat.requires_grad_anywhere, reached))
+    return any(map(levels.requires_grad_anywhere, reached))
 
 
 def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
@@ -175,7 +176,7 @@ def run_scheduled(
     call = Call(region, stack.links[0].roots, Numerics.current(), ())
     returned, mutations = bind_all(call, given)
     for index, new in zip(stack.written, mutations, strict=True):
-        _compat.write_back(tensors[index], new)
+        levels.write_back(tensors[index], new)
     return present(returned)
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._switches.numerics import Numerics
+from remat._torch import guards
 from remat.layers._links import Link, present, pulled
 from remat.layers._runner import Runner
 from remat.layers._stack import Stack
@@ -62,7 +62,7 @@ class Executor:
     ) -> None:
         self.stack = stack
         self.ledger = Ledger()
-        self._is_quiet = _compat.is_quiet()
+        self._is_quiet = guards.is_quiet()
         self._operands = operands
         entered = stack.entered(operands)
         self._stages = self._placed(numerics)
@@ -294,7 +294,7 @@ class _Sum:
         else:
             self.tensor = self.tensor + gradient
             is_dense = self.tensor.layout is torch.strided
-            self._is_own = self._is_quiet and is_dense and _compat.is_plain(self.tensor)
+            self._is_own = self._is_quiet and is_dense and guards.is_plain(self.tensor)
 
 
 def _stacked(column: list[Tensor | None]) -> Tensor | None:

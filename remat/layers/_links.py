@@ -16,7 +16,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import TensorMeta, layout_of
 from remat._regions.function import Roots
 from remat._regions.functions import Pull, pullback
@@ -25,6 +24,8 @@ from remat._regions.rules import bind, bind_all, run_saving
 from remat._regions.traced import Region
 from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
+from remat._torch import isolation, levels
+from remat._torch.fakes import fake_mode
 from remat._tracing.trace import Joint
 
 _returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
@@ -39,7 +40,7 @@ _resting: weakref.WeakKeyDictionary[Region, tuple[int, ...]] = (
 def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
     """Stand-ins for tensors, and a context in which operators run without data."""
     home = metas[0].device if metas else torch.device("cpu")
-    with _compat.isolated(), _compat.fake_mode(home):
+    with isolation.isolated(), fake_mode(home):
         yield [meta.empty() for meta in metas]
 
 
@@ -316,7 +317,7 @@ def pulled(
             each.detach().requires_grad_() if index in wanted else each
             for index, each in enumerate(tensors)
         ]
-        if not _compat.interpreter_is_active()
+        if not levels.interpreter_is_active()
         else [*tensors]
     )
     with torch.enable_grad():

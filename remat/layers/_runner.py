@@ -14,12 +14,12 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._programs.program import Quiet
 from remat._regions.traced import Region
 from remat._regions.views import make_views
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
+from remat._torch import guards
 from remat._tracing.trace import View
 from remat.layers._links import Link, added, present
 
@@ -231,9 +231,9 @@ class Runner:
         derived = link.derived(cotangents, wanted, self._numerics)
         forward = derived.forward(link.roots, save=False)
         is_met = forward.numerics.are_met_by(self._numerics)
-        if not (forward.is_alone and is_met and all(map(_compat.is_plain, there))):
+        if not (forward.is_alone and is_met and all(map(guards.is_plain, there))):
             return
-        check = _compat.tensor_guard(there)
+        check = guards.tensor_guard(there)
         given = [each is not None for each in cotangents]
         found = _Pulled(
             check,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar, cast, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._api import remat
 from remat._calls.decorated import Region, is_of_module
 from remat._calls.options import PolicyLike
@@ -23,6 +22,7 @@ from remat._errors import CarryError, explain
 from remat._graph.values import TensorMeta
 from remat._messages import warn
 from remat._switches.numerics import Numerics
+from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
 from remat.layers import _unrolled
 from remat.layers._common import (
@@ -47,7 +47,7 @@ _X = TypeVar("_X")
 _Y = TypeVar("_Y")
 
 
-@_compat.traced_as(_unrolled.scan)
+@dynamo.traced_as(_unrolled.scan)
 def scan(
     f: Callable[[_Carry, _X], tuple[_Carry, _Y]],
     init: _Carry,
@@ -154,7 +154,7 @@ class _Scan(NamedTuple):
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         """Checks the arguments."""
         carry, carry_tree = Tree.of(as_tensors(init, "init"))
-        given = [leaf for leaf in _compat.flatten(init)[0] if leaf is not None]
+        given = [leaf for leaf in trees.flatten(init)[0] if leaf is not None]
         lengths = set[int]() if length is None else {operator.index(length)}
         if isinstance(xs, Iterator):
             items = list(cast("Iterator[Any]", xs))
@@ -216,7 +216,7 @@ class _Scan(NamedTuple):
         zeros = [each.new_zeros(each.shape[1:]) for each in self.scanned]
         with torch.no_grad():
             _, y = self.step(carry, self.xs_tree.put_together(zeros))
-        rows = _compat.map_tensors(lambda each: each.new_zeros((0, *each.shape)), y)
+        rows = trees.map_tensors(lambda each: each.new_zeros((0, *each.shape)), y)
         return carry, rows
 
     def loop(self, step: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
@@ -239,7 +239,7 @@ class _Scan(NamedTuple):
         entry, roots, captured = region.found_for(args, {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
-        run = entry.call_quietly if _compat.is_quiet() else entry.call
+        run = entry.call_quietly if guards.is_quiet() else entry.call
 
         def step(carry: Any, x: Any) -> Any:
             laid = map(relaid, Tree.of(carry)[0], strides)
@@ -357,7 +357,7 @@ def _next_carry(old: Any, new: Any) -> Any:
         found = tree.tensors_of(new, "the carry that f returned")
     except ValueError as error:
         raise _changed(f"has a different structure ({error})") from error
-    names = [".".join(path) or "carry" for path, _ in _compat.leaves_with_path(old)]
+    names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
     for place, (one, other) in enumerate(zip(tensors, found, strict=True)):
         if (one.shape, one.dtype, one.device) == (
@@ -409,7 +409,7 @@ def _changed(how: str) -> CarryError:
 
 
 def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
-    for path, leaf in _compat.leaves_with_path(xs):
+    for path, leaf in trees.leaves_with_path(xs):
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() > 0):
             name = ".".join(["xs", *path])
             what = (

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import CarryError, explain
+from remat._torch import trees
 
 
 @final
@@ -29,7 +29,7 @@ class Tree:
     @classmethod
     def of(cls, tree: Any) -> tuple[list[Tensor], Tree]:
         """The tensors of a pytree, and what puts them together again."""
-        leaves, spec = _compat.flatten(tree)
+        leaves, spec = trees.flatten(tree)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return tensors, cls(spec, tuple(isinstance(leaf, Tensor) for leaf in leaves))
 
@@ -37,7 +37,7 @@ class Tree:
         """The pytree of other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if each else None for each in self.is_tensor]
-        return _compat.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, self.spec)
 
     def tensors_of(self, tree: Any, where: str) -> list[Tensor]:
         """The tensors of another pytree, numbers as tensors, in the order of this one.
@@ -46,7 +46,7 @@ class Tree:
             CarryError: a leaf of it is not a tensor, number or None.
             ValueError: it has another structure.
         """
-        leaves = _compat.leaves_up_to(tree, self.spec)
+        leaves = trees.leaves_up_to(tree, self.spec)
         made = [as_tensor(leaf, where) for leaf in leaves]
         if [each is not None for each in made] != list(self.is_tensor):
             raise ValueError("None where there was a tensor, or the other way round")
@@ -62,8 +62,8 @@ def as_tensors(tree: Any, where: str) -> Any:
     Raises:
         CarryError: a leaf is not a tensor, number or None.
     """
-    leaves, spec = _compat.flatten(tree)
-    return _compat.unflatten([as_tensor(leaf, where) for leaf in leaves], spec)
+    leaves, spec = trees.flatten(tree)
+    return trees.unflatten([as_tensor(leaf, where) for leaf in leaves], spec)
 
 
 def as_tensor(leaf: Any, where: str) -> Tensor | None:

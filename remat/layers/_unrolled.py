@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._calls import torch_compile
 from remat._calls.decorated import Region, RematModule, is_of_module
 from remat._calls.options import Settings
 from remat._calls.signature import Statics
 from remat._errors import explain
+from remat._torch import dynamo, trees
 from remat.policies import nothing_saveable
 
 # The kinds of regions that they are made of: around modules, and around functions.
@@ -48,26 +48,26 @@ def scan(
 ) -> Any:
     """`remat.scan` without a policy and a schedule, in a graph."""
     _require_plain("scan", policy, schedule)
-    leaves, tree = _compat.flatten(xs)
+    leaves, tree = trees.flatten(xs)
     sizes = [len(leaf) for leaf in leaves if _has_rows(leaf)]
     count = _length(sizes, len(leaves), length)
     if count == 0 or unroll != 1 or not _are_tensors(init):
-        _compat.end_graph(_OTHERWISE)
+        dynamo.end_graph(_OTHERWISE)
     carry: Any = init
     rows: list[Any] = []
     for step in range(count):
         place = count - 1 - step if reverse else step
-        x = _compat.unflatten([_row(leaf, place) for leaf in leaves], tree)
+        x = trees.unflatten([_row(leaf, place) for leaf in leaves], tree)
         new, y = _region(f, carry, x)
         if not _are_alike(carry, new) or not _are_tensors(y):
-            _compat.end_graph(_OTHERWISE)
+            dynamo.end_graph(_OTHERWISE)
         carry = new
         rows.append(y)
     if reverse:
         rows = rows[::-1]
-    columns = zip(*[_compat.flatten(row)[0] for row in rows], strict=True)
+    columns = zip(*[trees.flatten(row)[0] for row in rows], strict=True)
     stacked = [None if each[0] is None else torch.stack(each) for each in columns]
-    return carry, _compat.unflatten(stacked, _compat.flatten(rows[0])[1])
+    return carry, trees.unflatten(stacked, trees.flatten(rows[0])[1])
 
 
 def chain(stack: Any, x: Any) -> Any:
@@ -94,7 +94,7 @@ def _region(f: Callable[..., Any], *args: Any) -> Any:
 
 def _require_plain(what: str, policy: object, schedule: object) -> None:
     if policy is not None or schedule is not None:
-        _compat.end_graph(_WITH_OPTIONS[what])
+        dynamo.end_graph(_WITH_OPTIONS[what])
 
 
 _WITH_OPTIONS = {
@@ -134,14 +134,14 @@ def _row(leaf: Any, place: int) -> Any:
 
 
 def _are_tensors(tree: Any) -> bool:
-    leaves = _compat.flatten(tree)[0]
+    leaves = trees.flatten(tree)[0]
     return all(each is None or isinstance(each, Tensor) for each in leaves)
 
 
 def _are_alike(one: Any, other: Any) -> bool:
     """Whether two pytrees of tensors have one structure, with the same metadata."""
-    leaves, tree = _compat.flatten(one)
-    others, other_tree = _compat.flatten(other)
+    leaves, tree = trees.flatten(one)
+    others, other_tree = trees.flatten(other)
     if tree != other_tree or not _are_tensors(other):
         return False
     return all(_meta(a) == _meta(b) for a, b in zip(leaves, others, strict=True))

@@ -10,10 +10,10 @@ from typing import Any, final
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from remat import _compat
 from remat._api import remat
 from remat._errors import explain
 from remat._plans.plan import FrontierPoint, Plan, plan as plan_of
+from remat._torch import fakes
 from remat.modules._apply import apply, remove
 from remat.modules._where import Where, matching
 from remat.planners import Share, share
@@ -256,7 +256,7 @@ def _called(
 
     handles = [watch(name, module) for name, module in named]
     try:
-        _compat.call_on_fakes(model, args, kwargs)
+        fakes.call_on_fakes(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

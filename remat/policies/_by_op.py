@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from remat import _compat
 from remat._errors import PolicyError, explain
+from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
 from remat.policies._operators import bare_name, function_name, packet_name
@@ -140,7 +140,7 @@ def _is_taken_apart(name: str) -> bool:
             operator = getattr(torch.ops.aten, packet, None)
             overloads = overload or _deciding_overloads(operator)
             found = [getattr(operator, each, None) for each in overloads]
-            return any(_compat.is_composite(each) for each in found if each is not None)
+            return any(schemas.is_composite(each) for each in found if each is not None)
         case _:
             return False
 

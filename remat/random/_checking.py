@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import KeyReuseError, explain
 from remat._messages import user_line
 from remat._switches.switch import disabled
+from remat._torch import autograd
 
 # The bits of (seed, offset) -> the line that consumed them.
 _Record = dict[tuple[int, int], str]
@@ -72,7 +72,7 @@ def checking() -> Generator[None]:
 def consume(keys: Tensor) -> None:
     """Records that each key of shape (key, 2) was consumed by the line that runs."""
     record = _thread.record
-    if record is None or _compat.in_backward():
+    if record is None or autograd.in_backward():
         return
     line = user_line()
     # As int64: torch 2.13 cannot read every uint64 back.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat._torch import philox
 from remat.random import _portable
 
 # (out, keys, two bounds or moments) -> out
@@ -22,7 +22,7 @@ _Draw = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
 def serves(device: torch.device) -> bool:
     """Whether torch's kernels for a device can be used."""
-    return _compat.has_philox(device.type) and _agrees(device)
+    return philox.has_philox(device.type) and _agrees(device)
 
 
 @functools.cache
@@ -54,19 +54,19 @@ def _agrees(device: torch.device) -> bool:
 
 def split(keys: Tensor, num: int) -> Tensor:
     """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
-    return _compat.philox_split(keys, num).transpose(0, 1).contiguous()
+    return philox.philox_split(keys, num).transpose(0, 1).contiguous()
 
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
     """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
-    return _compat.philox_uniform(out, keys[:, None], low, high)
+    return philox.philox_uniform(out, keys[:, None], low, high)
 
 
 def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
     """Fills `out`, floating of shape (key, number), with normal numbers."""
-    return _compat.philox_normal(out, keys[:, None], mean, std)
+    return philox.philox_normal(out, keys[:, None], mean, std)
 
 
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
     """Fills `out`, integers of shape (key, number), with numbers from low + [0, span)."""
-    return _compat.philox_integers(out, keys[:, None], low, span)
+    return philox.philox_integers(out, keys[:, None], low, span)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _compat
+from remat._torch import schemas
 from remat.random import _checking, _native, _portable
 from remat.random._tiles import advanced, tiles
 
@@ -29,10 +29,10 @@ def _define(
     kernel: Callable[..., Tensor],
     fake: Callable[..., Tensor],
 ) -> Any:
-    library = _compat.library()
+    library = schemas.library()
     library.define(f"{name}({arguments}) -> Tensor")
     library.impl(name, kernel, "CompositeExplicitAutograd")
-    _compat.register_fake(name, fake)
+    schemas.register_fake(name, fake)
     return getattr(torch.ops.remat, name).default
 
 
@@ -43,7 +43,7 @@ def _map_keys(name: str) -> None:
         op = getattr(torch.ops.remat, name).default
         return op(key.movedim(in_dims[0], 0), *rest), 0
 
-    _compat.register_vmap(name, batched)
+    schemas.register_vmap(name, batched)
 
 
 def _implementation(keys: Tensor) -> ModuleType:
@@ -206,4 +206,4 @@ MASK = _define(
 )
 for _op in (SPLIT, FOLD_IN_INT, UNIFORM, NORMAL, INTEGERS, MASK):
     _map_keys(_op.name().removeprefix("remat::"))
-_compat.register_vmap("random_fold_in", _batched_fold_in)
+schemas.register_vmap("random_fold_in", _batched_fold_in)

@@ -11,9 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph import operators
 from remat._switches.switch import disabled
+from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
 from remat.reporting._json import to_json
 from remat.reporting._measure import report
@@ -144,22 +144,22 @@ def _verdict(is_good: bool) -> str:
 
 
 @final
-class _CopyWatcher(_compat.DispatchMode):
+class _CopyWatcher(modes.DispatchMode):
     """Remembers the storages that are copies of parameters: casts, clones, transposes."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._parameters = {_compat.storage_key(each) for each in parameters}
+        self._parameters = {tensors.storage_key(each) for each in parameters}
         self.copies: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator."""
-        result = _compat.run_in_mode(func, args, kwargs or {})
-        if operators.short_name(func) in _COPIES and not _compat.is_fake(args[0]):
-            key = _compat.storage_key(result)
-            if _compat.storage_key(args[0]) in self._parameters | self.copies.keys():
+        result = modes.run_in_mode(func, args, kwargs or {})
+        if operators.short_name(func) in _COPIES and not fakes.is_fake(args[0]):
+            key = tensors.storage_key(result)
+            if tensors.storage_key(args[0]) in self._parameters | self.copies.keys():
                 # Held, so that no other storage can have its key.
                 self.copies[key] = result
         return result
@@ -227,7 +227,7 @@ def _num_differing(one: Sequence[Tensor | None], other: Sequence[Tensor | None])
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return _compat.same_bits(one, other)
+    return tensors.same_bits(one, other)
 
 
 def _attention_once(step: Step, found: Report) -> Check:

@@ -13,9 +13,9 @@ from typing import Any, cast, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._regions.protocol import Call
 from remat._regions.waiting import storages
+from remat._torch import autograd, tensors
 from remat.layers._scheduled import Swept
 
 
@@ -45,7 +45,7 @@ class Node:
     def keys(self) -> tuple[tuple[int, int], ...]:
         """For each storage that it holds, what tells it from others, and its bytes."""
         return tuple(
-            (_compat.key_of(each), each.nbytes())
+            (tensors.key_of(each), each.nbytes())
             for tensor in self.saved
             for each in storages(tensor)
         )
@@ -94,7 +94,7 @@ def _node(raw: Any) -> Node:
     saved = tuple(_saved_by(raw))
     if call is not None and isinstance(call.region, Swept):
         saved += call.region.held.tensors
-    return Node(raw, _compat.node_number(raw), call, saved)
+    return Node(raw, autograd.node_number(raw), call, saved)
 
 
 def _saved_by(raw: Any) -> Iterator[Tensor]:

@@ -14,13 +14,13 @@ from typing import Any, final
 
 import torch
 
-from remat import _compat
 from remat._programs.watching import tensors_in
 from remat._regions.waiting import storages
+from remat._torch import modes
 
 
 @final
-class LiveBytes(_compat.DispatchMode):
+class LiveBytes(modes.DispatchMode):
     """Counts, while it is active, the bytes of the storages that operators make.
 
     It measures any call: a gradient of `torch.func`, a whole training step, a solver.
@@ -61,7 +61,7 @@ class LiveBytes(_compat.DispatchMode):
         for tensor in tensors_in((*args, *kwargs.values())):
             for storage in storages(tensor):
                 self._meet(storage)
-        result = _compat.run_in_mode(func, args, kwargs)
+        result = modes.run_in_mode(func, args, kwargs)
         for tensor in tensors_in(result):
             for storage in storages(tensor):
                 self._count(storage)

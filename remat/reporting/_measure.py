@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._regions.waiting import Waiting, parts_of, storages
+from remat._torch.tensors import key_of, storage_key
 from remat.policies import Value
 from remat.reporting import _suggest
 from remat.reporting._allocator import allocator_peaks
@@ -155,7 +155,7 @@ class _Measurement:
     def _hold(self, place: int, position: int, tensor: Tensor, part: Tensor) -> None:
         is_away = part.device != tensor.device
         for storage in storages(part):
-            allocation = self.watch.by_key.get(_compat.key_of(storage))
+            allocation = self.watch.by_key.get(key_of(storage))
             if allocation is None and is_away:
                 allocation = self._pooled.setdefault(id(part), _pooled(part))
             if allocation is None:
@@ -179,7 +179,7 @@ class _Measurement:
 
     def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
         found = [
-            self.watch.by_key.get(_compat.key_of(each))
+            self.watch.by_key.get(key_of(each))
             for tensor in tensors
             for each in storages(tensor)
         ]
@@ -531,11 +531,9 @@ def _thinned(
 
 def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
     """The bytes of the storages of some tensors, less those of others."""
-    others = {_compat.storage_key(each) for each in less}
+    others = {storage_key(each) for each in less}
     found = {
-        _compat.key_of(each): each.nbytes()
-        for tensor in tensors
-        for each in storages(tensor)
+        key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
     }
     return sum(size for key, size in found.items() if key not in others)
 

@@ -17,11 +17,11 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RematError, explain
 from remat._graph.values import Graph, TensorMeta
 from remat._messages import user_line
 from remat._programs.watching import Watcher
+from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import graph_of
@@ -59,7 +59,7 @@ class NamedValue:
         """Whether both have the same bits; None where nothing was recomputed."""
         if self.recomputed is None:
             return None
-        return _compat.same_bits(self.forward, self.recomputed)
+        return tensors.same_bits(self.forward, self.recomputed)
 
     def __str__(self) -> str:
         """One line: name, occurrence, where, and whether the two agree."""
@@ -143,9 +143,9 @@ class _NameWatcher(Watcher):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator, and notes its result for its step, or a mark by itself."""
-        result = _compat.run_in_mode(func, args, kwargs or {})
+        result = modes.run_in_mode(func, args, kwargs or {})
         if func is naming.MARK:
-            if not _compat.is_fake(args[0]):
+            if not fakes.is_fake(args[0]):
                 self._see(args[1], user_line(), args[0], None, -1)
         elif self._stack:
             graph, results, step = self._stack[-1]
@@ -156,7 +156,7 @@ class _NameWatcher(Watcher):
     def _see(
         self, name: str, source: str, tensor: Tensor, run: _Run | None, rank: int
     ) -> None:
-        copy = _compat.unwrapped(tensor).detach().clone()
+        copy = levels.unwrapped(tensor).detach().clone()
         self.seen.append(_Seen(name, source, self.phase, self.node, run, rank, copy))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from remat import _compat
+from remat._torch import tensors, trees
 from remat.reporting._html import html_report
 from remat.reporting._json import to_json
 from remat.reporting._records import Facts
@@ -110,8 +110,8 @@ class Report(Facts):
         """
         state: dict[Any, Any] = dict(optimizer.state)
         found = {
-            _compat.storage_key(each): each.untyped_storage().nbytes()
-            for each in _compat.tensor_leaves(list(map(dict, state.values())))
+            tensors.storage_key(each): each.untyped_storage().nbytes()
+            for each in trees.tensor_leaves(list(map(dict, state.values())))
         }
         return dataclasses.replace(self, optimizer_bytes=sum(found.values()))
 

@@ -14,9 +14,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
 from remat._errors import RematError, explain
 from remat._regions.out_of_memory import name_of
+from remat._torch import fakes, tensors, trees
 from remat.reporting._held import graph_of, walk
 
 
@@ -39,7 +40,7 @@ class Step:
     ) -> None:
         self.function = function
         self.name = name_of(function)
-        leaves, self._spec = _compat.flatten((args, dict(kwargs)))
+        leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self._survey = _captures.survey((inspect.unwrap(function), *others))
@@ -53,7 +54,7 @@ class Step:
         self._numbers = [
             (each, each.detach().clone())
             for each in changeable
-            if not each.requires_grad and not _compat.is_fake(each)
+            if not each.requires_grad and not fakes.is_fake(each)
         ]
 
     @contextlib.contextmanager
@@ -80,9 +81,9 @@ class Step:
         Raises:
             RematError: there are none.
         """
-        args, kwargs = _compat.unflatten(self._leaves, self._spec)
+        args, kwargs = trees.unflatten(self._leaves, self._spec)
         returned = self.function(*args, **kwargs)
-        leaves, _ = _compat.flatten(returned)
+        leaves, _ = trees.flatten(returned)
         outputs = tuple(
             each for each in leaves if isinstance(each, Tensor) and each.requires_grad
         )
@@ -145,7 +146,7 @@ class Step:
         self._survey.restore()
         with torch.no_grad():
             for tensor, numbers in self._numbers:
-                if tensor.device.type != "meta" and not _compat.same_bits(
+                if tensor.device.type != "meta" and not tensors.same_bits(
                     tensor.detach(), numbers
                 ):
                     tensor.copy_(numbers)

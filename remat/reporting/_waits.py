@@ -9,10 +9,10 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph.values import TensorMeta
 from remat._partition.costs import keyless
 from remat._regions.waiting import densely
+from remat._torch import fakes, isolation
 from remat.storage import (
     AbstractStorage,
     Cast,
@@ -65,7 +65,7 @@ def waits(storage: AbstractStorage, meta: TensorMeta) -> Waits | None:
         return Waits(meta.size_bytes)
     # After the calls in which ranks compare what they hold.
     place = Place(call=sys.maxsize, spread=meta.placement)
-    with _compat.isolated(), _compat.fake_mode(meta.device), torch.no_grad():
+    with isolation.isolated(), fakes.fake_mode(meta.device), torch.no_grad():
         plain = dataclasses.replace(meta, requires_grad=False, placement=None)
         dense, place, _ = densely(plain.empty(), place)
         parts = [_Part(dense, is_away=False)]

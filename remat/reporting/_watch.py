@@ -15,12 +15,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph import operators
 from remat._graph.values import Graph
 from remat._messages import user_line
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
+from remat._torch import flops, modes, tensors, trees
 
 
 @final
@@ -171,14 +171,14 @@ class StepWatcher(Watcher):
         if func not in _WARM and not types:
             _warm_up(func, traits, args, kwargs)
         started = time.perf_counter()
-        result = _compat.run_in_mode(func, args, kwargs)
+        result = modes.run_in_mode(func, args, kwargs)
         if self._waits:
             _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
         self._counts[func] += 1
         if traits.has_formula:
-            self.flops[self.phase] += _compat.flops_of(func, args, kwargs, result)
+            self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
         run = self._stack[-1] if self._stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
@@ -226,7 +226,7 @@ class StepWatcher(Watcher):
             source, names = value.source, value.names
         elif self.phase == "forward":
             source = user_line()
-        key = _compat.key_of(storage)
+        key = tensors.key_of(storage)
         return Allocation(
             key=key,
             size_bytes=storage.nbytes(),
@@ -265,8 +265,7 @@ def _finish(result: Any) -> None:
     if not torch.accelerator.is_available():
         return
     if any(
-        each.device.type not in ("cpu", "meta")
-        for each in _compat.tensor_leaves(result)
+        each.device.type not in ("cpu", "meta") for each in trees.tensor_leaves(result)
     ):
         torch.accelerator.synchronize()
 
@@ -295,7 +294,7 @@ def _traits(op: Any) -> _Traits:
     is_repeatable = getattr(op, "namespace", "") == "aten" and not (
         is_view or is_mutable or operators.may_draw(op)
     )
-    return _Traits(is_view, is_mutable, _compat.has_flops(op), is_repeatable)
+    return _Traits(is_view, is_mutable, flops.has_flops(op), is_repeatable)
 
 
 # The operators that have run in this process, which are warmed up.
@@ -304,5 +303,5 @@ _WARM: set[Any] = set()
 
 def _warm_up(op: Any, traits: _Traits, args: Any, kwargs: Any) -> None:
     if traits.is_repeatable:
-        _compat.run_in_mode(op, args, kwargs)
+        modes.run_in_mode(op, args, kwargs)
     _WARM.add(op)

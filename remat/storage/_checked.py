@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RematError, explain
+from remat._torch import levels
 from remat.storage._stored import Decode, Place, Stored
 
 
@@ -37,10 +37,10 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
     Raises:
         RematError: it broke its contract.
     """
-    before = _compat.versions_below([value])
+    before = levels.versions_below([value])
     found: Any = storage.store(value, place)
     _require_stored(storage, found)
-    if _compat.versions_below([value]) != before:
+    if levels.versions_below([value]) != before:
         raise _changed(storage, value)
     form = value.shape, value.dtype, value.device
     decode = _Checked(found.decode, type(storage).__name__, *form)

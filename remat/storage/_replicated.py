@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import NotReplicatedError, explain
+from remat._torch import distributed
 from remat.storage._bits import bytes_of
 from remat.storage._stored import Place
 
@@ -36,7 +36,7 @@ def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> No
     """
     mine = torch.tensor([*_signature(value, place), 0], device=value.device)
     mine[-1] = _hash(value)
-    records = _compat.gather_records(mine, group)
+    records = distributed.gather_records(mine, group)
     rows: list[list[int]] = [cast("Any", record).tolist() for record in records]
     if all(row == rows[0] for row in rows):
         return

@@ -24,9 +24,9 @@ import torch
 from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import NotReplicatedError, explain
 from remat._messages import warn
+from remat._torch import distributed, dtensor
 from remat.storage._bits import bytes_of
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
@@ -88,10 +88,10 @@ class Shard(AbstractStorage):
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """Keeps a copy of this rank's part; restoring gathers all parts."""
-        spread = _compat.placement(value)
+        spread = dtensor.placement(value)
         if spread is not None:
-            part = self.store(_compat.local_part(value).contiguous(), place.of(spread))
-            return Stored((part,), lambda parts: _compat.in_place_of(parts[0], spread))
+            part = self.store(dtensor.local_part(value).contiguous(), place.of(spread))
+            return Stored((part,), lambda parts: dtensor.in_place_of(parts[0], spread))
         if place.spread is not None and _is_cut(self, place):
             return Stored.whole(value)
         cut = self._cut(value, place.order)
@@ -320,7 +320,7 @@ class _Gather:
         rows = [bytes_of(part) for part in parts]
         row = rows[0] if len(rows) == 1 else torch.cat(rows)
         every = row.new_empty(size, row.numel())
-        work = _compat.start_gather(every.view(-1), row, self.mesh.get_group())
+        work = distributed.start_gather(every.view(-1), row, self.mesh.get_group())
         lengths = [row.numel() for row in rows]
 
         def end() -> Sequence[Tensor]:
@@ -353,7 +353,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
 
 def _meet(one: Any, other: Any) -> bool:
     """Whether two groups share more ranks than this one."""
-    first, second = map(_compat.ranks_of, (one, other))
+    first, second = map(distributed.ranks_of, (one, other))
     return len({*first} & {*second}) > 1
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RematError, explain
+from remat._torch import levels
 
 
 @final
@@ -175,9 +175,9 @@ class Restoration:
 
     def _untouched(self, stored: Stored) -> Tensor:
         """The value; raises if `decode` changed a part, which a later backward reads again."""
-        before = _compat.versions_below(stored.tensors)
+        before = levels.versions_below(stored.tensors)
         value = self._value(stored)
-        if _compat.versions_below(stored.tensors) == before:
+        if levels.versions_below(stored.tensors) == before:
             return value
         raise RematError(
             explain(

@@ -9,8 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _compat
 from remat._calls.signature import labels
+from remat._torch import trees
+from remat._torch.tensors import storage_key
 from remat.testing._transforms import is_differentiable
 
 
@@ -19,7 +20,7 @@ def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     if tensor.layout != torch.strided:
         return tensor.detach().clone()
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    key = _compat.storage_key(tensor)
+    key = storage_key(tensor)
     storage = storages.setdefault(key, tensor.untyped_storage().clone())
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -51,7 +52,7 @@ class Arguments:
         kwargs: Mapping[str, Any],
     ) -> Arguments:
         """Takes a call of `function` apart."""
-        leaves, spec = _compat.flatten((args, dict(kwargs)))
+        leaves, spec = trees.flatten((args, dict(kwargs)))
         tensors = [k for k, leaf in enumerate(leaves) if is_differentiable(leaf)]
         explicit = [k for k in tensors if leaves[k].requires_grad]
         firsts = {id(leaves[k]): k for k in reversed(explicit or tensors)}
@@ -85,7 +86,7 @@ class Arguments:
             for place, tensor in zip(self.wanted, tensors, strict=True)
         }
         filled = [replaced.get(id(leaf), leaf) for leaf in leaves]
-        return _compat.unflatten(filled, self.spec)
+        return trees.unflatten(filled, self.spec)
 
     @property
     def wanted_labels(self) -> tuple[str, ...]:
@@ -125,8 +126,8 @@ class Flattened:
         return run
 
     def _apart(self, result: Any) -> tuple[Tensor, ...]:
-        pairs = _compat.leaves_with_path(result)
-        self.spec = _compat.flatten(result)[1]
+        pairs = trees.leaves_with_path(result)
+        self.spec = trees.flatten(result)[1]
         self.statics = tuple(leaf for _, leaf in pairs if not isinstance(leaf, Tensor))
         self.labels = tuple(
             f"output `{'.'.join(path)}`" if path else "the output"

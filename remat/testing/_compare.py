@@ -8,9 +8,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import RematError, explain
 from remat._graph.values import TensorMeta
+from remat._torch import tensors as torch_tensors
 
 
 class NotEquivalentError(RematError, AssertionError):
@@ -86,12 +86,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     one, other = (each.detach().resolve_conj().resolve_neg() for each in (one, other))
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if _compat.same_bits(one, other):
+    if torch_tensors.same_bits(one, other):
         return True
     # Two NaNs of different bits are the same number.
     nan = one.isnan() & other.isnan()
     zero = torch.zeros((), dtype=one.dtype, device=one.device)
-    return _compat.same_bits(one.where(~nan, zero), other.where(~nan, zero))
+    return torch_tensors.same_bits(one.where(~nan, zero), other.where(~nan, zero))
 
 
 def mismatched(one: Tensor | None, other: Tensor | None) -> str:

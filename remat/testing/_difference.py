@@ -16,9 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._graph import operators
 from remat._messages import user_line
+from remat._torch import fakes, levels, modes, trees
+from remat._torch.tensors import storage_key
 from remat._tracing import naming
 from remat.testing._calls import Arguments, Flattened
 from remat.testing._compare import Gap, mismatched, same_bits
@@ -79,7 +80,7 @@ class _Step:
 
 
 @final
-class _Recorder(_compat.DispatchMode):
+class _Recorder(modes.DispatchMode):
     """Keeps a copy of what each operator on real tensors returns, views left out."""
 
     def __init__(self) -> None:
@@ -91,26 +92,26 @@ class _Recorder(_compat.DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = _compat.run_in_mode(func, args, kwargs or {})
+        result = modes.run_in_mode(func, args, kwargs or {})
         if func is naming.MARK:
-            step = self._latest.get(_compat.storage_key(args[0]))
+            step = self._latest.get(storage_key(args[0]))
             if step is not None and args[1] not in step.names:
                 step.names.append(args[1])
         elif not operators.returns_view(func) and func not in operators.TRANSPARENT:
             source = user_line() if self.phase == "forward" else ""
             # An in-place operator is compared with the pure one that stands for it.
             op = operators.short_name(func).rstrip("_")
-            for tensor in _compat.tensor_leaves(result):
+            for tensor in trees.tensor_leaves(result):
                 self._keep(op, source, tensor)
         return result
 
     def _keep(self, op: str, source: str, tensor: Tensor) -> None:
-        if _compat.is_fake(tensor) or tensor.layout != torch.strided:
+        if fakes.is_fake(tensor) or tensor.layout != torch.strided:
             return
-        value = _compat.unwrapped(tensor).detach().clone()
+        value = levels.unwrapped(tensor).detach().clone()
         step = _Step(self.phase, op, source, value, [])
         self.steps.append(step)
-        self._latest[_compat.storage_key(tensor)] = step
+        self._latest[storage_key(tensor)] = step
 
 
 def first_difference(

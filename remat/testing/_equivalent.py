@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _compat
 from remat._calls.decorated import BoundRegion, Region, RematModule
 from remat._errors import explain
+from remat._torch.tensors import storage_key
 from remat.testing._calls import Arguments, Flattened
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._state import State, captured
@@ -310,7 +310,7 @@ def _detached(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 def _share_nothing(tensors: Sequence[Tensor | None]) -> bool:
-    keys = [_compat.storage_key(each) for each in tensors if each is not None]
+    keys = [storage_key(each) for each in tensors if each is not None]
     return len({*keys}) == len(keys)
 
 

@@ -10,7 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat import _captures, _compat
+from remat import _captures
+from remat._torch import tensors
 
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ class State:
         self._survey.restore()
         with torch.no_grad():
             for tensor, numbers in self._numbers:
-                if not _compat.same_bits(tensor.detach(), numbers):
+                if not tensors.same_bits(tensor.detach(), numbers):
                     tensor.copy_(numbers)
 
     def seen(self) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from remat import _compat, random
+from remat import random
+from remat._torch import philox
 from remat.random import _portable
 from tests.benchmarks.timing import interleaved, paired, table
 
@@ -42,8 +43,8 @@ def groups() -> list[Group]:
         "normal": lambda: random.normal(key, (COUNT,)),
         "normal, portable": lambda: _portable.normal(out, key[None], 0.0, 1.0),
     }
-    if _compat.has_philox("cpu"):
-        normal["normal, torch's kernel alone"] = lambda: _compat.philox_normal(
+    if philox.has_philox("cpu"):
+        normal["normal, torch's kernel alone"] = lambda: philox.philox_normal(
             torch.empty(1, COUNT), key[None, None], 0.0, 1.0
         )
     dropout: dict[str, Call] = {"dropout": lambda: random.dropout(key, x, 0.1)}

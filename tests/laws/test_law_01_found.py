@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import TraceError, _compat, modules, remat
+from remat import TraceError, modules, remat
+from remat._torch import fakes
 from tests.support import assert_bitwise, assert_close, grads, run, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -779,7 +780,7 @@ def test_a_trace_knows_how_kernels_lay_out_what_they_return(
         torch.empty_permuted(x.shape, order, dtype=x.dtype).copy_(x) for order in orders
     ]
 
-    mode: Any = _compat.fake_mode(torch.device("cpu"), None)
+    mode: Any = fakes.fake_mode(torch.device("cpu"), None)
     for pair in itertools.product([*laid_out, x[:, :1].expand(x.shape)], repeat=2):
         with mode:
             known = function(*map(mode.from_tensor, pair))

@@ -20,8 +20,9 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from remat import NotReplicatedError, _compat, checkpoint_name, policies, remat, report
+from remat import NotReplicatedError, checkpoint_name, policies, remat, report
 from remat._regions import prefetch
+from remat._torch import tensors
 from remat.reporting._gpt import GPTShape
 from remat.storage import Cast, Keep, Offload, Place, Quantize, Shard, Sparse
 from tests.benchmarks.storage import measured
@@ -69,8 +70,8 @@ def check_round_trips_of_every_dtype_and_shape(mesh: Any) -> None:
             back = stored.restore()
             assert back.dtype == value.dtype
             assert back.shape == value.shape
-            assert _compat.same_bits(back, value), (dtype, shape)
-            assert _compat.same_bits(stored.restore(), value), (dtype, shape)
+            assert tensors.same_bits(back, value), (dtype, shape)
+            assert tensors.same_bits(stored.restore(), value), (dtype, shape)
 
 
 def check_inputs_of_any_layout(mesh: Any) -> None:

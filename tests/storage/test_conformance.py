@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import checkpoint_name, disabled, policies, remat, storage
-from remat._compat import same_bits
 from remat._errors import RematError
 from remat._regions import forwards, waiting as waiting_module
 from remat._regions.waiting import Waiting, wait
+from remat._torch.tensors import same_bits
 from remat.random import key
 from remat.storage import AbstractStorage, Place, Stored
 from tests.storage.test_transfer import Fake, Side

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _compat
 from remat._calls import torch_compile
 from remat._calls.decorated import Region, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
 from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, explain
 from remat._messages import warn
+from remat._torch import distributed, dynamo
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 
@@ -113,14 +113,14 @@ def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
     return Settings(policy_for(policy, engine), rng, engine, Statics(), verify=False)
 
 
-@_compat.constant_for_dynamo
+@dynamo.constant_for_dynamo
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
     rng = "preserve" if preserve_rng_state else "keys"
     return kind_of(_settings(policy_of(context_fn), rng, engine), "checkpoint(...)")
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -203,7 +203,7 @@ def checkpoint(
     return options.region
 
 
-@_compat.unseen_by_dynamo
+@dynamo.unseen_by_dynamo
 def checkpoint_sequential(
     functions: nn.Sequential | nn.ModuleList | Sequence[Callable[[Any], Any]],
     segments: int,
@@ -282,7 +282,7 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
     first, second = context_fn()
     if isinstance(first, SelectiveContext):
         return first.policy
-    peer = _compat.selective_policy(first)
+    peer = distributed.selective_policy(first)
     if peer is not None:
         return Selective.of(peer)
     if all(isinstance(each, contextlib.nullcontext) for each in (first, second)):

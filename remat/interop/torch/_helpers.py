@@ -14,10 +14,10 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from remat import _compat
 from remat._errors import explain
 from remat._generators import recorded
 from remat._messages import warn
+from remat._torch import trees
 from remat.interop.torch._checkpoint import checkpoint
 
 
@@ -279,7 +279,7 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
     """
     devices = [
         leaf.device
-        for leaf in _compat.tensor_leaves(args)
+        for leaf in trees.tensor_leaves(args)
         if leaf.device.type not in ("cpu", "meta")
     ]
     kinds = sorted({device.type for device in devices})

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat import _compat
 from remat._errors import explain
+from remat._torch import distributed
 from remat.interop.torch._checkpoint import Options, checkpoint, policy_of
 from remat.modules import apply
 from remat.modules._apply import region_of
@@ -203,7 +203,7 @@ def _chosen(
     if policy is None:
         below = (each for each in model.modules() if each is not model)
         return {each: {} for each in below if check_fn(each)}
-    picked = _compat.picked_as_a_whole(policy, model)
+    picked = distributed.picked_as_a_whole(policy, model)
     return _asked_in_turn(model, policy) if picked is None else picked
 
 

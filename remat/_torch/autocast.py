@@ -1,0 +1,57 @@
+"""Autocast's cache of cast weights.
+
+Obsolete when torch has a public name for what it keeps.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from remat._torch.levels import requires_grad_anywhere
+
+
+@contextlib.contextmanager
+def autocast_cache(enabled: bool) -> Generator[None]:
+    """Switches autocast's cache of cast weights on or off; `make_fx` turns it off."""
+    found = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(found)
+
+
+def autocast_keeps_casts() -> bool:
+    """Whether autocast is on, and keeps its casts of weights for their next use."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
+def is_cast_each_time(tensor: Tensor) -> bool:
+    """Whether autocast keeps casts, but none of this tensor, which some transform differentiates.
+
+    It keeps those of leaves, which weights are. The gradients of all uses of a cast are summed
+    in the lower precision; the gradients of casts are cast back first. Obsolete when torch has
+    a public name for the condition.
+    """
+    if tensor.dtype is not torch.float32 or not autocast_keeps_casts():
+        return False
+    return requires_grad_anywhere(tensor) and not is_weight(tensor)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+def cast_each_time(tensor: Tensor) -> Tensor:
+    """The same numbers, of which autocast keeps no cast: it keeps those of leaves alone.
+
+    A view, where the layout has some. Obsolete when every layout has `alias`.
+    """
+    if tensor.layout is torch.strided:
+        return torch.ops.aten.alias.default(tensor)
+    return tensor.view_as(tensor) if tensor.layout is torch.jagged else tensor.clone()

@@ -1,0 +1,211 @@
+"""The engine, the nodes and the functions of autograd.
+
+Obsolete when torch annotates `backward`, and gives the rest public names.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch._C._functorch as functorch_c
+from torch import Tensor
+
+from remat._torch.forward_ad import dual_levels
+from remat._torch.levels import functorch
+from remat._torch.tracer import proxy_is_active
+from remat._torch.trees import map_tensors
+
+
+def untracked_alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd does not take for a view.
+
+    `autograd.Function` forbids in-place changes of outputs that are views. Obsolete when a
+    Function can declare that nothing else holds their base.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return torch.ops.aten.alias.default(tensor)
+
+
+def plain_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply` for calls without a transform and without dead wrappers.
+
+    It skips the Python code that looks for them. Obsolete when `Function.apply` is in C.
+    """
+    above: Any = super(torch.autograd.Function, function)
+    return above.apply
+
+
+def is_batched_by_autograd(tensor: Tensor) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor.
+
+    Obsolete when that maps as torch.func does.
+    """
+    return functorch_c.is_legacy_batchedtensor(tensor)
+
+
+def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
+    """Finds the tensors that were written to after a node of autograd saved them.
+
+    Reading all saved tensors raises for the first such tensor without saying which one it
+    is. Obsolete when torch's error says so.
+
+    Returns:
+        The place of each among the saved tensors, and the tensor as it is now.
+    """
+    found: list[tuple[int, Tensor]] = []
+    for place, each in enumerate(node._raw_saved_tensors):
+        try:
+            each.unpack()
+        except RuntimeError as error:
+            if is_of_a_change(error):
+                found.append((place, each.data))
+    return found
+
+
+def num_saved(node: Any) -> int:
+    """How many tensors a node of autograd saved; `saved_tensors` would read them."""
+    return len(node._raw_saved_tensors)
+
+
+def is_of_a_change(error: RuntimeError) -> bool:
+    """Whether autograd raised an error because a saved tensor was written to.
+
+    Obsolete when torch has a class for it.
+    """
+    return "modified by an inplace operation" in str(error)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """`tensor.detach()`, also for tensors that `is_grads_batched=True` maps over.
+
+    torch's older vmap has no rule for `detach`, but one for views. Obsolete when
+    `torch.autograd.grad` maps as torch.func does.
+    """
+    if not is_batched_by_autograd(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.view(tensor.shape)
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """`detached(tensor)`, or a copy of an inference tensor, which autograd cannot record."""
+    return tensor.clone() if tensor.is_inference() else detached(tensor)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread.
+
+    Obsolete when torch makes public the function that its hooks use for this.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """The number of the run of autograd on this thread. Obsolete as `in_backward` is."""
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that is under way on this thread runs a node of autograd's.
+
+    Obsolete when torch makes public the function that its own checkpoint uses for this.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def backward(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """`torch.autograd.backward`, which torch has not annotated."""
+    function: Any = torch.autograd.backward
+    function(outputs, cotangents, inputs=inputs)
+
+
+def is_plain_autograd() -> bool:
+    """Whether this thread has no transform, no forward mode and no trace by `make_fx`."""
+    return (
+        functorch.peek_interpreter_stack() is None
+        and dual_levels._current_level < 0
+        and not proxy_is_active()
+    )
+
+
+def at_end_of_task(function: Callable[[], None]) -> None:
+    """Calls a function when the run of autograd that is under way ends without an error.
+
+    Obsolete when torch makes the engine's callbacks public.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def node_number(node: Any) -> int:
+    """The number of a node of autograd; of two nodes of one thread the later one's is larger.
+
+    Obsolete when torch gives `Node._sequence_nr` a public name.
+    """
+    return node._sequence_nr()
+
+
+class _Lifts(threading.local):
+    """How tensors are lifted on a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[[Tensor], Tensor]] = []
+
+
+class _LiftedApply:
+    """`Function.apply` replaced while some thread lifts; a thread that does not passes by."""
+
+    def __init__(self) -> None:
+        self._lifts = _Lifts()
+        self._lock = threading.Lock()
+        self._num_blocks = 0
+        self._original: Any = None
+
+    def enter(self, lift: Callable[[Tensor], Tensor]) -> None:
+        with self._lock:
+            if not self._num_blocks:
+                self._original = torch.autograd.Function.__dict__["apply"]
+                torch.autograd.Function.apply = classmethod(self._replacement())  # pyright: ignore[reportAttributeAccessIssue]
+            self._num_blocks += 1
+        self._lifts.stack.append(lift)
+
+    def leave(self) -> None:
+        self._lifts.stack.pop()
+        with self._lock:
+            self._num_blocks -= 1
+            if not self._num_blocks:
+                torch.autograd.Function.apply = self._original
+
+    def _replacement(self) -> Callable[..., Any]:
+        original = self._original
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            for lift in reversed(self._lifts.stack):
+                args, kwargs = map_tensors(lift, (args, kwargs))
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        return apply
+
+
+_lifted_apply = _LiftedApply()
+
+
+@contextlib.contextmanager
+def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Lifts the arguments of users' `autograd.Function`s on this thread.
+
+    `Function.apply` is not a torch function, so no mode sees it. Obsolete when it becomes
+    one.
+    """
+    _lifted_apply.enter(lift)
+    try:
+        yield
+    finally:
+        _lifted_apply.leave()

@@ -1,0 +1,101 @@
+"""Collectives, process groups, and the policies of torch's own wrappers.
+
+Obsolete when torch types them.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_dist: Any = dist
+
+
+@functools.cache
+def collective_operators() -> dict[str, Any]:
+    """The operators that functions of `torch.distributed` run on tensors, by name.
+
+    Obsolete when their schemas declare what they write, and waiting is an operator.
+    """
+    if not dist.is_available():
+        return {}
+    packets = (
+        "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
+        "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ "
+        "_reduce_scatter_base_ reduce_scatter_tensor_coalesced_ gather_ scatter_ alltoall_ "
+        "alltoall_base_ send recv_ recv_any_source_"
+    )
+    c10d: Any = torch.ops.c10d
+    return {
+        name: getattr(c10d, name).default
+        for name in packets.split(" ")
+        if hasattr(c10d, name)
+    }
+
+
+def group_of(boxed: Any) -> Any:
+    """The process group that an operator is given. Obsolete as the above is."""
+    return _dist.ProcessGroup.unbox(boxed)
+
+
+def reduction(boxed: Any) -> str:
+    """What functional collectives call a reduction. Obsolete as the above is."""
+    return _dist.ReduceOp.RedOpType(boxed.op()).name.lower()
+
+
+def finished_work() -> Any:
+    """Work that needs no waiting for, as an operator returns it. Obsolete as the above is."""
+    work = importlib.import_module("torch._C._distributed_c10d").FakeWork()
+    return work.boxed()
+
+
+def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
+    """Begins to gather the parts of all ranks into `out`; the result has `wait`.
+
+    torch 2.13 warns that this function is deprecated; 2.15 does not. Obsolete when 2.13 is no
+    longer supported.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*gather.*")
+        return _dist.all_gather_into_tensor(out, part, group=group, async_op=True)
+
+
+def gather_records(record: Tensor, group: Any) -> list[Tensor]:
+    """The records of all ranks, of one shape and dtype. Obsolete when torch types it."""
+    found = [torch.empty_like(record) for _ in range(_dist.get_world_size(group))]
+    _dist.all_gather(found, record, group=group)
+    return found
+
+
+def ranks_of(group: Any) -> list[int]:
+    """The ranks of a process group. Obsolete when torch types it."""
+    return _dist.get_process_group_ranks(group)
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """The policy of a context of torch's own selective checkpointing, None of another.
+
+    Looked up by the class's module, so that torch.utils.checkpoint is not imported. Obsolete
+    when torch lets one ask such a context for its policy.
+    """
+    is_of_torch = type(context).__module__ == "torch.utils.checkpoint"
+    return getattr(context, "policy_fn", None) if is_of_torch else None
+
+
+def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | None:
+    """The modules, and options for each, that a policy of FSDP's picks out of a model.
+
+    None for a policy that is asked about one module after the other. Obsolete when torch
+    has a public way to ask `torch.distributed.fsdp.wrap.CustomPolicy`.
+    """
+    if callable(policy) or not hasattr(policy, "_run_policy"):
+        return None
+    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})

@@ -1,0 +1,133 @@
+"""Dynamo and the graphs that it makes.
+
+Obsolete when a library can tell torch.compile in public what a region is.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+_torch: Any = torch
+
+_P = ParamSpec("_P")
+
+_R = TypeVar("_R")
+
+# `call_unseen(around, function, *args)` is `around(function)(*args)`. Dynamo traces only the
+# function; AOTAutograd then runs `around` on Dynamo's graph of it. Obsolete when torch.compile
+# has a public way for a library to wrap a part of a graph.
+call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
+
+
+_eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+
+
+def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Hides a function, and all that it calls, from torch.compile.
+
+    `torch.compiler.disable` does so by a wrapper, and imports Dynamo at once, which takes a
+    second. Obsolete when a package can ask Dynamo to leave it alone.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    code = cast("types.FunctionType", function).__code__
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def end_graph(why: str) -> None:
+    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
+
+    Obsolete when `torch.compiler` has a public name for it.
+    """
+    _torch._dynamo.graph_break(msg=why)
+
+
+def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has Dynamo call a function as it traces, and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` does so, and imports Dynamo at once.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def has_its_attributes(value: object) -> bool:
+    """Whether an object has its attributes, which one that Dynamo makes has not yet.
+
+    Obsolete when a constant function of Dynamo's refuses what is not a constant.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(hasattr(value, field.name) for field in dataclasses.fields(value))
+    sets_some = type(value).__init__ is not object.__init__
+    return not sets_some or getattr(value, "__dict__", None) != {}
+
+
+def compilation() -> object:
+    """An object that identifies the compilation of one frame, all attempts of it; or None.
+
+    Obsolete when a backend may end the graph at a node.
+    """
+    return _torch._guards.CompileContext.try_get()
+
+
+def take_floats_for_constants() -> None:
+    """Lets Dynamo take each float for a constant, and guard it, to the end of the frame.
+
+    Otherwise a float that has changed between calls becomes an input, and the second subgraph
+    that reads it fails. Obsolete when a float that two `torch.utils.checkpoint` regions read
+    may change under torch.compile.
+    """
+    _torch._dynamo.comptime.comptime(_specialize_floats)
+
+
+def _specialize_floats(context: Any) -> None:
+    config: Any = _torch._dynamo.config
+    if config.specialize_float:
+        return
+    config.specialize_float = True
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.output.add_cleanup_hook(
+        lambda: setattr(config, "specialize_float", False)
+    )
+
+
+def trace_again() -> Exception:
+    """An error by which a backend makes Dynamo trace the frame again from its beginning.
+
+    It has two base classes: the code that calls the backend lets the one pass, and Dynamo
+    forgets its earlier attempt because of the other. Obsolete when a backend may end the graph
+    at a node.
+    """
+    exc: Any = _torch._dynamo.exc
+    kinds = (exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis)
+    return type("TraceAgain", kinds, {})()
+
+
+def traced_as(
+    other: Callable[..., Any],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function that users call so that Dynamo traces another one instead.
+
+    Outside a graph, and where the other function ends the graph, the function itself runs,
+    hidden from Dynamo.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if torch.compiler.is_dynamo_compiling():
+                return other(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return unseen_by_dynamo(run)
+
+    return decorate

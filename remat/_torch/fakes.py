@@ -1,0 +1,228 @@
+"""Tensors without data, and the mode that makes them.
+
+Obsolete when both can be told by public names; a function that says so itself has an end
+of its own.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from remat._torch.dtensor import local_part
+from remat._torch.forward_ad import no_dual_level
+from remat._torch.levels import unwrapped
+from remat._torch.trees import map_tensors, tensor_leaves
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor, or a DTensor's part, has no data, below all wrappers."""
+    return isinstance(local_part(unwrapped(tensor)), FakeTensor)
+
+
+def is_fake_of(tensor: Tensor, mode: object) -> bool:
+    """Whether a tensor, or a DTensor's part, was made by this fake mode."""
+    innermost = local_part(unwrapped(tensor))
+    return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
+
+
+def hides_its_number(tensor: Tensor) -> bool:
+    """Whether a tensor of a trace has no number that Python could read.
+
+    torch reads the numbers of small constants, which fake tensors remember.
+    """
+    innermost = unwrapped(tensor)
+    return isinstance(innermost, FakeTensor) and innermost.constant is None
+
+
+def wraps_fakes(tensor: Tensor) -> bool:
+    """Whether a tensor of a subclass is made of fake ones, as a DTensor in a trace is."""
+    if not is_in_parts(tensor):
+        return False
+    parts: Any = tensor
+    inner = [getattr(tensor, name) for name in parts.__tensor_flatten__()[0]]
+    return any(isinstance(each, Tensor) and is_fake(each) for each in inner)
+
+
+def is_in_parts(tensor: Tensor) -> bool:
+    """Whether a tensor is of a subclass that is made of others, as DTensor is.
+
+    Obsolete when the protocol of `__tensor_flatten__` is public.
+    """
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+class _FakeMode(FakeTensorMode):
+    """Fake tensors of one home device.
+
+    Under vmap of jvp, torch asks for zeros on "meta", the device of a fake tensor's inside,
+    instead of on the device that it stands for. Obsolete when functorch's wrappers tell the
+    fake device.
+
+    With open sizes, torch's shape functions in Python are used. Those in C++ need numbers in
+    some places, as `constant_pad_nd` does for each size. Obsolete when a fake mode with a
+    shape environment uses them by itself.
+    """
+
+    def __init__(self, home: torch.device, shape_env: Any) -> None:
+        super().__init__(allow_non_fake_inputs=False, shape_env=shape_env)
+        self._home = home
+        self._in_python = (
+            contextlib.nullcontext if shape_env is None else enable_python_dispatcher
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_stray = kwargs.get("device") == _META and self._home != _META
+        if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
+            kwargs = kwargs | {"device": self._home}
+        with no_dual_level(), self._in_python():
+            found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._as_laid_out_by_kernels(func, args, found)
+
+    def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
+        source = _LAID_OUT_BY.get(func)
+        if source is not None and args[source].device.type == "cpu":
+            return (_in_format_of(found[0], args[source]), *found[1:])
+        like = _LAID_OUT_LIKE.get(func)
+        if like is None:
+            return found
+        with self:
+            return torch.empty_like(
+                like(found, *tensor_leaves(args)), dtype=found.dtype
+            )
+
+
+#: CPU kernels that give their first output the memory format of an argument, and which
+#: argument. A fake mode copies the argument's strides instead. Obsolete when torch's test of
+#: fake against real strides includes these operators with transposed inputs.
+_LAID_OUT_BY: dict[Any, int] = {
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+}
+
+
+aten: Any = torch.ops.aten
+
+
+def _sum_of_two(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return first + second
+
+
+def _sum_turned(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return second + first
+
+
+def _first(_: Tensor, first: Tensor, *__: Tensor) -> Tensor:
+    return first
+
+
+def _second(_: Tensor, __: Tensor, second: Tensor, *___: Tensor) -> Tensor:
+    return second
+
+
+def _dense(found: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(found, memory_format=torch.contiguous_format)
+
+
+#: What has the strides that kernels give their output, from a fake output and the tensors
+#: among their arguments. A fake mode decomposes these operators, and where inputs are laid
+#: out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
+_LAID_OUT_LIKE: dict[Any, Callable[..., Tensor]] = {
+    aten.softplus_backward.default: _sum_of_two,
+    aten.elu_backward.default: _sum_of_two,
+    aten.hardtanh_backward.default: _sum_of_two,
+    aten.hardswish_backward.default: _sum_of_two,
+    aten.hardsigmoid_backward.default: _sum_of_two,
+    aten.logit_backward.default: _sum_of_two,
+    aten.binary_cross_entropy_backward.default: _second,
+    aten.mse_loss_backward.default: _dense,
+    aten.smooth_l1_loss_backward.default: _dense,
+    aten.huber_loss_backward.default: _dense,
+    aten._log_softmax_backward_data.default: _dense,
+    aten.pow.Scalar: _dense,
+    aten.threshold_backward.default: _sum_turned,
+    aten.leaky_relu_backward.default: _sum_turned,
+    aten.log_sigmoid_backward.default: _first,
+}
+
+
+def _in_format_of(output: Tensor | None, source: Tensor) -> Tensor | None:
+    if output is None:
+        return None
+    return torch.empty_like(output, memory_format=suggest_memory_format(source))
+
+
+def are_shapes_alone(args: Any) -> bool:
+    """Whether these are torch's own tensors without data, and not fake ones."""
+    tensors = tensor_leaves(args)
+    return bool(tensors) and all(
+        type(each) is Tensor and each.device == _META for each in tensors
+    )
+
+
+_META = torch.device("meta")
+
+
+def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
+    """A fresh mode for one trace: real tensors are refused.
+
+    Sizes are constants, except symbols of a shape environment.
+    """
+    return _FakeMode(home, shape_env)
+
+
+def call_on_fakes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Calls a module on tensors like its own and like the arguments, without data.
+
+    Obsolete when `torch.subclasses` has a public mode for this.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
+        torch.func.functional_call(module, state, args, kwargs)
+
+
+# What tracing raises when a function needs the values of a tensor.
+UNTRACEABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an error says that a trace would have needed the data of a tensor."""
+    return isinstance(error, UNTRACEABLE) or any(
+        words in str(error)
+        for words in (
+            "trying to get a value out of a tracing tensor",
+            "Please convert all Tensors to FakeTensors first",
+            "Cannot access data pointer of Tensor",
+            "data is not allocated yet",
+            ".numpy() is not supported",
+            "passed to FakeTensor.__format__",
+            "Can't call numpy()",
+            # Nested tensors compute their lengths from values.
+            "does not support tracing with fx.symbolic_trace",
+        )
+    )
+
+
+def met_a_tensor_outside(error: Exception) -> bool:
+    """Whether an error says that a trace met a tensor that it does not stand in for."""
+    return "Please convert all Tensors to FakeTensors first" in str(error)

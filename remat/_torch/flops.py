@@ -1,0 +1,78 @@
+"""FLOPs by operator.
+
+Obsolete when the registry of torch.utils.flop_counter is public.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+from remat._torch.fakes import aten
+
+
+def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one operator by torch's own formulas, 0 where it has none.
+
+    The CPU's attention has none in torch 2.13: the formulas of other attention kernels are
+    used. Most formulas need only shapes; their results are cached. Formulas that need numbers
+    (attention over ragged sequences) give 0 if there are only shapes.
+
+    Args:
+        op: the operator.
+        args: its arguments; shapes may be given instead of tensors.
+        kwargs: likewise.
+        out: what it returns, likewise.
+    """
+    formula = _formula_of(op)
+    if formula is None:
+        return 0
+    if getattr(formula, "_get_raw", False):
+        has_numbers = any(isinstance(each, Tensor) for each in args)
+        return int(formula(*args, **kwargs, out_val=out)) if has_numbers else 0
+    try:
+        return _flops_at(formula, _shapes(args), _shapes(kwargs), _shapes(out))
+    except TypeError:  # an argument that does not hash
+        return int(formula(*args, **kwargs, out_val=out))
+
+
+@functools.lru_cache(maxsize=4096)
+def _flops_at(formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> int:
+    return int(formula(*args, **dict(kwargs), out_val=out))
+
+
+def _shapes(tree: Any) -> Any:
+    """Arguments with shapes instead of tensors, so that they can be hashed."""
+    if isinstance(tree, Tensor):
+        return tree.shape
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, tuple | list):
+        return tuple(map(_shapes, cast("Sequence[Any]", tree)))
+    if isinstance(tree, dict):
+        given = cast("dict[str, Any]", tree)
+        return tuple((name, _shapes(each)) for name, each in given.items())
+    return tree
+
+
+def has_flops(op: Any) -> bool:
+    """Whether torch has a formula for the FLOPs of an operator, see `flops_of`."""
+    return _formula_of(op) is not None
+
+
+def _formula_of(op: Any) -> Callable[..., Any] | None:
+    packet = getattr(op, "overloadpacket", op)
+    registry = flop_counter.flop_registry
+    return registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
+
+
+_COUNTED_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_efficient_attention_backward,
+}

@@ -1,0 +1,78 @@
+"""In-place operators of a trace, replaced by pure ones.
+
+Obsolete when torch.func.functionalize leaves whole the operators that it decomposes.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_torch: Any = torch
+
+
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its in-place operators replaced, its views kept.
+
+    It does what torch.func.functionalize does, but is not a transform. Under a transform
+    torch decomposes some operators (binary_cross_entropy_with_logits), which changes bits.
+    Obsolete when torch.func.functionalize leaves those operators whole.
+    """
+
+    def run(*args: Tensor) -> list[Tensor | None]:
+        with _functionalization_permitted():
+            return replaced(args)
+
+    def replaced(args: tuple[Tensor, ...]) -> list[Tensor | None]:
+        _torch._enable_functionalization(reapply_views=True)
+        try:
+            wrapped = [_torch._to_functional_tensor(each) for each in args]
+            outputs = [
+                None if each is None else value_of(each) for each in function(*wrapped)
+            ]
+            for given, each in zip(args, wrapped, strict=True):
+                changed = value_of(each)
+                if changed is not given:
+                    given.copy_(changed)
+            return outputs
+        finally:
+            _torch._disable_functionalization()
+
+    return run
+
+
+def is_functionalized(op: Any) -> bool:
+    """Whether torch knows how to replace an in-place operator. Obsolete as `functionalized`."""
+    return _torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Functionalize")
+
+
+def put_for(tensor: Tensor, new: Tensor) -> None:
+    """Writes `new` to a tensor inside of `functionalized`. Obsolete as that is.
+
+    `copy_` would do the same by a copy of its own.
+    """
+    _torch._functionalize_replace(tensor, value_of(new))
+    _torch._functionalize_commit_update(tensor)
+    _torch._sync(tensor)
+
+
+def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
+    # AOTAutograd switches this key off around all that it calls.
+    excluded: Any = _torch._C._dispatch_tls_local_exclude_set()
+    return _torch._C._ForceDispatchKeyGuard(
+        _torch._C._dispatch_tls_local_include_set(),
+        excluded.remove(torch._C.DispatchKey.Functionalize),
+    )
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """What a tensor inside of `functionalized` stands for now. Obsolete as that is."""
+    if not _torch._is_functional_tensor(tensor):
+        return tensor
+    _torch._sync(tensor)
+    return _torch._from_functional_tensor(tensor)

@@ -1,0 +1,154 @@
+"""Cheap checks of tensors and of the state of a thread: every call of a region needs them.
+
+Obsolete when the public names are as fast.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._C._functorch as functorch_c
+from torch import Tensor, nn
+
+from remat._torch.autocast import autocast_keeps_casts, is_weight
+from remat._torch.forward_ad import dual_levels
+from remat._torch.levels import (
+    all_unwrapped,
+    functorch,
+    is_wrapped,
+    requires_grad_anywhere,
+    unwrapped,
+)
+from remat._torch.modes import is_watched
+
+_guards: Any = importlib.import_module("torch._C._dynamo.guards")
+
+
+def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
+    """The precision of float32 products, and which attention kernels may run.
+
+    Every call of a region reads them. These functions in C are three times faster than the
+    public ones, which return the same.
+    """
+    return (
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def is_quiet() -> bool:
+    """Whether this thread has no transform, no forward mode and no dispatch mode."""
+    return (
+        functorch.peek_interpreter_stack() is None
+        and dual_levels._current_level < 0
+        and not is_watched()
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is neither wrapped by a transform nor of a foreign subclass."""
+    return type(tensor) in _OWN_KINDS and not is_wrapped(tensor)
+
+
+_OWN_KINDS = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
+
+def is_under_reverse_mode() -> bool:
+    """Whether reverse mode is this thread's innermost transform, and nothing else listens."""
+    top = functorch.peek_interpreter_stack()
+    return (
+        top is not None
+        and top.key() == functorch_c.TransformType.Grad
+        and dual_levels._current_level < 0
+        and not is_watched()
+    )
+
+
+def is_told_by_wrapper(tensor: Tensor) -> bool:
+    """Whether a transform's wrapper shows all of a tensor's metadata.
+
+    A wrapper hides that it wraps a DTensor, and that a level below wants a gradient.
+    """
+    is_own = type(tensor) in _OWN_KINDS and type(unwrapped(tensor)) in _OWN_KINDS
+    return is_own and (tensor.requires_grad or not requires_grad_anywhere(tensor))
+
+
+def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check that tensors have the metadata of these: type, layout, dtype, device, grad.
+
+    These are torch.compile's own guards. They take a tenth of the time of reading the
+    metadata in Python. They also fail if autocast or inference mode differs, and if one of
+    the check and its making is under torch.func and the other is not. Under autocast it
+    also matters which tensors are cast each time. Obsolete when torch has a public name.
+    """
+    guards = _guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+    if not autocast_keeps_casts():
+        return guards.check
+    weights = [*map(is_weight, tensors)]
+    return lambda *given: guards.check(*given) and [*map(is_weight, given)] == weights
+
+
+def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """The same for tensors that reverse mode of torch.func may have wrapped.
+
+    `is_told_by_wrapper` must be true of each of them.
+    """
+    check = tensor_guard(tensors)
+    unwanted = [k for k, tensor in enumerate(tensors) if not tensor.requires_grad]
+
+    def is_alike(*given: Tensor) -> bool:
+        return (
+            check(*given)
+            and _OWN_KINDS.issuperset(map(type, all_unwrapped(given)))
+            and not any(requires_grad_anywhere(given[k]) for k in unwanted)
+        )
+
+    return is_alike
+
+
+def thread_guard() -> Callable[[], bool]:
+    """A check that a thread is in no forward mode and has the switches of this moment.
+
+    The switches are grad mode and everything that decides what operators compute. It is used
+    together with `tensor_guard`, which fails under every other transform and dispatch mode.
+    It may also fail because the number of threads has changed.
+    """
+    same_state, levels, read = state_guard(), dual_levels, torch._C
+    precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled
+    efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
+    cudnn = read._get_cudnn_sdp_enabled
+    was_precision, was_flash, was_efficient, was_math, was_cudnn = kernel_choices()
+
+    def check() -> bool:
+        return (
+            levels._current_level < 0
+            and same_state()
+            # The guard of the state knows "highest" from the rest, but not the rest apart.
+            and (was_precision == "highest" or precision() == was_precision)
+            and flash() is was_flash
+            and efficient() is was_efficient
+            and math() is was_math
+            and cudnn() is was_cudnn
+        )
+
+    return check
+
+
+def state_guard() -> Callable[[], bool]:
+    """A check that this thread's autocast, default dtype and determinism are as now.
+
+    This is torch.compile's own guard, which also checks grad mode and the number of threads.
+    It takes a fifth of the time of reading them. Obsolete when torch has a public name.
+    """
+    return _guards.GlobalStateGuard().check

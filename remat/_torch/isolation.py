@@ -1,0 +1,75 @@
+"""Code that runs outside of every transform and every mode of the caller.
+
+Obsolete when torch has one public context for that.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat._torch.forward_ad import dual_levels, shared_dual_level
+from remat._torch.levels import leave_functorch
+
+
+@contextlib.contextmanager
+def isolated() -> Generator[None]:
+    """Runs the body outside every transform and every mode of the caller."""
+    with (
+        leave_functorch(),
+        without_inference_mode(),
+        _disable_current_modes(),
+        shared_dual_level(),
+        dual_levels._set_fwd_grad_enabled(True),
+        # Its checks for nan read numbers, which fake tensors do not have.
+        torch.autograd.set_detect_anomaly(False),
+        _quiet_fakes(),
+        _without_saving_hooks(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_inference_mode() -> Generator[None]:
+    """Lets autograd record, whether or not the caller is in inference mode.
+
+    The caller cannot be asked: inside a level of torch.func the mode reports that it is off,
+    although the dispatch keys that it excludes still are excluded outside the level. Obsolete
+    when torch undoes both.
+    """
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        yield
+
+
+@contextlib.contextmanager
+def _without_saving_hooks() -> Generator[None]:
+    """Takes the caller's saved-tensor hooks away: they would be given fake tensors."""
+    autograd: Any = cast("Any", torch._C)._autograd
+    hooks: list[Any] = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+
+@contextlib.contextmanager
+def _quiet_fakes() -> Generator[None]:
+    # Fake tensors log a traceback of each failure before they raise it.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,283 @@
+"""The levels of torch.func: which are active, what they wrap, and how to step below one.
+
+Obsolete when a primitive can register its own rules there, and when torch.func tells which
+levels wrap a tensor.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch._C._functorch as functorch_c
+from torch import Tensor, fx
+from torch._functorch import pyfunctorch
+from torch._functorch.utils import (
+    enable_single_level_autograd_function,
+    unwrap_dead_wrappers,
+)
+from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch.autograd.function import _SingleLevelFunction
+
+from remat._torch.forward_ad import dual_level_is_active, dual_levels, transforms
+from remat._torch.modes import without_torch_function
+
+# The autograd.Function that sees one functorch level. Obsolete when autograd.Function
+# carries its own rule for nested forward mode (pytorch #197867).
+SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore[reportAssignmentType]
+
+
+enable_single_level = enable_single_level_autograd_function
+
+
+functorch: Any = functorch_c
+
+
+_grad_mode: Any = torch.autograd.grad_mode
+
+
+def interpreter_is_active() -> bool:
+    """Whether any torch.func transform is running on this thread."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+def current_interpreter() -> tuple[str, Any] | None:
+    """The innermost running transform, as ("grad" | "jvp" | "vmap" | ..., interpreter).
+
+    Obsolete when torch.func lets a primitive register its own rules.
+    """
+    top = functorch.peek_interpreter_stack()
+    if top is None:
+        return None
+    return _kind_of(top.key()), pyfunctorch.coerce_cinterpreter(top)
+
+
+@functools.cache
+def _kind_of(key: Any) -> str:
+    # A look-up is faster than asking an enumeration for a name.
+    return key.name.lower()
+
+
+@contextlib.contextmanager
+def lowered(interpreter: Any) -> Generator[None]:
+    """Runs the body below `interpreter`, with both modes of differentiation on."""
+    with (
+        torch.enable_grad(),
+        dual_levels._set_fwd_grad_enabled(True),
+        interpreter.lower(),
+    ):
+        yield
+
+
+def lowered_vmap(interpreter: Any) -> contextlib.AbstractContextManager[Any]:
+    """Runs the body below a vmap level, which leaves both modes as they are."""
+    return interpreter.lower()
+
+
+def leave_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body outside every torch.func transform."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+def unwrap_at(tensor: Tensor, level: int) -> Tensor:
+    """What a grad or jvp level wraps, or the tensor itself."""
+    return functorch._unwrap_for_grad(tensor, level)
+
+
+def wrap_at(tensor: Tensor, level: int) -> Tensor:
+    """The tensor as a grad or jvp level sees it."""
+    return functorch._wrap_for_grad(tensor, level)
+
+
+def unwrap_batched(
+    tensors: Sequence[Tensor], level: int
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The tensors below a vmap level, and which dimension of each is mapped."""
+    pairs = [functorch._unwrap_batched(tensor, level) for tensor in tensors]
+    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+
+
+def wrap_batched(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], level: int
+) -> tuple[Tensor, ...]:
+    """The inverse of `unwrap_batched`."""
+    return tuple(
+        tensor if dim is None else functorch._add_batch_dim(tensor, dim, level)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    )
+
+
+def unwrap_dead(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors without the wrappers of transforms that have ended."""
+    if any(map(is_wrapped, tensors)):
+        return unwrap_dead_wrappers(tuple(tensors))
+    return tensors
+
+
+is_wrapped: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor below all torch.func wrappers."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors below all torch.func wrappers."""
+    unwrap = functorch.get_unwrapped
+    while any(map(is_wrapped, tensors)):
+        tensors = [unwrap(each) if is_wrapped(each) else each for each in tensors]
+    return tensors
+
+
+def below(tensor: Tensor) -> Tensor | None:
+    """The tensor below the outermost torch.func wrapper, None where there is none."""
+    if not functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
+    with without_torch_function():
+        return functorch.get_unwrapped(tensor)
+
+
+def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each tensor was written to, below all torch.func wrappers.
+
+    A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
+    Obsolete when autograd looks at the counter of the wrapped tensor.
+    """
+    found = all_unwrapped(tensors)
+    return tuple([-1 if each.is_inference() else each._version for each in found])
+
+
+def repeats_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor, below all torch.func wrappers, share their memory."""
+    below = unwrapped(tensor)
+    sizes = zip(below.shape, below.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def requires_grad_anywhere(tensor: Tensor) -> bool:
+    """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
+    if tensor.requires_grad:
+        return True
+    if not functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
+    with without_torch_function():
+        return requires_grad_anywhere(functorch.get_unwrapped(tensor))
+
+
+def is_followed(tensor: Tensor) -> bool:
+    """Whether a transform has wrapped a tensor, or autograd follows it in either mode."""
+    if requires_grad_anywhere(tensor):
+        return True
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    if not dual_level_is_active():
+        return False
+    with without_torch_function():
+        return dual_levels.unpack_dual(tensor).tangent is not None
+
+
+def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
+    """Gives a tensor a new value, below the transforms that have not wrapped it.
+
+    This is how a kernel writes its statistics. torch.func refuses an in-place operator on
+    a tensor from outside. Obsolete when it permits one where no gradient flows.
+
+    Args:
+        tensor: what is written.
+        new: its new value.
+        unseen: whether its version stays the same, as when a kernel writes statistics, so
+            that a backward that saved the tensor does not raise. Obsolete when torch's
+            kernels declare that they write statistics.
+    """
+    active = current_interpreter()
+    if active is not None and active[0] in {"grad", "jvp"}:
+        level = active[1].level()
+        if level_of(tensor) < level:
+            with lowered(active[1]):
+                write_back(tensor, unwrap_at(new, level), unseen=unseen)
+            return
+    version = (
+        _grad_mode._unsafe_preserve_version_counter(unwrapped(tensor))
+        if unseen
+        else contextlib.nullcontext()
+    )
+    with torch.no_grad(), version:
+        tensor.copy_(new)
+
+
+def level_of(tensor: Tensor) -> int:
+    """The level of the transform that wrapped a tensor, -1 where none has."""
+    return functorch.maybe_get_level(tensor)
+
+
+def is_mapped() -> bool:
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() == functorch_c.TransformType.Vmap for each in stack)
+
+
+@contextlib.contextmanager
+def dual_level_told() -> Generator[None]:
+    """Tells torch's Python code of a level of forward mode that only its C++ code knows.
+
+    Dynamo's graphs open the level there for torch.func.jvp. Without this, tangents would not
+    be noticed, and lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.
+    """
+    stack: Any = functorch.get_interpreter_stack() or ()
+    jvp = functorch.TransformType.Jvp
+    if dual_levels._current_level >= 0 or all(each.key() != jvp for each in stack):
+        yield
+        return
+    dual_levels._current_level = 0
+    transforms.JVP_NESTING += 1
+    try:
+        yield
+    finally:
+        transforms.JVP_NESTING -= 1
+        dual_levels._current_level = -1
+
+
+def draws_alike(interpreter: Any) -> bool:
+    """Whether a vmap level gives every example the same random numbers."""
+    return interpreter.randomness() == "same"
+
+
+# The functions in a graph of Dynamo that take a level, and the place of that argument.
+_LEVELS = {
+    "_add_batch_dim": 2,
+    "_remove_batch_dim": 1,
+    "_wrap_for_grad": 1,
+    "_unwrap_for_grad": 1,
+}
+
+
+def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of Dynamo with its levels of torch.func renumbered for the active transforms.
+
+    Dynamo numbers the levels by the transforms that were active where it traced the graph.
+    Obsolete when its graphs count levels from where they run.
+    """
+    places = {
+        node: _LEVELS[name]
+        for node in module.graph.nodes
+        if (name := getattr(node.target, "__name__", "")) in _LEVELS
+    }
+    first = min((node.args[place] for node, place in places.items()), default=None)
+    depth = len(functorch.get_interpreter_stack() or ())
+    if first is None or first == depth + 1:
+        return module
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    for node in module.graph.nodes:
+        copied = env[node] = graph.node_copy(node, env.__getitem__)
+        if node in places:
+            place = places[node]
+            copied.update_arg(place, node.args[place] - first + depth + 1)
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,106 @@
+"""The dispatch modes and torch-function modes of a thread.
+
+Obsolete when torch makes the stacks of modes public.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+
+_torch: Any = torch
+
+
+class DispatchMode(TorchDispatchMode):
+    """The base of dispatch modes. Obsolete when torch annotates the `__init__` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+
+
+# Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that
+# share memory do not share a version counter. It is cheaper than `torch.no_grad` by a tenth
+# of an operator's overhead. Obsolete when torch has a public name for it. Inference mode will
+# not do, because its tensors may not be saved for a backward.
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C._AutoDispatchBelowADInplaceOrView
+)
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode hears each operator on this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def dispatch_modes() -> Sequence[Any]:
+    """The dispatch modes of this thread, the innermost last.
+
+    Obsolete when torch has a public name for it.
+    """
+    return _get_current_dispatch_mode_stack()
+
+
+def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator that a dispatch mode of ours was given.
+
+    Forward mode has zeros without memory, for which torch has special kernels that run before
+    a mode. Those of `_BY_SCALAR` pass such zeros on, and the next kernel reads memory that is
+    not there: a segmentation fault. Obsolete when `aten.mul.Scalar` of
+    `torch._efficientzerotensor` works under a mode that only runs it (in torch 2.13 and 2.15
+    it does not).
+    """
+    if op in _BY_SCALAR and args[0]._is_zerotensor():
+        given = args[0]
+        zero = torch.zeros((), dtype=given.dtype, device=given.device)
+        args = (zero.expand(given.shape), *args[1:])
+    return op(*args, **kwargs)
+
+
+_BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body hidden from the torch-function modes, such as a trace's.
+
+    Obsolete when torch makes public the switch that leaves subclasses enabled.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def torch_function_state() -> Any:
+    """Whether subclasses and modes handle functions of torch on this thread."""
+    return _torch._C._get_torch_function_state()
+
+
+@contextlib.contextmanager
+def torch_function_as(state: Any) -> Generator[None]:
+    """Restores, inside, an earlier `torch_function_state`.
+
+    `loss.backward()` turns subclasses off while it runs, if the loss is of a subclass.
+    Obsolete when it does not.
+    """
+    before = torch_function_state()
+    _torch._C._set_torch_function_state(state)
+    try:
+        yield
+    finally:
+        _torch._C._set_torch_function_state(before)
+
+
+def is_below_autograd() -> bool:
+    """Whether the code that runs now is below autograd, which records nothing of it.
+
+    A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
+    when such calls are torch functions.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(  # pyright: ignore[reportPrivateUsage]
+        torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportPrivateUsage]
+    )

@@ -1,0 +1,145 @@
+"""Operators: what torch knows of them, and how this package makes its own.
+
+Obsolete when overloads show their schemas and torch annotates torch.library.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+OpOverload = torch._ops.OpOverload
+
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+def bindings(op: Any) -> Iterator[Callable[..., Any]]:
+    """The functions in C by which Python may reach an operator, public ones first.
+
+    A call takes a third of the time of a call by `torch.ops`. Which operator it reaches
+    depends on the arguments. Obsolete when calls of overloads are as cheap.
+    """
+    name = op.overloadpacket.__name__
+    inner: Any = torch._C
+    homes: tuple[Any, ...] = (torch, Tensor, inner._nn)
+    for home in homes:
+        found = getattr(home, name, None)
+        if isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+            yield found
+
+
+@functools.cache
+def out_variant(op: Any) -> tuple[OpOverload, str] | None:
+    """The operator that writes what `op` returns into a tensor, and that argument's name.
+
+    Only where both forms are one kernel, as torch's "structured" operators are: of others
+    the writing form has no kernel for meta tensors, or copies what the first form returns.
+    Obsolete when torch has a public name for the pair.
+    """
+    for name in op.overloadpacket.overloads():
+        found: OpOverload = getattr(op.overloadpacket, name)
+        *given, written = schema_of(found).arguments or (None,)
+        if written is None or not written.is_out or not _are_alike(given, op):
+            continue
+        if all(map(found.has_kernel_for_dispatch_key, _WITH_STRUCTURED_KERNELS)):
+            return found, written.name
+    return None
+
+
+_WITH_STRUCTURED_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
+
+
+def _are_alike(arguments: Sequence[Any], op: Any) -> bool:
+    """Whether these are declared as the arguments of an operator are."""
+    declared = [(each.name, str(each.type)) for each in schema_of(op).arguments]
+    return [(each.name, str(each.type)) for each in arguments] == declared
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operator is made of other operators, on every device.
+
+    The dispatcher raises for overloads that only TorchScript has, such as the
+    `aten.mul.default` of two numbers.
+    """
+    composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+    is_known = torch._C._dispatch_has_kernel(op.name())
+    return is_known and op.has_kernel_for_dispatch_key(composite)
+
+
+_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
+
+def needs_grad_mode(op: Any) -> bool:
+    """Whether a kernel looks at grad mode to learn if a backward will follow.
+
+    mkldnn's recurrent layers return no workspace without grad mode. Obsolete when they look
+    at their argument `train` instead.
+    """
+    return op in _GRAD_MODE
+
+
+def with_grad_mode(op: Any) -> Callable[..., Any]:
+    """The operator below autograd, with grad mode on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return op(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def library() -> Any:
+    """The library of this package's own operators; torch has no good types for it."""
+    return torch.library.Library("remat", "DEF")
+
+
+def register_fake(name: str, function: Callable[..., Tensor]) -> None:
+    """Says what an operator of this package returns for tensors without data."""
+    api: Any = torch.library
+    api.register_fake(f"remat::{name}", function, lib=library())
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+) -> Any:
+    """Makes an operator of this package, the same for every device."""
+    library().define(name + schema, tags=tags)
+    library().impl(name, kernel, "CompositeExplicitAutograd")
+    register_fake(name, fake)
+    return getattr(torch.ops.remat, name).default
+
+
+def register_vmap(name: str, function: Callable[..., Any]) -> None:
+    """Says how an operator of this package is mapped."""
+    api: Any = torch.library
+    api.register_vmap(f"remat::{name}", function, lib=library())
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator of `torch.ops`. Obsolete when overloads show theirs."""
+    return op._schema
+
+
+def leave_out_of_compilers(op: Any) -> None:
+    """Lets AOTAutograd drop an operator that returns nothing.
+
+    Obsolete when it drops operators that only Dynamo's graphs should hold.
+    """
+    op.py_impl(FunctionalTensorMode)(_nothing)
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for an operator that is dropped."""

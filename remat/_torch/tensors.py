@@ -1,0 +1,103 @@
+"""What torch knows of a tensor or a module by names that it has not made public.
+
+Obsolete when it does.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_torch: Any = torch
+
+
+def overrides_functions(kind: type[Tensor]) -> bool:
+    """Whether a subclass of Tensor overrides functions of torch.
+
+    Obsolete when torch has a public way to ask a class for that.
+    """
+    handler: Any = getattr(kind, "__torch_function__")  # noqa: B009
+    plain: Any = getattr(Tensor, "__torch_function__")  # noqa: B009
+    if handler is _torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(handler, "__func__", handler) is not plain.__func__
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward. Obsolete when torch makes them public."""
+    hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return [*hooks.values()]
+
+
+def pruned_name(hook: Any) -> str:
+    """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
+    return hook._tensor_name
+
+
+# The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
+SET_DATA: Any = cast("Any", Tensor.data).__set__
+
+
+def second_places(kind: type) -> tuple[str, ...]:
+    """Attributes of a module's class that hold its parameters a second time.
+
+    Obsolete when recurrent modules read their parameters where they are registered.
+    """
+    is_recurrent = issubclass(kind, torch.nn.RNNBase)
+    return ("_flat_weights", "_flat_weight_refs") if is_recurrent else ()
+
+
+def refresh_second_places(module: object) -> None:
+    """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
+    if isinstance(module, torch.nn.RNNBase):
+        module._update_flat_weights()
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view. Obsolete when torch has a public name."""
+    return tensor._is_view()
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have their numbers in the same memory."""
+    return storage_key(one) == storage_key(other)
+
+
+def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
+    """A tensor of a subclass with the metadata of another and no memory.
+
+    Obsolete when torch gives `Tensor._make_wrapper_subclass` a public name.
+    """
+    return Tensor._make_wrapper_subclass(  # pyright: ignore[reportUnknownMemberType]
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+    )
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number for all tensors that share memory, fake ones too."""
+    return key_of(tensor.untyped_storage())
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other living storage has. Obsolete when torch makes one public."""
+    return storage._cdata
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same bits: nan equals itself, -0.0 is not 0.0."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    bits = [
+        # torch takes a column of one row for contiguous, whatever its stride.
+        each.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for each in (first, second)
+        if each.numel()
+    ]
+    return not bits or torch.equal(*bits)

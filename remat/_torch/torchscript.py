@@ -1,0 +1,112 @@
+"""Torch's own interpreter: a graph run in one call.
+
+Obsolete when torch has a public way to run a list of operators in one call.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from remat._torch.schemas import OpOverload
+
+_MEMORY_FORMATS = (
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+)
+
+
+_interpreter: Any = torch._C
+
+
+class Interpreted:
+    """A graph for torch's own interpreter: no Python runs between its operators.
+
+    It runs as it is written: TorchScript's fusion and specialization are off. The API is the
+    same in torch 2.13 and 2.15. Obsolete when torch has a public way to run
+    a list of operators in one call.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = _interpreter.Graph()
+
+    def inputs(self, count: int) -> list[Any]:
+        """The tensors that the function takes, in the order of its list."""
+        given = self._graph.addInput()
+        given.setType(_interpreter.ListType.ofTensors())
+        return self.unpack(given, count)[::-1]
+
+    def call(self, op: OpOverload, arguments: Mapping[str, Any]) -> list[Any]:
+        """The values that an operator makes of values and literals, all of them by name.
+
+        Raises:
+            LookupError: the interpreter finds another overload for these arguments.
+        """
+        schema: Any = op._schema
+        inputs = [
+            self._argument(arguments[declared.name], declared.type)
+            for declared in schema.arguments
+        ]
+        node = self._node(schema.name, inputs, len(schema.returns))
+        made = list(node.outputs())
+        for each, declared in zip(made, schema.returns, strict=True):
+            each.setType(declared.type)
+        if node.schema() != str(schema):
+            raise LookupError(f"the interpreter takes {node.schema()} for {schema}")
+        return made
+
+    def unpack(self, tensors: Any, count: int) -> list[Any]:
+        """The members of a list of tensors."""
+        return list(self._node("prim::ListUnpack", [tensors], count).outputs())
+
+    def function(
+        self, outputs: Sequence[Any]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The graph as a function of a list, which it empties, that returns these values."""
+        self._graph.registerOutput(self._list(outputs, _interpreter.TensorType.get()))
+        run: Any = _interpreter._create_function_from_graph("remat", self._graph)
+
+        def as_written(inputs: list[Tensor]) -> list[Tensor]:
+            found = _interpreter._get_graph_executor_optimize()
+            _interpreter._set_graph_executor_optimize(False)
+            # The interpreter reads all of them before it runs, and then is their only owner.
+            drained = map(inputs.pop, itertools.repeat(-1, len(inputs)))
+            try:
+                return run(drained)
+            finally:
+                _interpreter._set_graph_executor_optimize(found)
+
+        return as_written
+
+    def _node(self, kind: str, inputs: Sequence[Any], count: int) -> Any:
+        return self._graph.insertNode(self._graph.create(kind, list(inputs), count))
+
+    def _argument(self, argument: Any, declared: Any) -> Any:
+        if isinstance(argument, _interpreter.Value):
+            return argument
+        if argument is None:
+            return self._graph.insertConstant(None)
+        if isinstance(declared, _interpreter.OptionalType):
+            declared = declared.getElementType()
+        if isinstance(argument, (list, tuple)):
+            return self._list(
+                cast("Sequence[Any]", argument), declared.getElementType()
+            )
+        if isinstance(argument, torch.memory_format):
+            argument = _MEMORY_FORMATS.index(argument)
+        if str(declared) == "float":
+            argument = float(argument)
+        return self._graph.insertConstant(argument)
+
+    def _list(self, items: Sequence[Any], declared: Any) -> Any:
+        made = [self._argument(item, declared) for item in items]
+        node = self._node("prim::ListConstruct", made, 1)
+        node.output().setType(_interpreter.ListType(declared))
+        return node.output()

@@ -1,0 +1,255 @@
+"""`make_fx`: a function -> the operators that it runs, and what a running trace can be asked.
+
+Obsolete when one public call traces a function and its backward, captured tensors and
+symbols included.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+from torch.fx.node import has_side_effect
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree, _thunk as thunk
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from remat._torch.fakes import are_shapes_alone
+from remat._torch.modes import is_watched
+from remat._torch.sizes import expression_of, is_exact, is_open
+
+_torch: Any = torch
+
+
+def load_tracer() -> None:
+    """Imports what torch's tracer imports when it is first used, about a second of it."""
+    importlib.import_module("torch._dynamo")
+
+
+def traceable(func: Any) -> Any:
+    """The function itself, or one that does the same without reading numbers.
+
+    `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
+    that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
+    fake tensor. Obsolete when it can.
+    """
+    return _one_hot if func is _ONE_HOT else func
+
+
+_ONE_HOT: Any = torch.nn.functional.one_hot
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0 or tensor.dtype != torch.int64:
+        return _ONE_HOT(tensor, num_classes)
+    # What torch itself computes for a fake tensor.
+    classes = torch.arange(num_classes, device=tensor.device)
+    return torch.eq(tensor.unsqueeze(-1), classes).to(torch.int64)
+
+
+_tracing = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_trace_at_a_time() -> Generator[None]:
+    """Inside, no other thread traces or compiles, and a backward stays on this thread.
+
+    Torch's tracer patches `nn.Module`, and all threads share the record of what to put back;
+    ours patches the classes that it watches. A backward would use autograd's own threads for
+    devices. We must not wait for them here: what they run may itself wait to trace. Obsolete
+    when traces on two threads work on plain torch, and patch nothing.
+    """
+    with _tracing, torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def make_fx(
+    function: Callable[..., Any],
+    args: Sequence[Tensor],
+    twins: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+) -> fx.GraphModule:
+    """The operators below autograd that `function` runs on the fake tensors `args`.
+
+    An operator that has a twin is recorded as the operators that its twin runs. The module
+    must not be called: no Python code is generated for it, because an argument named `from`
+    would make that code invalid.
+    """
+    is_open_ = any(map(is_open, args))
+
+    def run(*inputs: Tensor) -> Any:
+        with _ShapesAside():
+            if not is_open_:
+                return function(*inputs)
+            with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
+                return function(*inputs)
+
+    with _use_lazy_graph_module(True), _compiled_functions_as_written():
+        return proxy_tensor.make_fx(
+            run,
+            decomposition_table=dict(twins),
+            tracing_mode="real",
+            _error_on_data_dependent_ops=True,
+        )(*args)
+
+
+@contextlib.contextmanager
+def _compiled_functions_as_written() -> Generator[None]:
+    """Lets compiled functions, which refuse to be traced, run uncompiled.
+
+    Obsolete when they do so in a trace by themselves.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    config: Any = _torch._dynamo.config
+    with config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+class _ShapesAside(TorchDispatchMode):
+    """Hides from a trace the operators that torch runs on "meta" to find out shapes.
+
+    Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do
+    so if an operand has no tangent. All modes see these operators, and fake modes refuse
+    their tensors. Obsolete when a trace of torch.func.jvp over layer_norm with a constant
+    weight works on plain torch.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if are_shapes_alone(args):
+            with _disable_current_modes():
+                return func(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+class _SizesTracked(TorchDispatchMode):
+    """Registers with the tracer each whole number that depends on open sizes.
+
+    Torch's tracer derives such a number from others. It fails if the number is a product of
+    three (torch 2.13), or has since become a constant. Obsolete when a trace of `x.sum()`
+    with three open sizes, and of the parts of a split, works on plain torch.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given: Any = (args, kwargs or {})
+        if proxy_is_active():
+            given = pytree.tree_map_only(torch.SymInt, _tracked, given)
+        return func(*given[0], **given[1])
+
+
+def _tracked(number: Any) -> Any:
+    if expression_of(number).is_number:
+        return int(expression_of(number))
+    if is_exact(number):
+        tracer = active_tracer()
+
+        def size() -> Any:
+            return number
+
+        proxy = tracer.create_proxy("call_function", size, (), {})
+        proxy.node.meta["val"] = number
+        tracer.symnode_tracker[number] = thunk.Thunk(lambda: proxy)
+    return number
+
+
+def proxy_is_active() -> bool:
+    """Whether operators are being recorded on this thread by `make_fx`."""
+    return is_watched() and proxy_tensor.get_proxy_mode() is not None
+
+
+def is_in_compiler() -> bool:
+    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators.
+
+    Obsolete when `torch.compiler` tells that from a trace by Dynamo.
+    """
+    functional: Any = torch._C._TorchDispatchModeKey.FUNCTIONAL
+    return _torch._C._get_dispatch_mode(functional) is not None
+
+
+def active_graph() -> fx.Graph:
+    """The graph that `make_fx` is filling on this thread."""
+    return active_tracer().graph
+
+
+def active_tracer() -> Any:
+    mode: Any = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "no trace is running"
+    return mode.tracer
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Runs the body without recording it in the trace being made."""
+    return proxy_tensor.disable_proxy_modes_tracing()
+
+
+def add_placeholder(tensor: Tensor, name: str) -> None:
+    """Adds an input, found while the trace runs, to the graph being filled."""
+    tracer = active_tracer()
+    first_call = next(
+        (node for node in tracer.graph.nodes if node.op != "placeholder"), None
+    )
+    where = (
+        contextlib.nullcontext()
+        if first_call is None
+        else tracer.graph.inserting_before(first_call)
+    )
+    with where:
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+@contextlib.contextmanager
+def own_parametrizations() -> Generator[None]:
+    """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
+
+    What it caches there comes from stand-ins. Obsolete when the cache is public.
+    """
+    if not parametrize._cache_enabled:  # pyright: ignore[reportUnknownMemberType]
+        yield
+        return
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+
+
+def keep_in_traces(op: Any) -> None:
+    """Tells dead-code elimination that an operator without users matters."""
+    has_side_effect(op)
+
+
+def is_lift(node: fx.Node) -> bool:
+    """Whether a node brings a newly made real tensor into the trace."""
+    lifts = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+    return node.target in lifts
+
+
+def takes_functions(error: Exception) -> bool:
+    """Whether a trace met an operator that takes functions, such as `torch.cond`.
+
+    Obsolete when such operators ask every mode as others do.
+    """
+    text = "There was no rule registered for HigherOrderOperator"
+    return isinstance(error, NotImplementedError) and text in str(error)
+
+
+def new_nodes(graph: fx.Graph, count: int) -> Iterator[fx.Node]:
+    """The last `count` nodes of a graph being filled, newest first."""
+    nodes = reversed(graph.nodes)
+    for _ in range(count):
+        yield next(nodes)

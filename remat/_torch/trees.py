@@ -1,0 +1,84 @@
+"""Pytrees: leaves, paths and structure.
+
+Obsolete when torch.utils._pytree loses its underscore.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_Tree = TypeVar("_Tree")
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a pytree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
+    """A pytree with `function` applied to its tensors."""
+    return pytree.tree_map_only(Tensor, function, tree)
+
+
+def reads_arrays(args: Any) -> bool:
+    """Whether a numpy array is among the arguments of a call."""
+    return any(
+        type(leaf).__module__ == "numpy"
+        for leaf in pytree.tree_leaves(args)
+        if hasattr(leaf, "__array_interface__")
+    )
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and what puts them together again."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """The inverse of `flatten`."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def leaves_up_to(tree: Any, spec: Any) -> list[Any]:
+    """The subtrees of a pytree at the leaves of a spec.
+
+    Raises:
+        ValueError: the pytree has another structure.
+    """
+    return spec.flatten_up_to(tree)
+
+
+def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
+    """The leaves of a pytree, each with the keys that lead to it.
+
+    Parts of a type that was registered without names get numbers; torch's own function raises.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    return list(zip(_paths(tree, spec), leaves, strict=True))
+
+
+def _paths(tree: Any, spec: Any) -> list[list[str]]:
+    if spec.is_leaf():
+        return [[]]
+    node = pytree.SUPPORTED_NODES[spec.type]
+    parts: list[Any] = list(node.flatten_fn(tree)[0])
+    keys = [str(index) for index in range(len(parts))]
+    if node.flatten_with_keys_fn is not None:
+        keys = [_key_text(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+    return [
+        [key, *path]
+        for key, part, inner in zip(keys, parts, spec.children(), strict=True)
+        for path in _paths(part, inner)
+    ]
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
