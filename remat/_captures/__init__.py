@@ -9,8 +9,8 @@ partials, attributes that the trace read, lists, tuples and dicts of these, the 
 helpers, and which captured tensors are one. An attribute that was not read is not
 covered, so equal layers that differ in `layer_idx` share one trace.
 
-What cannot be covered, and is never checked: the contents of sets, deques and numpy
-arrays, values that properties compute from elsewhere, iterators, names computed at run
+What cannot be covered, and is never checked: the contents of sets, deques, read-only
+mappings and numpy arrays, what a class has from its metaclass, values that properties compute from elsewhere, iterators, names computed at run
 time, attributes hung on tensors, objects that only C types hold, library globals (torch's
 default dtype and the like are part of the signature instead), constants that library
 classes hold in containers, a builtin's name that becomes a global later, time, files.
@@ -19,7 +19,7 @@ classes hold in containers, a builtin's name that becomes a global later, time, 
 from remat._captures.code_key import code_key
 from remat._captures.contents import hides_contents, shows_contents
 from remat._captures.covered import Covered
-from remat._captures.covering import cover, describe_unreachable
+from remat._captures.covering import cover
 from remat._captures.library import user_bases
 from remat._captures.places import Step, look, put
 from remat._captures.reads import Reads, recording
@@ -33,7 +33,6 @@ __all__ = [
     "Survey",
     "code_key",
     "cover",
-    "describe_unreachable",
     "hides_contents",
     "look",
     "put",

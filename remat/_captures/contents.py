@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 from torch import nn
@@ -27,10 +27,8 @@ from remat._captures.library import (
 from remat._captures.places import (
     Step,
     attributes,
-    in_context,
     is_simple,
-    proxied,
-    referent,
+    look,
 )
 from remat._generators import trackers
 from remat._torch import tensors
@@ -55,16 +53,18 @@ _WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
 def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
-    """Of a function of a library: what the user passed to it, not its own caches."""
-    content = _of_function(function, names)
-    content = {
+    """Of a function of a library: what the user passed to it, not its own caches.
+
+    The functions of a `functools.singledispatch` are the user's, although a dict holds them.
+    """
+    cells = function.__code__.co_freevars
+    return {
         step: value
-        for step, value in content.items()
-        if step[0] != "cell" or not isinstance(value, (dict, list))
+        for step, value in _of_function(function, names).items()
+        if step[0] != "cell"
+        or not isinstance(value, (dict, list))
+        or cells[cast("int", step[1])] == "registry"
     }
-    if "registry" in function.__dict__:  # of functools.singledispatch
-        content["var", "registry"] = function.__dict__["registry"]
-    return content
 
 
 def _of_function(function: types.FunctionType, names: set[str]) -> Content:
@@ -101,8 +101,7 @@ def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
     return content
 
 
-def _of_attributes(owner: object, names: set[str]) -> Content:
-    del names
+def _of_attributes(owner: object, _: set[str]) -> Content:
     content: Content = {("var", k): v for k, v in attributes(owner).items()}
     for name in slots(type(owner)):
         try:
@@ -150,64 +149,27 @@ def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
 
 
 def _of_partial(
-    owner: functools.partial[object] | functools.partialmethod[object], names: set[str]
+    owner: functools.partial[object] | functools.partialmethod[object], _: set[str]
 ) -> Content:
-    del names
     content: Content = {("attr", "func"): owner.func}
     content |= {("arg", i): v for i, v in enumerate(owner.args)}
     return content | {("keyword", k): v for k, v in owner.keywords.items()}
 
 
-def _of_method(owner: types.MethodType, names: set[str]) -> Content:
-    del names
-    return {("attr", "__self__"): owner.__self__, ("attr", "__func__"): owner.__func__}
+def _at(*steps: Step) -> "Look":
+    """The look at objects that hold what stands one of these steps away."""
+
+    def look_at(owner: object, _: set[str]) -> Content:
+        return {step: look(owner, step) for step in steps}
+
+    return look_at
 
 
-def _of_builtin_method(owner: types.BuiltinFunctionType, names: set[str]) -> Content:
-    del names
-    return {("attr", "__self__"): owner.__self__}
-
-
-def _of_property(owner: property, names: set[str]) -> Content:
-    del names
-    return {("attr", "fget"): owner.fget}
-
-
-def _of_descriptor(owner: Any, names: set[str]) -> Content:
-    del names
-    return {("attr", "__func__"): owner.__func__}
-
-
-def _of_dispatch(
-    owner: "functools.singledispatchmethod[object]", names: set[str]
-) -> Content:
-    del names
-    return {("attr", "dispatcher"): owner.dispatcher, ("attr", "func"): owner.func}
-
-
-def _of_proxy(owner: types.MappingProxyType[Any, object], names: set[str]) -> Content:
-    """Of a read-only mapping: the mapping behind it, unless that is the one of a class."""
-    del names
-    mapping = proxied(owner)
-    return {} if "__module__" in mapping else {("proxied", ""): mapping}
-
-
-def _of_variable(owner: contextvars.ContextVar[object], names: set[str]) -> Content:
-    del names
-    return {("variable", ""): in_context(owner)}
-
-
-def _of_reference(owner: weakref.ref[object], names: set[str]) -> Content:
-    del names
-    return {("referent", ""): referent(owner)}
-
-
-def _of_wrapper(owner: object, names: set[str]) -> Content:
+def _of_wrapper(owner: object, _: set[str]) -> Content:
     """Of our own regions and of cached functions: what they wrap, and with what options.
 
     A chain has its functions under `fs`, and its option is `schedule`.
     """
-    del names
     held = attributes(owner)
     keys = ("__wrapped__", "settings", "fs", "schedule")
     return {("var", key): held[key] for key in keys if key in held}
@@ -230,8 +192,6 @@ def of_class(owner: type, names: set[str]) -> Content:
     first, *others = user_bases(owner) or (0,)
     for index in others if first == 0 else (first, *others):
         content["base", index] = owner.__mro__[index]
-    if user_bases(type(owner)):
-        content["type", ""] = type(owner)
     return content
 
 
@@ -245,30 +205,20 @@ def of_called_class(owner: type, names: set[str]) -> Content:
     return content
 
 
-def _of_nothing(owner: object, names: set[str]) -> Content:
-    del owner, names
+def _of_nothing(_owner: object, _: set[str]) -> Content:
     return {}
 
 
 @cached_by_class
 def slots(kind: type) -> tuple[str, ...]:
     """The slots that the Python classes among the bases of a class declare."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        own: Mapping[str, object] = attributes(base)
-        declared = own.get("__slots__", ())
-        each = (declared,) if isinstance(declared, str) else declared
-        found += [
-            _mangled(name, base)
-            for name in cast("Iterable[str]", each)
-            if name not in {"__dict__", "__weakref__"}
-        ]
-    return tuple(found)
-
-
-def _mangled(name: str, base: type) -> str:
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{base.__name__.lstrip('_')}{name}" if private else name
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in attributes(base)
+        for name, given in attributes(base).items()
+        if isinstance(given, types.MemberDescriptorType)
+    )
 
 
 Look: TypeAlias = Callable[[Any, set[str]], Content]
@@ -279,15 +229,14 @@ _SORTS: tuple[tuple[type, Look], ...] = (
     (nn.Module, _of_module),
     (functools.partial, _of_partial),
     (functools.partialmethod, _of_partial),
-    (functools.singledispatchmethod, _of_dispatch),
-    (types.MappingProxyType, _of_proxy),
-    (types.MethodType, _of_method),
-    (types.BuiltinFunctionType, _of_builtin_method),
-    (property, _of_property),
-    (staticmethod, _of_descriptor),
-    (classmethod, _of_descriptor),
-    (contextvars.ContextVar, _of_variable),
-    (weakref.ref, _of_reference),
+    (functools.singledispatchmethod, _at(("attr", "dispatcher"), ("attr", "func"))),
+    (types.MethodType, _at(("attr", "__self__"), ("attr", "__func__"))),
+    (types.BuiltinFunctionType, _at(("attr", "__self__"))),
+    (property, _at(("attr", "fget"))),
+    (staticmethod, _at(("attr", "__func__"))),
+    (classmethod, _at(("attr", "__func__"))),
+    (contextvars.ContextVar, _at(("variable", ""))),
+    (weakref.ref, _at(("referent", ""))),
     (dict, _of_dict),
     (list, _of_sequence),
     (tuple, _of_sequence),
@@ -350,9 +299,9 @@ def shows_contents(kind: type) -> bool:
         return False
     if not hasattr(kind, "__iter__") or type in kind.__mro__:
         return True
-    look = _sort_of_type(kind)
+    sort = _sort_of_type(kind)
     has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
-    return look is not _of_wrapper and (look is not _of_object or has_places)
+    return sort is not _of_wrapper and (sort is not _of_object or has_places)
 
 
 def _look_for_function(function: types.FunctionType, step: Step) -> Look:
@@ -370,9 +319,8 @@ def is_class_of_an_object(step: Step) -> bool:
     return step[0] in {"type", "base"}
 
 
-def of_roots(roots: tuple[object, ...], names: set[str]) -> Content:
+def of_roots(roots: tuple[object, ...], _: set[str]) -> Content:
     """Of the tuple of roots itself."""
-    del names
     return {("root", index): root for index, root in enumerate(roots)}
 
 

@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import Tensor
 
 from remat._captures.generating import generate_check, generate_fetch
-from remat._captures.places import MISSING, NOT_THERE, Step, in_words, put, remove
+from remat._captures.places import MISSING, NOT_THERE, fill, in_words, put
 from remat._captures.rules import (
     Absent,
     Equal,
@@ -64,6 +64,9 @@ class Covered:
         Raises:
             RecomputationError: something else changed, or a place cannot be written.
         """
+        if self.check(roots):
+            yield
+            return
         with contextlib.ExitStack() as undo:
             for spot, owner, value, holds in visit(self._spots, roots):
                 if not holds:
@@ -97,19 +100,19 @@ def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> Non
         match spot.rule:
             case Equal(const):
                 put(owner, spot.step, const)
-                _undo_place(owner, spot.step, value, undo)
+                undo.callback(put, owner, spot.step, value)
             case Absent():
-                remove(owner, spot.step)
-                _undo_place(owner, spot.step, value, undo)
+                put(owner, spot.step, MISSING)
+                undo.callback(put, owner, spot.step, value)
             case Sized(kind, num) if type(value) is kind is list:
-                undo.callback(_refill_list, value, [*value])
-                value[:] = (value + [None] * num)[:num]
+                undo.callback(fill, value, [*value])
+                fill(value, (value + [None] * num)[:num])
             case Keyed(kind, keys) if type(value) is kind:
-                undo.callback(_refill_dict, value, dict(value))
-                _refill_dict(value, {key: value.get(key) for key in keys})
+                undo.callback(fill, value, {**value})
+                fill(value, {key: value.get(key) for key in keys})
             case Sized(kind, 0) if type(value) is kind and issubclass(kind, dict):
-                undo.callback(_refill_dict, value, dict(value))
-                _refill_dict(value, {})
+                undo.callback(fill, value, {**value})
+                fill(value, {})
             case _:
                 raise TypeError("only simple values can be restored")
     except NOT_THERE as error:
@@ -121,21 +124,3 @@ def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> Non
                 do="Change it after the backward, or pass it as an argument.",
             )
         ) from error
-
-
-def _undo_place(
-    owner: object, step: Step, value: object, undo: contextlib.ExitStack
-) -> None:
-    if value is MISSING:
-        undo.callback(remove, owner, step)
-    else:
-        undo.callback(put, owner, step, value)
-
-
-def _refill_list(owner: list[object], items: list[object]) -> None:
-    owner[:] = items
-
-
-def _refill_dict(owner: dict[object, object], entries: dict[object, object]) -> None:
-    owner.clear()
-    owner.update(entries)

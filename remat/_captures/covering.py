@@ -36,17 +36,8 @@ from remat._captures.rules import (
     Spot,
 )
 from remat._captures.walk import EVERYTHING, Node, Survey
-from remat._errors import CapturedTensorError, explain
 from remat._generators import trackers
 from remat._torch import tensors
-
-
-def describe_unreachable(tensor: Tensor) -> str:
-    """The tensor in words, for the error that no path to it was found."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape = ", ".join(str(size) for size in tensor.shape)
-    kind = type(tensor).__name__
-    return f"a captured {kind} ({dtype}[{shape}], on {tensor.device})"
 
 
 def cover(
@@ -57,21 +48,9 @@ def cover(
     Args:
         survey: what the roots reached before the trace.
         reads: the attributes that the trace read, from `recording`.
-        used: the ids of the captured tensors that the trace met, in input order.
-
-    Raises:
-        CapturedTensorError: a tensor of `used` is reached by no path.
+        used: the ids of the captured tensors that the trace met, in input order; the survey
+            has a path to each.
     """
-    lost = [identity for identity in used if identity not in survey.tensors]
-    if lost:
-        raise CapturedTensorError(
-            explain(
-                where="a captured tensor",
-                what="is reached in a way that cannot be followed at the next call.",
-                why="It would be stale, or lose its gradient, at the next call.",
-                do="Pass it as an argument.",
-            )
-        )
     survey.follow(_names_of_classes(survey, reads))
     baker = _Baker(survey, reads, {})
     baker.bake()
@@ -251,8 +230,7 @@ def _has_dict(value: object) -> bool:
 
 def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
     """Bases and mentioned names, such that the class has the name from a later base."""
-    metaclass: type = type(kind)
-    order = (*kind.__mro__, *metaclass.__mro__)
+    order = kind.__mro__
     for index, base in enumerate(order):
         found = attributes(base).keys()
         for name in found & names | found & {"forward"}:

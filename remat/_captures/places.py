@@ -150,27 +150,6 @@ def same(value: object, const: object) -> bool:
     return False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How one kind of step is taken, written as code, and named.
-
-    `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
-    the key; `find` gives the same holder. `prefix` is the label's first word where the
-    label starts anew at this step, and `label` the text that the step adds.
-    """
-
-    holder: str
-    item: str
-    find: Callable[[Any], Any]
-    label: str
-    prefix: str | None = None
-
-
-def _owner(owner: Any) -> Any:
-    return owner
-
-
 def attributes(owner: object) -> dict[str, object]:
     """The instance dictionary of `owner`, read past any `__getattribute__` of its class.
 
@@ -195,11 +174,6 @@ def in_context(variable: contextvars.ContextVar[object]) -> object:
         return Unset.UNSET
 
 
-def referent(reference: Callable[[], object]) -> object:
-    """What a weak reference refers to; None if that is gone."""
-    return reference()
-
-
 def is_kept_property(kind: type, name: str) -> bool:
     """Whether a class has a `functools.cached_property` of this name."""
     given = (
@@ -208,72 +182,54 @@ def is_kept_property(kind: type, name: str) -> bool:
     return isinstance(next(given, None), functools.cached_property)
 
 
-class _Bare:
-    """Makes `proxy | _Bare()` return the mapping behind the proxy."""
+@final
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of step is taken, written as code, and named.
 
-    def __ror__(self, mapping: Any) -> Any:
-        return mapping
+    `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
+    the key. `prefix` is the label's first word where the label starts anew at this step,
+    and `label` the text that the step adds.
+    """
 
-
-def proxied(proxy: Any) -> Any:
-    """The mapping behind a `types.MappingProxyType`."""
-    return proxy | _Bare()
-
-
-def _registered(name: str) -> Callable[[Any], Any]:
-    return lambda owner: attributes(owner)[name]
+    holder: str
+    item: str
+    label: str
+    prefix: str | None = None
 
 
 _KINDS = {
-    "root": Kind("{}", "[{}]", _owner, "{}", ""),
-    "item": Kind("{}", "[{}]", _owner, "[{!r}]"),
-    "key": Kind("(*{},)", "[{}]", lambda owner: (*owner,), ".keys()[{!r}]"),
-    "value": Kind(
-        "(*{}.values(),)", "[{}]", lambda owner: (*owner.values(),), ".values()[{!r}]"
-    ),
-    "attr": Kind("{}", ".{}", _owner, ".{}"),
-    "var": Kind("{}.__dict__", "[{}]", attributes, ".{}"),
-    "parameter": Kind(
-        "{}.__dict__['_parameters']", "[{}]", _registered("_parameters"), ".{}"
-    ),
-    "buffer": Kind("{}.__dict__['_buffers']", "[{}]", _registered("_buffers"), ".{}"),
-    "child": Kind("{}.__dict__['_modules']", "[{}]", _registered("_modules"), ".{}"),
-    "cell": Kind(
-        "{}.__closure__",
-        "[{}].cell_contents",
-        lambda owner: owner.__closure__,
-        "{}",
-        "closure variable",
-    ),
-    "global": Kind(
-        "{}.__globals__", "[{}]", lambda owner: owner.__globals__, "{}", "global"
-    ),
-    "default": Kind(
-        "{}.__defaults__", "[{}]", lambda owner: owner.__defaults__, "{}", "default of"
-    ),
-    "kwdefault": Kind(
-        "{}.__kwdefaults__",
-        "[{}]",
-        lambda owner: owner.__kwdefaults__,
-        "{}",
-        "default of",
-    ),
-    "arg": Kind("{}.args", "[{}]", lambda owner: owner.args, "{}", "partial argument"),
-    "keyword": Kind(
-        "{}.keywords", "[{}]", lambda owner: owner.keywords, "{}", "partial argument"
-    ),
-    "inherited": Kind("type({})", ".{}", type, ".{}"),
-    "import": Kind(
-        "__import__('sys').modules", "[{}]", lambda owner: sys.modules, "{}", "import"
-    ),
-    "variable": Kind("in_context({})", "", in_context, "{}", "context variable"),
-    "referent": Kind("{}()", "", referent, "()"),
-    "proxied": Kind("proxied({})", "", proxied, ""),
-    "type": Kind("type({})", "", type, "{}", "class"),
-    "base": Kind(
-        "{}.__mro__", "[{}]", lambda owner: owner.__mro__, "{}", "base class"
-    ),
-}  # fmt: skip
+    "root": Kind("{}", "[{}]", "{}", ""),
+    "item": Kind("{}", "[{}]", "[{!r}]"),
+    "key": Kind("(*{},)", "[{}]", ".keys()[{!r}]"),
+    "value": Kind("(*{}.values(),)", "[{}]", ".values()[{!r}]"),
+    "attr": Kind("{}", ".{}", ".{}"),
+    "var": Kind("{}.__dict__", "[{}]", ".{}"),
+    "parameter": Kind("{}.__dict__['_parameters']", "[{}]", ".{}"),
+    "buffer": Kind("{}.__dict__['_buffers']", "[{}]", ".{}"),
+    "child": Kind("{}.__dict__['_modules']", "[{}]", ".{}"),
+    "cell": Kind("{}.__closure__", "[{}].cell_contents", "{}", "closure variable"),
+    "global": Kind("{}.__globals__", "[{}]", "{}", "global"),
+    "default": Kind("{}.__defaults__", "[{}]", "{}", "default of"),
+    "kwdefault": Kind("{}.__kwdefaults__", "[{}]", "{}", "default of"),
+    "arg": Kind("{}.args", "[{}]", "{}", "partial argument"),
+    "keyword": Kind("{}.keywords", "[{}]", "{}", "partial argument"),
+    "inherited": Kind("type({})", ".{}", ".{}"),
+    "import": Kind("__import__('sys').modules", "[{}]", "{}", "import"),
+    "variable": Kind("in_context({})", "", "{}", "context variable"),
+    "referent": Kind("{}()", "", "()"),
+    "type": Kind("type({})", "", "{}", "class"),
+    "base": Kind("{}.__mro__", "[{}]", "{}", "base class"),
+}
+
+
+def _compiled(holder: str) -> Callable[[Any], Any]:
+    """The function that an expression for a holder stands for, unseen by a recording."""
+    text = holder.replace("{}.__dict__", "attributes({})").format("owner")
+    return eval(f"lambda owner: {text}")
+
+
+_HOLDERS = {name: _compiled(kind.holder) for name, kind in _KINDS.items()}
 
 
 def kind_of(step: Step) -> Kind:
@@ -296,9 +252,9 @@ def look(owner: object, step: Step) -> object:
         return object.__getattribute__(owner, cast("str", key))
     if kind == "attr":
         return attributes(owner)
+    holder = _HOLDERS[kind](owner)
     if kind == "inherited":
-        return getattr(type(owner), cast("str", key))
-    holder = _KINDS[kind].find(owner)
+        return getattr(holder, cast("str", key))
     if not _KINDS[kind].item:
         return holder
     return holder[key].cell_contents if kind == "cell" else holder[key]
@@ -307,11 +263,15 @@ def look(owner: object, step: Step) -> object:
 def put(owner: Any, step: Step, value: object) -> None:
     """Writes `value` one step from `owner`, past any `__setattr__` of its class.
 
+    `MISSING` empties the place.
+
     Raises:
         AttributeError, LookupError, TypeError, ValueError: the place cannot be written.
     """
     kind, key = step
-    if kind == "attr":
+    if value is MISSING:
+        _remove(owner, step)
+    elif kind == "attr":
         object.__setattr__(owner, cast("str", key), value)
     elif kind == "cell":
         owner.__closure__[key].cell_contents = value
@@ -328,11 +288,10 @@ def put(owner: Any, step: Step, value: object) -> None:
             raise LookupError("only who set a context variable can make it unset again")
         owner.set(value)
     else:
-        _KINDS[kind].find(owner)[key] = value
+        _HOLDERS[kind](owner)[key] = value
 
 
-def remove(owner: Any, step: Step) -> None:
-    """Empties the place one step from `owner`; raises as `put` does."""
+def _remove(owner: Any, step: Step) -> None:
     kind, key = step
     if kind == "attr":
         object.__delattr__(owner, cast("str", key))
@@ -341,7 +300,19 @@ def remove(owner: Any, step: Step) -> None:
     elif kind == "var" and isinstance(owner, type):
         type.__delattr__(owner, cast("str", key))
     else:
-        del _KINDS[kind].find(owner)[key]
+        del _HOLDERS[kind](owner)[key]
+
+
+def fill(owner: Any, items: Any) -> None:
+    """Makes a list or a dict hold these items, past any method of its class."""
+    if isinstance(owner, list):
+        held = cast("list[object]", owner)
+        list[object].__setitem__(held, slice(None), items)
+        return
+    # An ordered one keeps its order beside: dict's own methods would spoil it.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    base.update(owner, items)
 
 
 @final

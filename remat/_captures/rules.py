@@ -2,8 +2,8 @@
 
 A `Spot` says where to look (one step from another spot) and what must be true of what is
 found. Both are plain data that keep nothing of the user's alive but types, code and simple
-constants. Each rule says itself twice: as a test, for messages, and as an expression, for
-the generated check.
+constants. A rule says itself as a Python expression: the generated check joins these, and
+`visit` evaluates them one by one.
 """
 
 import types
@@ -19,7 +19,6 @@ from remat._captures.places import (
     Step,
     in_context,
     look,
-    proxied,
     same,
 )
 from remat._generators import trackers
@@ -35,7 +34,6 @@ class Constants:
             "Tensor": Tensor,
             "NOT_THERE": NOT_THERE,
             "in_context": in_context,
-            "proxied": proxied,
             "TRACKERS": trackers.registered,
         }
         self._names: dict[int, str] = {}
@@ -63,13 +61,8 @@ class Equal:
 
     const: object
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether the value is still the constant."""
-        del values
-        return same(value, self.const)
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         return _equality(value, self.const, constants)
 
 
@@ -80,13 +73,8 @@ class Instance:
 
     kind: type
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether the object's class is still the same."""
-        del values
-        return type(value) is self.kind
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         return f"type({value}) is {constants.name(self.kind)}"
 
 
@@ -97,13 +85,8 @@ class IsTensor:
 
     kind: type
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether there is still a tensor."""
-        del values
-        return isinstance(value, Tensor)
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         new = constants.temporary()
         kind = constants.name(self.kind)
         return f"(type({new} := {value}) is {kind} or isinstance({new}, Tensor))"
@@ -116,12 +99,8 @@ class SameAs:
 
     spot: int
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether both places still give one object."""
-        return value is values[self.spot]
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         del constants
         return f"{value} is v{self.spot}"
 
@@ -133,13 +112,8 @@ class Runs:
 
     code: types.CodeType
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether the function still runs the same code."""
-        del values
-        return getattr(value, "__code__", None) is self.code
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         return f"{value}.__code__ is {constants.name(self.code)}"
 
 
@@ -151,13 +125,8 @@ class Sized:
     kind: type
     num_items: int
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether class and length are still the same."""
-        del values
-        return type(value) is self.kind and len(cast("Any", value)) == self.num_items
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         new, kind = constants.temporary(), constants.name(self.kind)
         size = f"len({new}) == {self.num_items}" if self.num_items else f"not {new}"
         return f"(type({new} := {value}) is {kind} and {size})"
@@ -171,13 +140,8 @@ class Keyed:
     kind: type
     keys: tuple[Hashable, ...]
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether class and keys are still the same."""
-        del values
-        return type(value) is self.kind and tuple(cast("Any", value)) == self.keys
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         new, kind = constants.temporary(), constants.name(self.kind)
         keys = constants.name(self.keys)
         return f"(type({new} := {value}) is {kind} and (*{new},) == {keys})"
@@ -190,13 +154,8 @@ class Registered:
 
     number: int
 
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether that tracker still stands there."""
-        del values
-        return trackers.registered.get(self.number) is value
-
     def clause(self, value: str, constants: Constants) -> str:
-        """The same in Python."""
+        """Writes the rule as a Python expression about `value`, itself an expression."""
         del constants
         return f"TRACKERS.get({self.number}) is {value}"
 
@@ -205,11 +164,6 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class Absent:
     """No value is there: what was read came from elsewhere, or was missing."""
-
-    def holds(self, value: object, values: Sequence[object]) -> bool:
-        """Whether there is still nothing."""
-        del values
-        return value is MISSING
 
 
 Rule: TypeAlias = (
@@ -262,12 +216,23 @@ def visit(
     Places are read one after the other: if a caller repairs one before it asks for the next,
     the values below it are read from the repaired one.
     """
-    values: list[object] = []
-    for spot in spots:
-        owner = roots if spot.parent < 0 else values[spot.parent]
-        value = _look(owner, spot.step)
-        yield spot, owner, value, spot.rule.holds(value, values)
-        values.append(_look(owner, spot.step))
+    constants = Constants()
+    values = constants.space
+    for index, spot in enumerate(spots):
+        name = f"v{index}"
+        owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
+        value = values[name] = _look(owner, spot.step)
+        yield spot, owner, value, _holds(spot.rule, name, constants)
+        values[name] = _look(owner, spot.step)
+
+
+def _holds(rule: Rule, name: str, constants: Constants) -> bool:
+    if isinstance(rule, Absent) or constants.space[name] is MISSING:
+        return isinstance(rule, Absent) and constants.space[name] is MISSING
+    try:
+        return bool(eval(rule.clause(name, constants), constants.space))
+    except NOT_THERE:
+        return False
 
 
 def _look(owner: object, step: Step) -> object:

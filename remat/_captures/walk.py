@@ -12,11 +12,11 @@ into its globals; what its functions hold in closures, and its objects, are.
 
 import contextlib
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat._captures.contents import (
     BY_NAME,
@@ -38,14 +38,12 @@ from remat._captures.places import (
     Label,
     Step,
     Unset,
+    fill,
     in_words,
     is_kept_property,
     is_plain,
     is_simple,
-    kind_of,
-    look,
     put,
-    remove,
     same,
 )
 from remat._errors import RecomputationError, explain
@@ -118,21 +116,6 @@ class Path:
     def label(self) -> str:
         """The way in the user's words, such as self.attn.weight or global `W`."""
         return str(self.owner.label.then(self.owner.value, self.step))
-
-    @property
-    def code(self) -> str:
-        """The way as a Python expression over `roots`."""
-        text = "roots"
-        for _, step in reversed([*self.steps()]):
-            text = expression(text, step)
-        return text
-
-
-def expression(owner: str, step: Step) -> str:
-    """The step written in Python, from an expression for the owner."""
-    kind = kind_of(step)
-    key = step[1] if step[0] == "attr" else repr(step[1])
-    return kind.holder.format(owner) + kind.item.format(key)
 
 
 @final
@@ -279,9 +262,7 @@ class Survey:
         """Puts back, in place, all reached state that a trace changed."""
         for node, step, before, _ in [*self._differences()]:
             if step[0] in ITEMS:
-                _refill(node.value, node.content)
-            elif before is MISSING:
-                remove(node.value, step)
+                _refill(node)
             elif before is not Unset.UNSET:
                 put(node.value, step, before)
         self._refresh()
@@ -303,59 +284,25 @@ class Survey:
         Raises:
             RecomputationError: a place is no more.
         """
+        left = frozenset(map(id, but))
+        filled: set[int] = set()
         with contextlib.ExitStack() as undo:
-            for node, step in self._places(frozenset(map(id, but))):
-                before, now = node.content[step], _standing(node.value, step)
-                if now is before or (is_simple(before) and same(now, before)):
+            for node, step, before, after in [*self._differences()]:
+                owner = node.value
+                if step[0] == "referent" or id(before) in left:
+                    continue
+                if step[0] in ITEMS:
+                    if id(owner) not in filled:
+                        filled.add(id(owner))
+                        undo.callback(fill, owner, _copied(owner))
+                        _refill(node)
                     continue
                 try:
-                    put(node.value, step, before)
+                    put(owner, step, before)
                 except NOT_THERE as error:
                     raise _gone(node, step) from error
-                if now is MISSING:
-                    undo.callback(remove, node.value, step)
-                else:
-                    undo.callback(put, node.value, step, now)
-            self._put_back_state(undo)
-            yield
-
-    def _put_back_state(self, undo: contextlib.ExitStack) -> None:
-        """Puts back what the places of tensors and of modules leave out."""
-        filled: set[int] = set()
-        for node, step, before, after in [*self._differences()]:
-            owner = node.value
-            is_placed = isinstance(before, Tensor) and not _is_by_order(step)
-            if is_placed or step[0] == "referent":
-                continue
-            if step[0] in ITEMS:
-                if id(owner) not in filled:
-                    filled.add(id(owner))
-                    undo.callback(_fill, owner, _copied(owner))
-                    _refill(owner, node.content)
-                continue
-            try:
-                if before is MISSING:
-                    remove(owner, step)
-                else:
-                    put(owner, step, before)
-            except NOT_THERE as error:
-                raise _gone(node, step) from error
-            if after is MISSING:
-                undo.callback(remove, owner, step)
-            else:
                 undo.callback(put, owner, step, after)
-
-    def _places(self, but: Set[int]) -> Iterator[tuple[Node, Step]]:
-        for identity, paths in self.tensors.items():
-            if identity not in but:
-                for path in paths:
-                    if not _is_by_order(path.step):
-                        yield path.owner, path.step
-        for node in self.nodes.values():
-            if isinstance(node.value, nn.Module):
-                for step, value in node.content.items():
-                    if step[0] == "var" and is_simple(value):
-                        yield node, step
+            yield
 
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
         for node in (self.roots, *self.nodes.values()):
@@ -378,13 +325,6 @@ def survey(roots: tuple[object, ...]) -> Survey:
     return Survey(roots)
 
 
-def _standing(owner: object, step: Step) -> object:
-    try:
-        return look(owner, step)
-    except NOT_THERE:
-        return MISSING
-
-
 def _gone(node: Node, step: Step) -> RecomputationError:
     return RecomputationError(
         explain(
@@ -396,35 +336,19 @@ def _gone(node: Node, step: Step) -> RecomputationError:
     )
 
 
-def _refill(owner: list[object] | dict[object, object], content: Content) -> None:
+def _refill(node: Node) -> None:
+    """Makes a list or a dict hold what it held in the survey."""
     before: dict[object, object] = {}
-    for step, value in content.items():
+    for step, value in node.content.items():
         if step[0] == "item":
             before[step[1]] = value
         elif step[0] == "value":
-            before[content["key", step[1]]] = value
-    _fill(owner, [*before.values()] if isinstance(owner, list) else before)
-
-
-def _is_by_order(step: Step) -> bool:
-    """Whether a place is put back with all of its dict."""
-    return step[0] in {"key", "value"}
+            before[node.content["key", step[1]]] = value
+    fill(node.value, [*before.values()] if isinstance(node.value, list) else before)
 
 
 def _copied(owner: Any) -> Any:
     return [*owner] if isinstance(owner, list) else {**owner}
-
-
-def _fill(owner: Any, items: Any) -> None:
-    """Makes a list or a dict hold these items, past any method of its class."""
-    if isinstance(owner, list):
-        held = cast("list[object]", owner)
-        list[object].__setitem__(held, slice(None), items)
-        return
-    # An ordered one keeps its order beside: dict's own methods would spoil it.
-    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-    base.clear(owner)
-    base.update(owner, items)
 
 
 def _changed(node: Node, step: Step, before: object, after: object) -> str:

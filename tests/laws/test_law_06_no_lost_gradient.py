@@ -9,7 +9,7 @@ import functools
 from collections import ChainMap, OrderedDict, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -180,7 +180,6 @@ CASES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "tuple": lambda w, x: ((lambda t: mix(*t)), ((x, w),), {}),
     "ordered_dict": lambda w, x: ((lambda t: mix(x, t["w"])), (OrderedDict(w=w),), {}),
     "deque": lambda w, x: ((lambda t: mix(x, t[0])), (deque([w]),), {}),
-    "proxy": lambda w, x: ((lambda x, t: mix(x, t["w"])), (x, MappingProxyType({"w": w})), {}),
     "chain_map": lambda w, x: ((lambda x, t: mix(x, t["w"])), (x, ChainMap({}, {"w": w})), {}),
     "user_list": lambda w, x: ((lambda x, t: mix(x, t[0])), (x, UserList([w])), {}),
     "partial_method": partial_method,

@@ -6,6 +6,7 @@ stale, never None."
 
 import functools
 import itertools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -68,6 +69,18 @@ def numpy_property(w: Tensor) -> Callable[[], Tensor]:
     return lambda: held.w
 
 
+def read_only_mapping(w: Tensor) -> Callable[[], Tensor]:
+    held = types.MappingProxyType({"w": w})
+    return lambda: held["w"]
+
+
+def of_a_metaclass(w: Tensor) -> Callable[[], Tensor]:
+    held: Any = types.new_class(
+        "Held", kwds={"metaclass": type("Meta", (type,), {"w": w})}
+    )
+    return lambda: held.w
+
+
 def weak_reference(w: Tensor) -> Callable[[], Tensor]:
     held = weakref.ref(w)
     return lambda: held()  # type: ignore[return-value]
@@ -78,8 +91,14 @@ def cache(w: Tensor) -> Callable[[], Tensor]:
     return lambda: held()
 
 
+UNSEEN = [
+    *(iterator, generator, member_of_a_set, numpy_property),
+    *(read_only_mapping, of_a_metaclass),
+]
+
+
 @pytest.mark.contract
-@pytest.mark.parametrize("way", [iterator, generator, member_of_a_set, numpy_property])
+@pytest.mark.parametrize("way", UNSEEN)
 def test_a_tensor_that_cannot_be_followed_is_an_error(way: Any) -> None:
     """It says which tensor, where it is used, and what to do."""
     w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1).requires_grad_()
@@ -108,7 +127,7 @@ def assert_refused_in_stacks(
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("way", [iterator, generator, member_of_a_set, numpy_property])
+@pytest.mark.parametrize("way", UNSEEN)
 @pytest.mark.parametrize("schedule", [None, schedules.Every(2), schedules.Revolve(1)])
 def test_a_stage_that_cannot_be_followed_is_an_error(schedule: Any, way: Any) -> None:
     """In stacks too, by schedule or not."""
@@ -158,7 +177,10 @@ def used_once(w: Tensor) -> Callable[[], Tensor]:
     return lambda: next(held)
 
 
-HIDDEN = [iterator, generator, hidden_property, hidden_intermediate, used_once]
+HIDDEN = [
+    *(iterator, generator, hidden_property, hidden_intermediate, used_once),
+    *(read_only_mapping, of_a_metaclass),
+]
 
 
 @pytest.mark.contract

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -235,20 +235,6 @@ def overridden(
     return (lambda x: scaled(x, read(held))), lambda: setattr(Derived, name, override)
 
 
-def of_metaclass() -> State:
-    class Meta(type):
-        factor = 2.0
-
-        @property
-        def given(cls) -> float:
-            return cls.factor
-
-    class Config(metaclass=Meta):
-        pass
-
-    return (lambda x: scaled(x, Config.given)), lambda: setattr(Meta, "factor", 3.0)
-
-
 def partial_method() -> State:
     class Config:
         def read(self, factor: float) -> float:
@@ -269,6 +255,23 @@ class Slotted:
 
     def __init__(self) -> None:
         self.value = 2.0
+
+
+class Private:
+    """A slot that Python stores under another name."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = 2.0
+
+    @property
+    def value(self) -> float:
+        return self.__value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self.__value = value
 
 
 class Values(list[float]):
@@ -327,12 +330,6 @@ class Text(str):
 def with_methods(value: Any) -> State:
     held = (value, "a")
     return (lambda x: scaled(x, held[0].given())), set_global("FACTOR", 3.0)
-
-
-def behind_a_proxy() -> State:
-    table = {"factor": 2.0}
-    proxy = MappingProxyType(table)
-    return (lambda x: scaled(x, proxy["factor"])), lambda: table.update(factor=3.0)
 
 
 def of_collections(held: Any) -> State:
@@ -407,7 +404,7 @@ CHANGES: dict[str, Callable[[], State]] = {
     "attribute_of_a_function": of_function,
     "attribute_of_a_list": lambda: of_object(Values()),
     "single_slot": lambda: of_object(Slotted()),
-    "metaclass": of_metaclass,
+    "private_slot": lambda: of_object(Private()),
     "partial_method": partial_method,
     "dispatched": lambda: dispatched(is_method=False),
     "dispatched_method": lambda: dispatched(is_method=True),
@@ -416,7 +413,6 @@ CHANGES: dict[str, Callable[[], State]] = {
         (lambda x: scaled(x, Kind.ONE.value())), set_global("FACTOR", 3.0)
     ),
     "method_of_a_text": lambda: with_methods(Text("a")),
-    "behind_a_proxy": behind_a_proxy,
     "chain_map": lambda: of_collections(collections.ChainMap({0: 2.0})),
     "user_list": lambda: of_collections(collections.UserList([2.0])),
     "method_attribute": method_attribute,
