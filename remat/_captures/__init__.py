@@ -10,10 +10,11 @@ helpers, and which captured tensors are one. An attribute that was not read is n
 covered, so equal layers that differ in `layer_idx` share one trace.
 
 What cannot be covered, and is never checked: the contents of sets, deques, read-only
-mappings and numpy arrays, what a class has from its metaclass, values that properties compute from elsewhere, iterators, names computed at run
-time, attributes hung on tensors, objects that only C types hold, library globals (torch's
-default dtype and the like are part of the signature instead), constants that library
-classes hold in containers, a builtin's name that becomes a global later, time, files.
+mappings and numpy arrays, what a class has from its metaclass, values that properties
+compute from elsewhere, iterators, names computed at run time, attributes hung on tensors,
+objects that only C types hold, library globals (torch's default dtype and the like are part
+of the signature instead), constants that library classes hold in containers, a builtin's
+name that becomes a global later, time, files.
 """
 
 from remat._captures.code_key import code_key

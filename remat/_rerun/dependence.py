@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import CapturedTensorError, explain
+from remat._errors import CapturedTensorError, explain, out_of_reach
 from remat._graph.values import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import isolation
-from remat._tracing.memoized import remedy
 
 #: The bits of all outputs.
 ALL = -1
@@ -157,11 +156,7 @@ def _lost(gradient: Tensor) -> Tensor:
 
 
 def _other(variable: Tensor) -> CapturedTensorError:
-    return CapturedTensorError(
-        explain(
-            where=f"a tensor {TensorMeta.of(variable)} that requires grad",
-            what="is reached in a way that cannot be followed at the next run.",
-            why="Its gradient would be lost.",
-            do=remedy(),
-        )
+    return out_of_reach(
+        f"a tensor {TensorMeta.of(variable)} that requires grad",
+        "Its gradient would be lost.",
     )

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from remat import _captures
-from remat._errors import CapturedTensorError, explain
+from remat._errors import out_of_reach
 from remat._graph.values import TensorMeta
 from remat._rerun.dependence import is_held, nodes_behind
 from remat._torch import levels, trees
-from remat._tracing.memoized import remedy
 
 
 def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
@@ -48,7 +47,11 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held
     for node in filter(is_held, unseen):
-        raise _unseen(node.variable)
+        raise out_of_reach(
+            f"a tensor {TensorMeta.of(node.variable)} that requires grad",
+            "No other tensor that the region sees requires grad, so it would run without "
+            "recomputation and hold all that its backward needs.",
+        )
 
 
 def _wanted(tensor: Tensor) -> Iterator[Tensor]:
@@ -76,15 +79,3 @@ def _kept_by(nodes: Iterable[Any]) -> set[int]:
             seen.add(id(each))
             pending += gc.get_referents(each)
     return seen
-
-
-def _unseen(tensor: Tensor) -> CapturedTensorError:
-    return CapturedTensorError(
-        explain(
-            where=f"a tensor {TensorMeta.of(tensor)} that requires grad",
-            what="is reached in a way that cannot be followed at the next call.",
-            why="No other tensor that the region sees requires grad, so it would run "
-            "without recomputation and hold all that its backward needs.",
-            do=remedy(),
-        )
-    )

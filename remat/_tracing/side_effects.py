@@ -8,6 +8,7 @@ is an error as well: it has no data, and whoever uses it later would fail.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import types
 import weakref
@@ -19,8 +20,11 @@ from torch import Tensor
 from remat._captures import Reads, Survey, survey
 from remat._errors import SideEffectError, explain
 from remat._graph.values import TensorMeta
-from remat._tracing.memoized import holds, keeper_of, remedy
 from remat._tracing.trace import Traced
+
+_Memoized: Any = type(functools.lru_cache(len))
+_CONTAINERS = (dict, list, tuple)
+_DEPTH = 4  # of containers in a cache or in a returned object, a heuristic
 
 
 @contextlib.contextmanager
@@ -84,7 +88,7 @@ def require_nothing_left(
     if leaked is None:
         return
     for returned in statics:
-        if holds(returned, leaked):
+        if _holds(returned, leaked):
             raise _unknown_container(returned, leaked, where)
     raise _leak(leaked, where)
 
@@ -121,15 +125,29 @@ def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffe
     )
 
 
+def _holds(thing: object, tensor: Tensor) -> bool:
+    """Whether an object holds a tensor, a few containers deep."""
+    held = gc.get_referents(thing)
+    for _ in range(_DEPTH):
+        if any(each is tensor for each in held):
+            return True
+        inner: list[Any] = [each for each in held if isinstance(each, _CONTAINERS)]
+        held = gc.get_referents(*inner)
+    return False
+
+
 def _leak(tensor: Tensor, where: str) -> SideEffectError:
-    """The error for a tensor that was left; a cache that has it is emptied."""
-    keeper = keeper_of(tensor)
-    if keeper is None:
-        holder, do = _holder(tensor), "Return the tensor from the function instead."
-    else:
-        keeper.cache_clear()
-        holder = f"the cache of `{keeper.__name__}`, which is now empty"
-        do = remedy(keeper)
+    """The error for a tensor that was left; a cache of functools that has it is emptied."""
+    holder, do = _holder(tensor), "Return the tensor from the function instead."
+    memoized = _memoized(tensor)
+    if memoized is not None:
+        memoized.cache_clear()
+        name = memoized.__name__
+        holder = f"the cache of `{name}`, which is now empty"
+        do = (
+            f"Call `{name}.__wrapped__` inside the function, which makes the tensor "
+            f"anew, or call `{name}` outside and pass what it returns."
+        )
     return SideEffectError(
         explain(
             where=where,
@@ -138,6 +156,18 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
             do=do,
         )
     )
+
+
+def _memoized(tensor: Tensor) -> Any:
+    """The function in whose cache a tensor is, a few containers deep; None if in none."""
+    holders: list[Any] = [tensor]
+    for _ in range(_DEPTH):
+        holders = gc.get_referrers(*holders)
+        for each in holders:
+            if type(each) is _Memoized:
+                return each
+        holders = [each for each in holders if isinstance(each, _CONTAINERS)]
+    return None
 
 
 def _holder(tensor: Tensor) -> str:

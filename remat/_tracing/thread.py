@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat._errors import CapturedTensorError, RematError, TraceError, explain
+from remat._errors import (
+    CapturedTensorError,
+    RematError,
+    TraceError,
+    explain,
+    out_of_reach,
+)
 from remat._generators import streams, trackers
 from remat._graph.values import TensorMeta
 from remat._messages import user_line
@@ -28,7 +34,6 @@ from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
 from remat._tracing import importing
 from remat._tracing.indexing import LookUps
-from remat._tracing.memoized import keeper_of, remedy
 from remat._tracing.refusals import is_strided, overriding, unstrided
 from remat.policies._operators import function_name
 
@@ -254,16 +259,10 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
 
 
 def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
-    keeper = keeper_of(tensor)
-    whose = "" if keeper is None else f" from the cache of `{keeper.__name__}`"
-    return CapturedTensorError(
-        explain(
-            where=f"a tensor {TensorMeta.of(tensor)}{whose}, used at {user_line()}",
-            what="is reached in a way that cannot be followed at the next call.",
-            why="It would become a constant of the trace: its gradient would be "
-            "lost, and later changes would not be seen.",
-            do=remedy(keeper),
-        )
+    return out_of_reach(
+        f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+        "It would become a constant of the trace: its gradient would be lost, and later "
+        "changes would not be seen.",
     )
 
 
