@@ -169,15 +169,12 @@ class Lookup:
     def reaches_gradient(
         self, signature: Signature, roots: Roots, numerics: Numerics
     ) -> bool:
-        """Whether a captured tensor is to be differentiated.
-
-        Tensors in sets count too: the call is then traced, and a trace refuses to read one.
-        """
+        """Whether a captured tensor is to be differentiated."""
         found = self.cache.find((signature.key, numerics), roots)
         if found is not None:
             return any(map(levels.requires_grad_anywhere, found[1]))
-        survey = _captures.survey(roots)
-        return any(map(levels.requires_grad_anywhere, survey.reached + survey.hidden))
+        reached = _captures.survey(roots).reached
+        return any(map(levels.requires_grad_anywhere, reached))
 
     def _of_family(self, missed: _Missed) -> Entry:
         """The entry of a trace with open sizes; of one size if the function permits no other."""

@@ -249,6 +249,7 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
+@cached_by_class
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
@@ -266,9 +267,8 @@ def _sort_of_type(kind: type) -> Look:
     return _of_object
 
 
-def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
+def look_for(value: object, step: Step) -> Look:
     """The function that looks at an object which this step led to."""
-    kind = type(value)
     if trackers.is_tracker(value):
         return _of_nothing  # its states are no constants: see there
     if isinstance(value, types.FunctionType):
@@ -279,9 +279,7 @@ def look_for(value: object, step: Step, cache: dict[type, Look]) -> Look:
         if not user_bases(value):
             return _of_nothing
         return of_class if is_class_of_an_object(step) else of_called_class
-    if kind not in cache:
-        cache[kind] = _sort_of_type(kind)
-    return cache[kind]
+    return _sort_of_type(type(value))
 
 
 def hides_contents(value: object) -> bool:

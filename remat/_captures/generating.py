@@ -7,7 +7,7 @@ from torch import Tensor
 
 from remat._captures.places import kind_of
 from remat._captures.reads import GENERATED
-from remat._captures.rules import Absent, Constants, SameAs, Spot
+from remat._captures.rules import Absent, Constants, SameAs, Spot, clause
 
 _INSTANCE_DICT = "{}.__dict__"
 
@@ -107,7 +107,7 @@ def generate_check(
         if index in bound:
             writer.add(f"v{index} = {place}")
             place = f"v{index}"
-        writer.require(spot.rule.clause(place, writer.constants))
+        writer.require(clause(spot.rule, place, writer.constants))
     return writer.function("check", _tuple(fetched))
 
 

@@ -2,8 +2,8 @@
 
 A `Spot` says where to look (one step from another spot) and what must be true of what is
 found. Both are plain data that keep nothing of the user's alive but types, code and simple
-constants. A rule says itself as a Python expression: the generated check joins these, and
-`visit` evaluates them one by one.
+constants. `clause` writes a rule as a Python expression: the generated check joins these,
+and `visit` evaluates them one by one.
 """
 
 import types
@@ -61,10 +61,6 @@ class Equal:
 
     const: object
 
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        return _equality(value, self.const, constants)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -72,10 +68,6 @@ class Instance:
     """An object of exactly this class."""
 
     kind: type
-
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        return f"type({value}) is {constants.name(self.kind)}"
 
 
 @final
@@ -85,12 +77,6 @@ class IsTensor:
 
     kind: type
 
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        new = constants.temporary()
-        kind = constants.name(self.kind)
-        return f"(type({new} := {value}) is {kind} or isinstance({new}, Tensor))"
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -99,11 +85,6 @@ class SameAs:
 
     spot: int
 
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        del constants
-        return f"{value} is v{self.spot}"
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -111,10 +92,6 @@ class Runs:
     """A function with this code, made anew or not."""
 
     code: types.CodeType
-
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        return f"{value}.__code__ is {constants.name(self.code)}"
 
 
 @final
@@ -125,12 +102,6 @@ class Sized:
     kind: type
     num_items: int
 
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        new, kind = constants.temporary(), constants.name(self.kind)
-        size = f"len({new}) == {self.num_items}" if self.num_items else f"not {new}"
-        return f"(type({new} := {value}) is {kind} and {size})"
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -140,12 +111,6 @@ class Keyed:
     kind: type
     keys: tuple[Hashable, ...]
 
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        new, kind = constants.temporary(), constants.name(self.kind)
-        keys = constants.name(self.keys)
-        return f"(type({new} := {value}) is {kind} and (*{new},) == {keys})"
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -153,11 +118,6 @@ class Registered:
     """The tracker of this registration: a program draws from its states, by its number."""
 
     number: int
-
-    def clause(self, value: str, constants: Constants) -> str:
-        """Writes the rule as a Python expression about `value`, itself an expression."""
-        del constants
-        return f"TRACKERS.get({self.number}) is {value}"
 
 
 @final
@@ -169,6 +129,41 @@ class Absent:
 Rule: TypeAlias = (
     Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Registered | Absent
 )
+
+
+def clause(rule: Rule, value: str, constants: Constants) -> str:
+    """Writes what a rule says of a value as a Python expression.
+
+    Args:
+        rule: any but `Absent`, which says it of a place.
+        value: the expression of the value.
+        constants: gets what the expression refers to.
+    """
+    match rule:
+        case Equal(const):
+            return _equality(value, const, constants)
+        case Instance(kind):
+            return f"type({value}) is {constants.name(kind)}"
+        case IsTensor(kind):
+            new, likely = constants.temporary(), constants.name(kind)
+            return f"(type({new} := {value}) is {likely} or isinstance({new}, Tensor))"
+        case SameAs(spot):
+            return f"{value} is v{spot}"
+        case Runs(code):
+            return f"{value}.__code__ is {constants.name(code)}"
+        case Sized(kind, num):
+            new, own = constants.temporary(), constants.name(kind)
+            size = f"len({new}) == {num}" if num else f"not {new}"
+            return f"(type({new} := {value}) is {own} and {size})"
+        case Keyed(kind, keys):
+            new, own = constants.temporary(), constants.name(kind)
+            right = constants.name(keys)
+            return f"(type({new} := {value}) is {own} and (*{new},) == {right})"
+        case Registered(number):
+            return f"TRACKERS.get({number}) is {value}"
+        case Absent():
+            raise AssertionError("nothing is said of a value that is not there")
+
 
 _LITERAL = (type(None), bool, type(...))
 
@@ -230,7 +225,7 @@ def _holds(rule: Rule, name: str, constants: Constants) -> bool:
     if isinstance(rule, Absent) or constants.space[name] is MISSING:
         return isinstance(rule, Absent) and constants.space[name] is MISSING
     try:
-        return bool(eval(rule.clause(name, constants), constants.space))
+        return bool(eval(clause(rule, name, constants), constants.space))
     except NOT_THERE:
         return False
 

@@ -135,8 +135,6 @@ class Survey:
         self.names: set[str] = set()
         self._buffers: set[int] = set()
         self._held: list[object] = [roots]
-        self._sorts: dict[type, Look] = {}
-        self._tensor_types: dict[type, bool] = {}
         self._walk()
 
     @property
@@ -144,29 +142,6 @@ class Survey:
         """The reached tensors, each once."""
         firsts = (paths[0] for paths in self.tensors.values())
         return [cast("Tensor", path.owner.content[path.step]) for path in firsts]
-
-    @property
-    def hidden(self) -> list[Tensor]:
-        """The tensors in sets and queues, to which no path holds from call to call."""
-        found: list[Tensor] = []
-        seen: set[int] = set()
-        pending: list[Survey] = [self]
-        while pending:
-            nodes = pending.pop().nodes
-            new = {key: each.value for key, each in nodes.items() if key not in seen}
-            seen.update(new)
-            inside = tuple(
-                itertools.chain.from_iterable(
-                    cast("Iterable[object]", each)
-                    for each in new.values()
-                    if issubclass(type(each), (set, frozenset, deque))
-                )
-            )
-            if inside:
-                further = Survey(inside)
-                found += further.reached
-                pending.append(further)
-        return found
 
     def is_buffer(self, identity: int) -> bool:
         """Whether the tensor of this id is registered as a buffer of some module."""
@@ -199,7 +174,7 @@ class Survey:
     def _meet(
         self, value: object, owner: Node, step: Step, pending: deque[Node]
     ) -> None:
-        if self._is_tensor(value):
+        if Tensor in type(value).__mro__:  # isinstance is slow for tensors
             paths = self.tensors.get(id(value), ())
             self.tensors[id(value)] = (*paths, Path(owner, step))
             self._held.append(value)
@@ -209,21 +184,13 @@ class Survey:
         node = self.nodes.get(id(value))
         if node is None and (isinstance(value, type) or not is_plain(value)):
             node = self.nodes[id(value)] = Node(value, owner, step)
-            node.look = look_for(value, step, self._sorts)
+            node.look = look_for(value, step)
             if node.look is of_user_function:
                 self.names |= mentions(node.value.__code__).names
             pending.append(node)
         elif node and node.look is of_class and not is_class_of_an_object(step):
             node.look = of_called_class
             pending.append(node)
-
-    def _is_tensor(self, value: object) -> bool:
-        # Tensor's metaclass makes isinstance slow, so it is asked once for each type.
-        kind = type(value)
-        known = self._tensor_types.get(kind)
-        if known is None:
-            known = self._tensor_types[kind] = issubclass(kind, Tensor)
-        return known
 
     # --- what a trace changed -------------------------------------------------------
 
