@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import Tensor
 
 from remat import _captures
-from remat._captures.hooked import Hooked
+from remat._captures.hooked import refresh
 from remat._generators.streams import exists
 from remat._graph.values import TensorMeta, layout_of
 from remat._programs.barriers import kept
@@ -63,7 +63,7 @@ class Entry:
         written: the places of operands that the function changes: its buffers.
         unseen: those of them that a kernel changes without counting up their version.
         streams: the streams of registered trackers that it draws from.
-        hooked: modules with weights that torch's hooks make at each call.
+        hooked: the steps to each module with weights that torch's hooks make at each call.
         trace_s: how long the trace took, in seconds; None where a trace with open sizes
             was there already.
         gather: the captured tensors of some roots, None if the trace does not hold there.
@@ -78,7 +78,7 @@ class Entry:
     written: tuple[int, ...]
     unseen: frozenset[int]
     streams: frozenset[str]
-    hooked: tuple[Hooked, ...]
+    hooked: tuple[tuple[_captures.Step, ...], ...]
     trace_s: float | None
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
         init=False, repr=False
@@ -140,8 +140,8 @@ class Entry:
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
         result = self._call(roots, tensors, numerics)
-        for each in self.hooked:
-            each.refresh(roots)
+        for way in self.hooked:
+            refresh(way, roots)
         return result
 
     def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat import _captures
 from remat._calls.entry import Entry, Output
 from remat._calls.signature import Layout, Signature
-from remat._captures.hooked import Hooked, put_back
+from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, explain
 from remat._generators import host, streams
 from remat._graph import operators
@@ -216,7 +216,7 @@ class _Search:
         is_buffer: for each captured tensor whether it is a buffer of a module.
         output: how the result is put together.
         function: what can be traced again.
-        hooked: modules with weights that torch's hooks make at each call.
+        hooked: the steps to each module with weights that torch's hooks make at each call.
         template: the trace with its sizes open, if they were.
         seconds: how long it took.
     """
@@ -227,7 +227,7 @@ class _Search:
     is_buffer: tuple[bool, ...]
     output: Output
     function: Function
-    hooked: tuple[Hooked, ...]
+    hooked: tuple[tuple[_captures.Step, ...], ...]
     template: Template | None
     seconds: float
 

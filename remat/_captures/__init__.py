@@ -24,11 +24,10 @@ from remat._captures.covering import cover
 from remat._captures.library import user_bases
 from remat._captures.places import Step, look, put
 from remat._captures.reads import Reads, recording
-from remat._captures.walk import Path, Survey, survey
+from remat._captures.walk import Survey, survey
 
 __all__ = [
     "Covered",
-    "Path",
     "Reads",
     "Step",
     "Survey",

@@ -8,10 +8,9 @@ left them, so that the attribute holds what it would without remat, gradient inc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -22,37 +21,30 @@ from remat._captures import Step, Survey, look, put
 from remat._torch import tensors
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Hooked:
-    """A module with such hooks.
+def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
+    """Removes the stand-ins of a trace from such attributes.
 
-    Attributes:
-        way: the steps from the roots of a call to it.
+    Returns:
+        The steps from the roots to each module that has any.
     """
-
-    way: tuple[Step, ...]
-
-    def refresh(self, roots: tuple[object, ...]) -> None:
-        """Makes the attributes again, in the module that stands there now."""
-        module = functools.reduce(look, self.way, roots)
-        assert isinstance(module, nn.Module)
-        for name, make in _made(module):
-            setattr(module, name, make())
-
-
-def put_back(survey: Survey) -> tuple[Hooked, ...]:
-    """Removes the stand-ins of a trace from such attributes; returns the modules with any."""
-    found: list[Hooked] = []
+    ways: list[tuple[Step, ...]] = []
     for node in survey.nodes.values():
         if not isinstance(node.value, nn.Module):
             continue
-        steps = [("var", name) for name, _ in _made(node.value)]
-        for step in steps:
-            put(node.value, step, node.content[step])
-        if steps:
-            found.append(Hooked(node.way))
-    return tuple(found)
+        names = [name for name, _ in _made(node.value)]
+        for name in names:
+            put(node.value, ("var", name), node.content["var", name])
+        if names:
+            ways.append(node.way)
+    return tuple(ways)
+
+
+def refresh(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
+    """Makes the attributes again, in the module that stands at the end of `way`."""
+    module = functools.reduce(look, way, roots)
+    assert isinstance(module, nn.Module)
+    for name, make in _made(module):
+        setattr(module, name, make())
 
 
 def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:

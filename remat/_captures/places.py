@@ -1,8 +1,7 @@
 """Places: where a value is in a user's objects, and how to read, write and name it.
 
 A `Step` is a pair (kind, key): from an owner to one value that it holds, such as
-`("cell", 1)` or `("parameter", "weight")`. A `Path` is a chain of steps from `roots`. All
-that differs between the kinds stands in the table `_KINDS` below: a new kind of reach is
+`("cell", 1)` or `("parameter", "weight")`. All that differs between the kinds stands in the table `_KINDS` below: a new kind of reach is
 one more line there.
 
 This module also says what a *simple* value is: one that is compared by what it is, and

@@ -11,7 +11,6 @@ into its globals; what its functions hold in closures, and its objects, are.
 """
 
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
@@ -55,7 +54,7 @@ EVERYTHING = "__dict__"
 
 @final
 class Node:
-    """One reached object: its shortest path, and what stood at its places."""
+    """One reached object: a path to it, and what stood at its places."""
 
     __slots__ = ("content", "look", "parent", "step", "value")
 
@@ -72,50 +71,25 @@ class Node:
         value: object = self.value
         return type(value)
 
-    @property
-    def way(self) -> tuple[Step, ...]:
-        """The steps of the shortest path, from the roots."""
-        steps: list[Step] = []
+    def steps(self) -> Iterator[tuple["Node", Step]]:
+        """Owners and steps of the path, from the object back to a root."""
         node = self
         while node.parent is not None:
-            steps.append(node.step)
+            yield node.parent, node.step
             node = node.parent
-        return tuple(reversed(steps))
+
+    @property
+    def way(self) -> tuple[Step, ...]:
+        """The steps of the path, from the roots."""
+        return tuple(step for _, step in self.steps())[::-1]
 
     @property
     def label(self) -> Label:
-        """The words for the shortest path."""
-        chain: list[Node] = [self]
-        while chain[-1].parent is not None:
-            chain.append(chain[-1].parent)
+        """The path in the user's words, such as self.attn.weight or global `W`."""
         label = Label("", "")
-        for parent, node in itertools.pairwise(reversed(chain)):
-            label = label.then(parent.value, node.step)
+        for owner, step in reversed([*self.steps()]):
+            label = label.then(owner.value, step)
         return label
-
-
-@final
-class Path:
-    """One way to a tensor: the node that holds it, and the last step."""
-
-    __slots__ = ("owner", "step")
-
-    def __init__(self, owner: Node, step: Step) -> None:
-        self.owner = owner
-        self.step = step
-
-    def steps(self) -> Iterator[tuple[Node, Step]]:
-        """Owners and steps, from the tensor back to a root."""
-        node, step = self.owner, self.step
-        yield node, step
-        while node.parent is not None:
-            step, node = node.step, node.parent
-            yield node, step
-
-    @property
-    def label(self) -> str:
-        """The way in the user's words, such as self.attn.weight or global `W`."""
-        return str(self.owner.label.then(self.owner.value, self.step))
 
 
 @final
@@ -125,27 +99,25 @@ class Survey:
     Attributes:
         names: what the user's code that was reached mentions.
         nodes: each reached object that has places, by its id, nearest first.
-        tensors: all paths to each reached tensor, by its id, shortest first.
+        tensors: a node for each path to each reached tensor, by its id, shortest first.
     """
 
     def __init__(self, roots: tuple[object, ...]) -> None:
         self.roots = Node(roots, None, ("root", 0))
         self.nodes: dict[int, Node] = {}
-        self.tensors: dict[int, tuple[Path, ...]] = {}
+        self.tensors: dict[int, tuple[Node, ...]] = {}
         self.names: set[str] = set()
-        self._buffers: set[int] = set()
-        self._held: list[object] = [roots]
         self._walk()
 
     @property
     def reached(self) -> list[Tensor]:
         """The reached tensors, each once."""
-        firsts = (paths[0] for paths in self.tensors.values())
-        return [cast("Tensor", path.owner.content[path.step]) for path in firsts]
+        return [nodes[0].value for nodes in self.tensors.values()]
 
     def is_buffer(self, identity: int) -> bool:
         """Whether the tensor of this id is registered as a buffer of some module."""
-        return identity in self._buffers
+        nodes = self.tensors.get(identity, ())
+        return any(node.step[0] == "buffer" for node in nodes)
 
     def follow(self, names: Set[str]) -> None:
         """Goes on to what these names lead to, where the user's code mentions them not."""
@@ -175,11 +147,8 @@ class Survey:
         self, value: object, owner: Node, step: Step, pending: deque[Node]
     ) -> None:
         if Tensor in type(value).__mro__:  # isinstance is slow for tensors
-            paths = self.tensors.get(id(value), ())
-            self.tensors[id(value)] = (*paths, Path(owner, step))
-            self._held.append(value)
-            if step[0] == "buffer":
-                self._buffers.add(id(value))
+            others = self.tensors.get(id(value), ())
+            self.tensors[id(value)] = (*others, Node(value, owner, step))
             return
         node = self.nodes.get(id(value))
         if node is None and (isinstance(value, type) or not is_plain(value)):

@@ -395,7 +395,7 @@ class _Constants:
         for tensor, version in self._versions:
             moved = id(tensor) in used and tensor._version != version
             if moved and id(tensor) not in put_back:
-                raise _unseen(self._survey.tensors[id(tensor)][0].label)
+                raise _unseen(str(self._survey.tensors[id(tensor)][0].label))
         self._versions = [
             (tensor, version)
             for tensor, version in self._versions
@@ -414,7 +414,7 @@ class _Constants:
         put_back = {id(buffer) for buffer, _ in found}
         for tensor, version in self._versions:
             if tensor._version != version and id(tensor) not in put_back:
-                raise _modified(self._survey.tensors[id(tensor)][0].label)
+                raise _modified(str(self._survey.tensors[id(tensor)][0].label))
 
 
 def _has_storage(tensor: Tensor) -> bool:

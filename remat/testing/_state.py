@@ -17,11 +17,7 @@ from remat._torch import tensors
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that functions reach, by their path in words."""
     survey = _captures.survey(tuple(map(inspect.unwrap, functions)))
-    found: dict[str, Any] = {
-        paths[0].label: paths[0].owner.content[paths[0].step]
-        for paths in survey.tensors.values()
-    }
-    return found
+    return {str(node.label): node.value for node, *_ in survey.tensors.values()}
 
 
 @final
