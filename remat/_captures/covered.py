@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat._captures.generating import generate_check, generate_fetch
+from remat._captures.generating import generate_check
 from remat._captures.places import MISSING, NOT_THERE, fill, in_words, put
 from remat._captures.rules import (
     Absent,
@@ -31,24 +31,27 @@ class Covered:
     Holds types, code and simple constants; nothing of the user's is kept alive.
 
     Attributes:
-        fetch: the used tensors, found anew from the roots.
-        gather: the same with the check in one pass; None if the check fails.
+        gather: the used tensors, found anew from the roots; None if the check fails.
         labels: the fetched tensors in the user's words, in the same order.
     """
 
-    __slots__ = ("__weakref__", "_spots", "fetch", "gather", "labels")
+    __slots__ = ("__weakref__", "_spots", "gather", "labels")
 
     def __init__(self, spots: Sequence[Spot], fetched: Sequence[int]) -> None:
         self._spots = tuple(spots)
         self.labels = tuple(spots[index].label for index in fetched)
-        self.fetch: Callable[[tuple[object, ...]], tuple[Tensor, ...]]
         self.gather: Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]
-        self.fetch = generate_fetch(spots, fetched)
         self.gather = generate_check(spots, fetched)
 
     def check(self, roots: tuple[object, ...]) -> bool:
         """Whether the covered state equals what was baked."""
         return self.gather(roots) is not None
+
+    def fetch(self, roots: tuple[object, ...]) -> tuple[Tensor, ...]:
+        """The used tensors, where the state is known to be what was baked."""
+        tensors = self.gather(roots)
+        assert tensors is not None, self.explain(roots)
+        return tensors
 
     def explain(self, roots: tuple[object, ...]) -> str:
         """The first difference in words, or that there is none."""

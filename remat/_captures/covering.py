@@ -229,13 +229,14 @@ def _has_dict(value: object) -> bool:
 
 
 def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
-    """Bases and mentioned names, such that the class has the name from a later base."""
-    order = kind.__mro__
-    for index, base in enumerate(order):
-        found = attributes(base).keys()
-        for name in found & names | found & {"forward"}:
-            if not any(name in attributes(each) for each in order[:index]):
-                yield from ((each, name) for each in order[:index])
+    """The names that a class has from a base, each with every class before that base."""
+    before: list[type] = []
+    known: set[str] = set()
+    for base in kind.__mro__:
+        new = (attributes(base).keys() & {*names, "forward"}) - known
+        yield from ((each, name) for name in new for each in before)
+        before.append(base)
+        known |= new
 
 
 def _shapes(node: Node) -> Iterable[Step]:

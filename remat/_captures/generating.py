@@ -16,12 +16,10 @@ _INSTANCE_DICT = "{}.__dict__"
 class _Writer:
     """Writes the lines of one function over `roots`."""
 
-    def __init__(self, spots: Sequence[Spot], failure: str) -> None:
-        self.spots = spots
+    def __init__(self, spots: Sequence[Spot]) -> None:
         self.constants = Constants()
         self.lines: list[str] = []
         self.line_reads: dict[int, tuple[str, ...]] = {}
-        self.failure = failure
         self._holders: dict[str, str] = {}
         self._clauses: list[str] = []
         self._reads: dict[int, list[str]] = {}
@@ -43,7 +41,7 @@ class _Writer:
         """Writes the conditions that are noted."""
         if self._clauses:
             condition = " and ".join(self._clauses)
-            self.lines.append(f"if not ({condition}): return {self.failure}")
+            self.lines.append(f"if not ({condition}): return None")
             self._clauses = []
 
     def place(self, spot: Spot) -> str:
@@ -80,23 +78,22 @@ class _Writer:
             self.line_reads[len(self.lines) + 2] = tuple(self._reads[parent])
         return name
 
-    def function(self, name: str, result: str) -> Callable[[tuple[object, ...]], Any]:
+    def function(self, result: str) -> Callable[[tuple[object, ...]], Any]:
         """The function that the lines make, which ends with `result`."""
         self.add(f"return {result}")
         body = "".join(f"  {line}\n" for line in self.lines)
-        text = f"def {name}(roots):\n try:\n{body} except NOT_THERE: "
-        text += "raise\n" if self.failure == "raise" else f"return {self.failure}\n"
+        text = f"def check(roots):\n try:\n{body} except NOT_THERE: return None\n"
         space = self.constants.space
         space["LINE_READS"] = self.line_reads
         exec(compile(text, GENERATED, "exec"), space)
-        return space.pop(name)
+        return space.pop("check")
 
 
 def generate_check(
     spots: Sequence[Spot], fetched: Sequence[int]
 ) -> Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]:
     """A function of the roots: the tensors at `fetched`, or None if a rule is broken."""
-    writer = _Writer(spots, "None")
+    writer = _Writer(spots)
     bound = {spot.parent for spot in spots} | set(fetched)
     bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
     for index, spot in enumerate(spots):
@@ -108,26 +105,7 @@ def generate_check(
             writer.add(f"v{index} = {place}")
             place = f"v{index}"
         writer.require(clause(spot.rule, place, writer.constants))
-    return writer.function("check", _tuple(fetched))
-
-
-def generate_fetch(
-    spots: Sequence[Spot], fetched: Sequence[int]
-) -> Callable[[tuple[object, ...]], tuple[Tensor, ...]]:
-    """A function of the roots: the tensors at `fetched`, with nothing checked."""
-    writer = _Writer(spots, "raise")
-    needed = set(fetched)
-    for index in reversed(range(len(spots))):
-        if index in needed:
-            needed.add(spots[index].parent)
-    for index, spot in enumerate(spots):
-        if index in needed:
-            writer.add(f"v{index} = {writer.place(spot)}")
-    return writer.function("fetch", _tuple(fetched))
-
-
-def _tuple(fetched: Sequence[int]) -> str:
-    return f"({''.join(f'v{index}, ' for index in fetched)})"
+    return writer.function(f"({''.join(f'v{index}, ' for index in fetched)})")
 
 
 def _absence(writer: _Writer, spot: Spot) -> str:
