@@ -21,6 +21,7 @@ from remat._captures.library import (
     cached_by_class,
     is_library_file,
     is_library_module,
+    is_standard,
     mentions,
     user_bases,
 )
@@ -49,7 +50,7 @@ _CONSTRUCTION = frozenset(
     | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
 )
 # Set by a recording while it runs, and removed after it.
-_WATCHERS = frozenset({"__getattribute__", "__setattr__"})
+WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
 def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
@@ -185,7 +186,7 @@ def of_class(owner: type, names: set[str]) -> Content:
     content: Content = {}
     for key, value in attributes(owner).items():
         operator = key.startswith("__") and isinstance(value, types.FunctionType)
-        if key in _WATCHERS or (operator and key in _CONSTRUCTION):
+        if key in WATCHERS or (operator and key in _CONSTRUCTION):
             continue
         if key in names or key == "forward" or operator:
             content["var", key] = value
@@ -200,7 +201,7 @@ def of_called_class(owner: type, names: set[str]) -> Content:
     content = of_class(owner, names)
     for key, value in attributes(owner).items():
         function = isinstance(value, (types.FunctionType, staticmethod, classmethod))
-        if function and key not in _WATCHERS:
+        if function and key not in WATCHERS:
             content["var", key] = value
     return content
 
@@ -259,12 +260,8 @@ def _sort_of_type(kind: type) -> Look:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _NAMESPACES:
         return _of_attributes
-    own = kind.__module__.partition(".")[0]
-    if own == __name__.partition(".")[0] or own in sys.stdlib_module_names - {
-        "__main__"
-    }:
-        return _of_wrapper
-    return _of_object
+    is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return _of_wrapper if is_own or is_standard(kind.__module__) else _of_object
 
 
 def look_for(value: object, step: Step) -> Look:

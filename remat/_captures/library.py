@@ -37,10 +37,16 @@ def is_library_file(name: str) -> bool:
     return installed or name.startswith(_LIBRARY_FILES)
 
 
+def is_standard(name: str) -> bool:
+    """Whether a module, by its dotted name, belongs to the standard library."""
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names and top != "__main__"
+
+
 def is_library_module(name: str) -> bool:
     """Whether a module, by its dotted name, belongs to a library."""
-    if name.partition(".")[0] in sys.stdlib_module_names:
-        return name != "__main__"
+    if is_standard(name):
+        return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return isinstance(file, str) and is_library_file(file)
 

@@ -12,7 +12,6 @@ import contextvars
 import enum
 import functools
 import numbers
-import sys
 import threading
 import types
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 
-from remat._captures.library import cached_by_class, user_bases
+from remat._captures.library import cached_by_class, is_standard, user_bases
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -111,8 +110,7 @@ def _is_value_class(kind: type) -> bool:
 
     What is called or iterated holds other things, of which equality may not tell.
     """
-    module = kind.__module__.partition(".")[0]
-    if module == "__main__" or module not in sys.stdlib_module_names:
+    if not is_standard(kind.__module__):
         return False
     compares = kind.__eq__ is not object.__eq__
     is_plain = not {"__call__", "__iter__"}.intersection(dir(kind))

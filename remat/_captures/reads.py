@@ -21,7 +21,7 @@ from typing import Any, final
 
 from torch import nn
 
-from remat._captures.contents import WATCHED
+from remat._captures.contents import WATCHED, WATCHERS
 from remat._captures.walk import EVERYTHING, Survey
 
 # The file name of generated checks, which tells their reads from the user's.
@@ -123,7 +123,7 @@ def _unwatch(kind: type) -> None:
         if _watchers[kind]:
             return
         del _watchers[kind]
-        for name in ("__getattribute__", "__setattr__"):
+        for name in WATCHERS:
             own = kind.__dict__[name].own
             if own is None:
                 type.__delattr__(kind, name)
