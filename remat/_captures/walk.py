@@ -176,13 +176,12 @@ class Survey:
         for node, step, before, after in self._differences():
             if reads is None or step[0] not in {"var", "attr"}:
                 return _changed(node, step, before, after)
-            plain = node.look in BY_NAME
             names = reads.get(id(node.value), (EVERYTHING,))
             name = cast("str", step[1])
-            kept = before is MISSING and is_simple(after)
-            kept = kept and is_kept_property(node.kind, name)
-            read = EVERYTHING in names or (name in names and not kept)
-            if plain or read or self._leaks(after):
+            is_found = before is MISSING and is_simple(after)
+            is_kept = is_found and is_kept_property(node.kind, name)
+            is_read = EVERYTHING in names or (name in names and not is_kept)
+            if node.look in BY_NAME or is_read or self._leaks(after):
                 return _changed(node, step, before, after)
         return None
 
