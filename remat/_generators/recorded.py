@@ -3,8 +3,6 @@
 A recomputed draw reads the state from which its first run started. So it gives the same
 numbers even if other draws are left out because nothing reads them. The generator itself is
 left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
-A redraw may go on from where the one before it ended: then nothing waits for it, unless
-the forward found that somebody else (another thread) had drawn in between.
 Tensors on "meta" have no numbers, and a draw there no generator: its state is empty.
 """
 
@@ -19,8 +17,6 @@ from remat._torch import levels, schemas, tracer
 _library = schemas.library()
 _library.define("rng_state(Device device) -> Tensor")
 _library.define("rng_swap(Tensor state, Device device) -> Tensor")
-_library.define("rng_since(Tensor end, Device device) -> Tensor")
-_library.define("rng_going_on(Tensor state, Tensor end) -> Tensor")
 
 
 def _module(kind: str) -> Any:
@@ -67,28 +63,12 @@ def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return found
 
 
-def _since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
-    state = get(device)
-    return state.new_empty(0) if torch.equal(state, end) else state
-
-
-def _going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    return (state if state.numel() else end).clone()
-
-
 _library.impl("rng_state", get, "CompositeExplicitAutograd")
 _library.impl("rng_swap", _swap, "CompositeExplicitAutograd")
-_library.impl("rng_since", _since, "CompositeExplicitAutograd")
-_library.impl("rng_going_on", _going_on, "CompositeExplicitAutograd")
 STATE = torch.ops.remat.rng_state.default
 SWAP = torch.ops.remat.rng_swap.default
-# The state of a generator, or none at all where it is still the one given.
-SINCE = torch.ops.remat.rng_since.default
-# A state, or where it is none that at which a redraw has ended.
-GOING_ON = torch.ops.remat.rng_going_on.default
 tracer.keep_in_traces(STATE)
 tracer.keep_in_traces(SWAP)
-tracer.keep_in_traces(SINCE)
 
 
 def fake_state(device: torch.device) -> torch.Tensor:
@@ -100,20 +80,8 @@ def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
 
 
-def _fake_since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
-    del device
-    return torch.empty_like(end)
-
-
-def _fake_going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    del state
-    return torch.empty_like(end)
-
-
 schemas.register_fake("rng_state", fake_state)
 schemas.register_fake("rng_swap", _fake_swap)
-schemas.register_fake("rng_since", _fake_since)
-schemas.register_fake("rng_going_on", _fake_going_on)
 
 
 def size_bytes(device: torch.device) -> int:
@@ -125,18 +93,6 @@ def record(device: torch.device) -> torch.Tensor:
     """The generator state of a device, by value."""
     with levels.leave_functorch():
         return STATE(device)
-
-
-def since(end: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The generator state of a device, empty where it is still the one given."""
-    with levels.leave_functorch():
-        return SINCE(end, device)
-
-
-def going_on(state: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """A state, or where it is empty the one at which a redraw has ended."""
-    with levels.leave_functorch():
-        return GOING_ON(state, end)
 
 
 def swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -52,11 +52,6 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def rng_end(draw: torch.Tensor) -> torch.Tensor:
-    """The state at which a redraw ended; a step of graphs that the redraw itself computes."""
-    raise NotImplementedError(draw)
-
-
 def short_name(op: Any) -> str:
     """Its name without the overload: "aten.mm" for torch.ops.aten.mm.default."""
     if isinstance(op, schemas.OpOverload):
@@ -161,15 +156,10 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 def is_rng_state(op: Any) -> bool:
     """Whether an operator returns the state of a generator or of a tracker."""
-    return op is rng_end or (
-        isinstance(op, schemas.OpOverload) and short_name(op) in _STATES
-    )
+    return isinstance(op, schemas.OpOverload) and short_name(op) in _STATES
 
 
-_STATES = frozenset(
-    f"remat.{name}"
-    for name in ("rng_state", "rng_since", "rng_going_on", "stream_state")
-)
+_STATES = frozenset({"remat.rng_state", "remat.stream_state"})
 
 
 def makes_statistics(name: str) -> bool:

@@ -217,8 +217,6 @@ class Value:
         function: the torch function that the user called to make it.
         state: the generator state, recorded just before, that a draw starts from.
         is_redraw: whether a draw sets that state first, instead of finding it.
-        after: the draw before it from that generator, if the state is left out where it
-            is the one at which that draw ended (`_partition.redraws.linked`); of joint graphs.
         stream: whose state in a tracker the draw takes and moves, "" for the generator's.
         in_place: whether the user's draw filled a tensor, whose strides then say which
             element gets which number.
@@ -236,7 +234,6 @@ class Value:
     function: str = ""
     state: Ref | None = None
     is_redraw: bool = False
-    after: Ref | None = None
     stream: str = ""
     in_place: bool = False
     rank: int = -1
@@ -252,8 +249,6 @@ class Value:
         found = list(refs((self.args, self.kwargs)))
         if self.state is not None:
             found.append(self.state.index)
-        if self.after is not None:
-            found.append(self.after.index)
         return tuple(found)
 
 
@@ -377,7 +372,6 @@ def renumbered(value: Value, rename: Callable[[int], Ref]) -> Value:
         args=replace_refs(value.args, rename),
         kwargs=replace_refs(value.kwargs, rename),
         state=None if value.state is None else rename(value.state.index),
-        after=None if value.after is None else rename(value.after.index),
     )
 
 

@@ -37,7 +37,6 @@ from remat._graph.values import (
     roots,
     value_numbers,
 )
-from remat._partition.redraws import written_out
 from remat._torch import flops, sizes
 from remat._tracing.importing import view_path
 from remat._tracing.trace import Joint, View
@@ -300,7 +299,6 @@ def cut(
     steps: set[int] = set()
     operands: set[int] = set()
     seen: set[int] = set()
-    ending: set[int] = set()
     pending = starts(analysis, wanted)
     while pending:
         index = pending.pop()
@@ -310,18 +308,12 @@ def cut(
         member = analysis.members.get(analysis.numbers[index])
         if index < joint.graph.num_inputs:
             operands.update({index} if index < joint.num_operands else ())
-        elif member in members and index not in ending:
+        elif member in members:
             assert member is not None
             stand_ins[index] = member
         else:
             steps.add(index)
             pending.extend(analysis.uses[index])
-            after = joint.graph.values[index].after
-            if after is not None and after.index not in steps:
-                # The draw must run for the state at which it ends, even if its value is saved.
-                ending.add(after.index)
-                seen.discard(after.index)
-                stand_ins.pop(after.index, None)
     saved = tuple(sorted(set(stand_ins.values())))
     ranks = analysis.ranks
     repeats = {
@@ -366,7 +358,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
     pruned = _with_inputs(prune(graph, effects), joint.num_operands)
-    return written_out(pruned), untracked
+    return pruned, untracked
 
 
 def _ranked(graph: Graph) -> Graph:
@@ -459,7 +451,7 @@ def backward_graph(
         )
         lines.append(renumbered(value, lambda use: Ref(number[use])))
     outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
-    return written_out(check(Graph(tuple(lines), len(inputs), outputs)))
+    return check(Graph(tuple(lines), len(inputs), outputs))
 
 
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:

@@ -211,7 +211,6 @@ class _Writer:
     ) -> None:
         self.graph = graph
         self._bindings = bindings
-        self._ends = _ends(graph)
         self.bound: dict[str, Any] = {
             "rng_swap": recorded.swap,
             "stream_enter": streams.enter,
@@ -240,8 +239,6 @@ class _Writer:
         self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"
 
     def _lines(self, index: int, value: Value) -> list[str]:
-        if value.op is operators.rng_end:
-            return []
         comment = _comment(value)
         call = f"v{index} = {self._call(index, value)}{comment}"
         if not value.is_redraw and not value.stream:
@@ -252,8 +249,6 @@ class _Writer:
         if not value.is_redraw:
             begin = f"stream_enter({value.stream!r}, {device})"
             end = f"stream_leave({value.stream!r}, found, {device})"
-        elif index in self._ends:
-            end = f"v{self._ends[index]} = {end}"
         return [f"found = {begin}", "try:", f"    {call}", "finally:", f"    {end}"]
 
     def _call(self, index: int, value: Value) -> str:
@@ -298,15 +293,6 @@ class _Writer:
         return unique
 
 
-def _ends(graph: Graph) -> dict[int, int]:
-    """For each redraw the step for the state at which it ends, if that is asked for."""
-    return {
-        value.args[0].index: index
-        for index, value in enumerate(graph.values)
-        if value.op is operators.rng_end
-    }
-
-
 def _comment(value: Value) -> str:
     notes = [str(value.meta)] if isinstance(value.meta, TensorMeta) else []
     notes += [f'"{name}"' for name in value.names]
@@ -328,15 +314,12 @@ def _device(value: Value) -> torch.device:
 
 def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
-    last, ends = last_uses(graph), _ends(graph)
+    last = last_uses(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
     with modes.without_torch_function():
         for index, value in enumerate(graph.values):
-            if value.op is operators.rng_end:
-                # Computed by the redraw itself; a compiler's graph has all states and none of these.
-                env.setdefault(index, None)
-            elif value.op is not None:
-                env[index] = _step(value, env, ends.get(index))
+            if value.op is not None:
+                env[index] = _step(value, env)
             for name in value.names:
                 naming.mark(env[index], name)
             for freed in last.get(index, ()):
@@ -344,7 +327,7 @@ def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     return [None if ref is None else env[ref.index] for ref in graph.outputs]
 
 
-def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
+def _step(value: Value, env: dict[int, Any]) -> Any:
     assert value.op is not None
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = tracer.active_graph()
@@ -355,15 +338,11 @@ def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
         assert value.state is not None
         found = recorded.swap(env[value.state.index], _device(value))
         out = _draw(value, args, dict(kwargs))
-        ended = recorded.swap(found, _device(value))
-        if end is not None:
-            env[end] = ended
+        recorded.swap(found, _device(value))
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
-    elif value.op in (recorded.STATE, recorded.SINCE):
+    elif value.op is recorded.STATE:
         out = _state_around(*args)
-    elif value.op is recorded.GOING_ON:
-        out = recorded.going_on(*args)
     else:
         out = batching.batchable(value.op)(*args, **dict(kwargs))
     note = importing.Note(
@@ -376,12 +355,9 @@ def _step(value: Value, env: dict[int, Any], end: int | None) -> Any:
     return out
 
 
-_OF_GENERATORS = (recorded.STATE, recorded.SINCE, recorded.GOING_ON)
-
-
 def _is_of_generator(value: Value) -> bool:
     """Whether a step reads the state of a generator, or draws from a state."""
-    return value.state is not None or value.op in _OF_GENERATORS
+    return value.state is not None or value.op is recorded.STATE
 
 
 def _whole_draw(
@@ -389,7 +365,7 @@ def _whole_draw(
 ) -> Any:
     """A draw as a compiler may take it; its state comes with it, not before."""
     if value.state is None:
-        return args[0] if value.op is recorded.GOING_ON else None
+        return None
     place, device = value.state.index, _device(value)
     if value.is_redraw:
         return compiled_draws.from_state(
@@ -408,16 +384,11 @@ def _stream_around(value: Value) -> str | None:
     return streams.take_inside(value.stream, _device(value)) if value.stream else None
 
 
-def _state_around(*given: Any) -> torch.Tensor:
-    """The state of a generator, which may be that of a tracker in the outer trace.
-
-    Args:
-        *given: of `_generators.recorded.STATE`, or of `_generators.recorded.SINCE`: the device comes last.
-    """
-    stream = streams.current(given[-1])
-    if stream not in ("", streams.UNKNOWN):
-        return streams.STATE(stream)
-    return recorded.STATE(*given) if len(given) == 1 else recorded.since(*given)
+def _state_around(device: torch.device) -> torch.Tensor:
+    """The state of a generator, which may be that of a tracker in the outer trace."""
+    stream = streams.current(device)
+    is_own = stream in ("", streams.UNKNOWN)
+    return recorded.STATE(device) if is_own else streams.STATE(stream)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
-from remat._graph.values import Ref, TensorMeta, is_open, named
+from remat._graph.values import TensorMeta, is_open, named
 from remat._partition.decide import decisions as decisions_of
-from remat._partition.following import links_for
 from remat._partition.partition import (
     Analysis,
     Cut,
@@ -35,7 +34,6 @@ from remat._partition.partition import (
     forward_graph,
     permitted_members,
 )
-from remat._partition.redraws import Links, linked
 from remat._programs.program import Program
 from remat._regions.derived import (
     Given,
@@ -65,8 +63,8 @@ from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
 from remat._torch import tracer
 from remat._tracing.trace import Joint, Request, View, with_states
-from remat.policies import AbstractPolicy, WholeProgram, nothing_saveable
-from remat.policies._planned import Planned, for_derived
+from remat.policies import AbstractPolicy, nothing_saveable
+from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
 
 _FORWARDS = ("forward", "forward that saves")
@@ -85,7 +83,6 @@ class Region:
         joints: tuple[Joint, ...] = (),
         given: Given | None = None,
         states: tuple[int, ...] = (),
-        links: Links | None = None,
         verify: bool = False,
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
         calls: Calls | None = None,
@@ -99,7 +96,6 @@ class Region:
             joints: its joint graphs, where they are known already.
             given: its forward, if it was made from another region's program; else None.
             states: which operands are generator states for its draws, in order.
-            links: for each draw the draw at whose end it starts, if that is settled.
             verify: whether the backward compares saved values with recomputed ones.
             inputs: the operands that do not wait as they are, and their storages.
             calls: numbers the calls of the function; those of its derivatives too.
@@ -112,7 +108,6 @@ class Region:
         self.policy = policy
         self.given = given
         self.states = states
-        self._settled_links = links
         self.program: Program | None = None
         self._latest: tuple[Asked, Region] | None = None
         self._made: dict[Any, Any] = {}
@@ -166,50 +161,16 @@ class Region:
             self.function.numerics.applied(),
         ):
             joints = self.function.joints(request)
-        if not self.states:
-            return joints
-        states, links = [Ref(operand) for operand in self.states], self.links(roots)
-        return tuple(
-            linked(with_states(joint, self.states), states, links) for joint in joints
-        )
+        return tuple(with_states(joint, self.states) for joint in joints)
 
     def analysis(self, roots: Roots) -> Analysis:
         """The joint graph with its classes."""
-        return self._once("analysis", lambda: self._analysis(roots))
-
-    def _analysis(self, roots: Roots) -> Analysis:
-        found = self._unlinked(roots)
-        joint = self._linked(roots, found.joint)
-        if joint is found.joint:
-            return found
-        return dataclasses.replace(found, joint=joint)
-
-    def _unlinked(self, roots: Roots) -> Analysis:
-        """The joint graph with its classes, in which each draw starts from its own state."""
-        return self._once("unlinked", lambda: analyze(self.joint(roots)))
-
-    def _linked(self, roots: Roots, joint: Joint) -> Joint:
-        if not joint.states:
-            return joint
-        return linked(joint, joint.states, self.links(roots))
-
-    def links(self, roots: Roots) -> Links:
-        """For each draw the draw at whose end it starts; None if its own state is saved."""
-        if self._settled_links is not None:
-            return self._settled_links
-        return self._once("links", lambda: self._links(roots))
-
-    def _links(self, roots: Roots) -> Links:
-        analysis = self._unlinked(roots)
-        if isinstance(self.policy, (Planned, WholeProgram)):
-            # A plan counts every state: when it is made, the redraws are not known yet.
-            return (None,) * len(analysis.joint.states)
-        return links_for(analysis, self._members(roots, analysis))
+        return self._once("analysis", lambda: analyze(self.joint(roots)))
 
     def decisions(self, roots: Roots) -> dict[int, Save]:
         """What the policy permits, by class."""
         return self._once(
-            "decisions", lambda: decisions_of(self._unlinked(roots), self.policy)
+            "decisions", lambda: decisions_of(self.analysis(roots), self.policy)
         )
 
     def store_named_operands(self, roots: Roots) -> None:
@@ -228,13 +189,10 @@ class Region:
 
     def _cut(self, roots: Roots) -> Cut:
         analysis = self.analysis(roots)
-        members = self._members(roots, analysis)
-        return cut(analysis, members, analysis.joint.gradients)
-
-    def _members(self, roots: Roots, analysis: Analysis) -> frozenset[int]:
         # A forward that was given returns fixed values: nothing else can be saved.
         permitted = {} if self.given else self.decisions(roots)
-        return permitted_members(analysis, permitted)
+        members = permitted_members(analysis, permitted)
+        return cut(analysis, members, analysis.joint.gradients)
 
     def forward(self, roots: Roots, save: bool) -> Forward:
         """The forward; if `save`, its results include what the backward will read."""
@@ -247,7 +205,7 @@ class Region:
 
     def _forward(self, roots: Roots, save: bool) -> Forward:
         saved = self.cut(roots).saved if save else ()
-        joint = self.analysis(roots).joint if save else self._light(roots)
+        joint = self.joint(roots) if save else self._light(roots)
         if not save:
             joint = dataclasses.replace(joint, states=())
         graph, untracked = forward_graph(joint, saved)
@@ -377,7 +335,6 @@ class Region:
             nothing_saveable,
             given=given,
             states=self._states_after(asked.num_states),
-            links=self._links_after(roots, asked.num_states),
             inputs=self.inputs,
             calls=self.calls,
         )
@@ -408,9 +365,6 @@ class Region:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
-    def _links_after(self, roots: Roots, num_states: int) -> Links | None:
-        return self.links(roots) if self.states or num_states else None
-
     def _pulled_back(self, roots: Roots, asked: Asked) -> Function:
         chosen = self.chosen(roots)
         pull = Pull(
@@ -436,10 +390,8 @@ class Region:
         if numerics.autocast == ():
             for joint in self._joints(roots):
                 if joint.layout == cotangents:
-                    joint = self._linked(roots, joint)
                     return dataclasses.replace(analysis, joint=joint), saved
         again = analyze(self._trace(roots, cotangents, numerics)[0])
-        again = dataclasses.replace(again, joint=self._linked(roots, again.joint))
         return again, found_again(analysis, again, saved)
 
     def jvp(
@@ -474,7 +426,6 @@ class Region:
             operands,
             for_derived(self.policy),
             states=self._states_after(num_states),
-            links=self._links_after(roots, num_states),
             calls=self.calls,
         )
         return region, moved
@@ -570,7 +521,6 @@ class Region:
                 batch.metas,
                 for_derived(self.policy),
                 states=self.states,
-                links=self._settled_links,
                 inputs=self.inputs,
                 calls=self.calls,
             )
@@ -586,7 +536,6 @@ class Region:
             nothing_saveable,
             given=given,
             states=self.states,
-            links=self._links_after(roots, forward.shape[3]),
             inputs=self.inputs,
             calls=self.calls,
         )

@@ -162,17 +162,14 @@ def _functionalized(
         )
 
 
-def import_graph(
-    module: fx.GraphModule, *, is_template: bool = False, is_program: bool = False
-) -> Imported:
+def import_graph(module: fx.GraphModule, *, is_template: bool = False) -> Imported:
     """Reads a traced module.
 
     Args:
         module: what was traced.
         is_template: whether its sizes are open, and will be filled in later.
-        is_program: whether it is a program, in which some states may be left out.
     """
-    return _Importer(module, is_template, is_program).run()
+    return _Importer(module, is_template).run()
 
 
 def _within(bound: int, size: int) -> int:
@@ -181,11 +178,8 @@ def _within(bound: int, size: int) -> int:
 
 
 class _Importer:
-    def __init__(
-        self, module: fx.GraphModule, is_template: bool, is_program: bool
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, is_template: bool) -> None:
         self.module = module
-        self.is_program = is_program
         self.is_template = is_template
         self.values: list[Value] = []
         self.env: dict[fx.Node, Any] = {}
@@ -195,7 +189,6 @@ class _Importer:
         self.states: list[Ref] = []
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
-        self.redrawn: Ref | None = None
 
     def run(self) -> Imported:
         outputs: tuple[Ref | None, ...] = ()
@@ -249,8 +242,6 @@ class _Importer:
         elif target is _aten.copy_.default and args[0] in self.inputs:
             self.mutations[self.inputs[args[0]]] = self.env[args[1]]
             self.env[node] = self.env[args[1]]
-        elif target is recorded.GOING_ON:
-            self._go_on(node, *self._resolve(args))
         elif target is recorded.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
@@ -336,12 +327,8 @@ class _Importer:
             )
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        target: Any = node.target
-        if target is recorded.SINCE and not self.is_program:
-            # A trace around this one knows the state, and decides anew whether it waits.
-            target, args = recorded.STATE, args[1:]
-        if target is not recorded.SWAP:
-            self._add(node, target, self._resolve(args), {})
+        if node.target is not recorded.SWAP:
+            self._add(node, node.target, args, {})
             self.recorded = self.env[node]
             return
         # A redraw comes as swap in, draw, swap back: the first sets the state that the
@@ -349,14 +336,6 @@ class _Importer:
         self.env[node] = None
         is_end = self.env.get(args[0]) is None
         self.forced = None if is_end else self.env[args[0]]
-        if is_end and node.users:
-            self._add(node, operators.rng_end, (self.redrawn,), {})
-
-    def _go_on(self, node: fx.Node, state: Ref, end: Ref) -> None:
-        """A state that may be left out; one that this graph itself records may not."""
-        self.env[node] = state
-        if self.values[state.index].op is None:
-            self._add(node, recorded.GOING_ON, (state, end), {})
 
     def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
         # native_batch_norm writes its running statistics, although its schema says that
@@ -407,7 +386,6 @@ class _Importer:
 
     def _draw(self, value: Value, stream: str) -> Value:
         if self.forced is not None:
-            self.redrawn = Ref(len(self.values))
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
             device = _device(value.meta)

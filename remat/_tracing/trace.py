@@ -557,7 +557,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
             module = tracer.make_fx(lambda *tensors: list(function(tensors)), fakes)
             if in_place_operators.has_mutations(module.graph):
                 module = importing.functionalize(module, fakes)
-        imported = importing.import_graph(module, is_program=True)
+        imported = importing.import_graph(module)
     repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
         dataclasses.replace(value, is_backward=repeats) for value in imported.values

@@ -118,10 +118,8 @@ class Traced:
     @property
     def state_bytes(self) -> int:
         """The bytes of the generator states that draws started from."""
-        joint, links = self.analysis.joint, self.region.links(self._roots)
-        waiting = zip(joint.states, links, strict=True)
-        held = [state.index for state, link in waiting if link is None]
-        return _size(joint.graph, held)
+        joint = self.analysis.joint
+        return _size(joint.graph, [state.index for state in joint.states])
 
     def waits(self, position: int) -> Waits | None:
         """What the saved value or operand at this place holds; see `_waits.waits`.
