@@ -9,7 +9,6 @@ from torch.func import grad, jvp, vmap
 
 from remat import SavedTensorModifiedError, checkpoint_name, random, remat
 from remat._graph.values import Graph, Ref, TensorMeta, Value
-from remat._programs.composites import fold
 from remat._programs.interpreted import function_of
 from remat._programs.overhead import dominates
 from remat._torch import modes, tensors
@@ -51,7 +50,7 @@ def one_step(op, *args, inputs, **kwargs):
 def test_the_interpreter_runs_what_python_runs(function):
     """The same operators in the same order, and the same bits."""
     for program in programs(function.fun, *function.make_args()):
-        graph = fold(program.graph)
+        graph = program.graph
         run = function_of(graph)
         if run is None:
             continue
@@ -75,7 +74,7 @@ def block(x, weight, norm):
 def test_a_transformer_block_is_run_there():
     """What the interpreter is for, it takes: both programs."""
     for program in programs(block, rand(2, 8, 16), rand(16, 48), rand(16)):
-        assert function_of(fold(program.graph)) is not None
+        assert function_of(program.graph) is not None
 
 
 def waves(x):
@@ -145,7 +144,7 @@ def test_a_constant_is_handed_in():
     fun = lambda x: (x * half).sin()  # noqa: E731 - a region needs no name here
     (forward, _) = programs(fun, rand(3))
 
-    assert function_of(fold(forward.graph)) is not None
+    assert function_of(forward.graph) is not None
     torch.testing.assert_close(remat(fun)(rand(3)), fun(rand(3)), rtol=0, atol=0)
 
 
@@ -163,7 +162,7 @@ def test_what_the_interpreter_does_not_take(fun, x):
     """It sets no generator, and is no place for Python."""
     (program, _) = programs(fun, x)
 
-    assert function_of(fold(program.graph)) is None
+    assert function_of(program.graph) is None
 
 
 def test_an_error_is_the_operators_own():
@@ -188,7 +187,7 @@ def test_an_error_is_the_operators_own():
 def test_the_switch_of_the_interpreter_is_put_back():
     """Programs run as written; the user's own scripted functions are optimized as ever."""
     (_, backward) = programs(block, rand(2, 8, 16), rand(16, 48), rand(16))
-    run = function_of(fold(backward.graph))
+    run = function_of(backward.graph)
     assert run is not None
     before = torch._C._get_graph_executor_optimize()
 
@@ -259,8 +258,8 @@ def test_threads_share_an_interpreted_program():
     (_, backward) = region.programs(
         inputs[0].clone().requires_grad_(), weight.clone().requires_grad_()
     )
-    assert function_of(fold(backward.graph)) is not None
-    assert dominates(fold(backward.graph), fewest_steps=32)
+    assert function_of(backward.graph) is not None
+    assert dominates(backward.graph, fewest_steps=32)
     for place, each in enumerate(expected):
         for got in found[place]:
             assert all(map(tensors.same_bits, got, each))

@@ -14,7 +14,6 @@ from remat import policies, remat
 from remat._graph.values import Graph, Ref, Value
 from remat._programs import overhead, overwriting
 from remat._programs.bindings import bindings_of
-from remat._programs.composites import fold
 from remat._programs.overwriting import reusing
 from remat._torch import schemas, tensors, trees
 from tests.benchmarks.memory import allocated
@@ -45,10 +44,10 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(program: Any) -> list[str]:
     """The operators of a program that write over an argument, in order."""
-    folded = fold(program.graph)
+    graph = program.graph
     return [
         str(new.op)
-        for old, new in zip(folded.values, reusing(folded).values, strict=True)
+        for old, new in zip(graph.values, reusing(graph).values, strict=True)
         if new is not old
     ]
 
@@ -379,6 +378,6 @@ def test_small_tensors_are_left_alone() -> None:
 @pytest.mark.usefixtures("any_size")
 def test_what_is_written_over_is_bound_too() -> None:
     """The call is the same function in C, with one more argument."""
-    folded = reusing(fold(programs(chained, seeded(8, 8))[0].graph))
+    graph = reusing(programs(chained, seeded(8, 8))[0].graph)
 
-    assert list(bindings_of(folded).values()) == [torch.sin, torch.cos, torch.tanh]
+    assert list(bindings_of(graph).values()) == [torch.sin, torch.cos, torch.tanh]

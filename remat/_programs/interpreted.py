@@ -14,23 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from remat._graph import operators
 from remat._graph.values import Graph, Value, replace_refs
 from remat._torch import schemas, torchscript
 
-# The functions that `_programs.composites` puts into a graph.
-_OVERLOADS: dict[Any, Any] = {
-    torch.matmul: torch.ops.aten.matmul.default,
-    F.linear: torch.ops.aten.linear.default,
-}
-
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
 # lie outside a tensor nor matrices that may be singular are among what these read.
 _MORE = (
-    "mm addmm bmm baddbmm matmul linear convolution convolution_backward "
+    "mm addmm bmm baddbmm convolution convolution_backward "
     "native_layer_norm native_layer_norm_backward "
     "native_group_norm native_group_norm_backward "
     "_scaled_dot_product_flash_attention_for_cpu "
@@ -71,7 +64,7 @@ def _is_sure(value: Value) -> bool:
     """Whether a step is an operator that draws nothing and fails for no numbers."""
     if value.op in (operator.getitem, operators.constant):
         return True
-    op: Any = _OVERLOADS.get(value.op, value.op)
+    op: Any = value.op
     if not isinstance(op, schemas.OpOverload) or op.namespace != "aten":
         return False
     is_known = (
@@ -109,7 +102,7 @@ def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
 def _call(
     steps: torchscript.Interpreted, value: Value, made: dict[int, list[Any]]
 ) -> list[Any]:
-    op: Any = _OVERLOADS.get(value.op, value.op)
+    op: Any = value.op
     args, kwargs = replace_refs(
         (value.args, value.kwargs), lambda index: made[index][0]
     )

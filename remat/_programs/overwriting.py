@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from remat._graph import operators
 from remat._graph.values import Graph, Ref, TensorMeta, Value, roots
@@ -41,7 +40,6 @@ _MORE = (
     "native_group_norm native_group_norm_backward _softmax _softmax_backward_data"
 )
 _MAKERS = frozenset(f"aten.{name}" for name in _MORE.split(" "))
-_PRODUCTS = (F.linear, torch.matmul)  # see `_programs.composites`
 
 
 def reusing(graph: Graph) -> Graph:
@@ -138,7 +136,7 @@ def _is_alone(made: Value, graph: Graph) -> bool:
     """Whether a step makes memory for its result that nothing else is in."""
     if made.op is operator.getitem:
         made = graph.values[made.uses[0]]
-    if made.op in _PRODUCTS or operators.short_name(made.op) in _MAKERS:
+    if operators.short_name(made.op) in _MAKERS:
         return True
     # A composite may return what it was given: the conjugate of a real tensor.
     return _is_pointwise(made.op) and not (

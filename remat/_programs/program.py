@@ -2,10 +2,9 @@
 
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
 as Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`). Where no
-dispatch mode listens, some steps are one call (`_programs.composites`) and some write over what is no
-longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it runs.
-Inside an outer trace, the graph is interpreted instead, so that each operator keeps its name
-and its line there.
+dispatch mode listens, some steps write over what is no longer read (`_programs.overwriting`). For a
+`Watcher`, the same function reports each step before it runs. Inside an outer trace, the
+graph is interpreted instead, so that each operator keeps its name and its line there.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from remat._graph.values import (
 from remat._programs import batching, compiled, interpreted, overhead, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
-from remat._programs.composites import fold
 from remat._programs.overwriting import reusing
 from remat._torch import guards, levels, modes, schemas, tracer
 from remat._tracing import importing, naming
@@ -152,15 +150,14 @@ class Program:
 
     @functools.cached_property
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
-        """The same in fewer calls, if no mode listens for single operators."""
+        """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
             return compiled.Compiled(self.graph)
-        folded = fold(self.graph)
-        if overhead.dominates(folded, fewest_steps=_FOR_INTERPRETER):
-            return interpreted.function_of(folded) or self._compiled(folded)
-        reused = reusing(folded)
-        if reused is folded:
-            return self._compiled(folded)
+        if overhead.dominates(self.graph, fewest_steps=_FOR_INTERPRETER):
+            return interpreted.function_of(self.graph) or self._run
+        reused = reusing(self.graph)
+        if reused is self.graph:
+            return self._run
         sparing = self._compiled(reused)
 
         def run(inputs: list[Tensor]) -> list[Any]:
