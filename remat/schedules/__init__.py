@@ -12,7 +12,6 @@ from remat.schedules._actions import (
 from remat.schedules._budget import Budget
 from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every, Sqrt
-from remat.schedules._online import Online
 from remat.schedules._replay import Ledger, Replay, replay
 from remat.schedules._revolve import Revolve
 
@@ -25,7 +24,6 @@ __all__ = [
     "Drop",
     "Every",
     "Ledger",
-    "Online",
     "Record",
     "Replay",
     "Restore",

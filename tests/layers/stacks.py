@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat import scan
-from remat.schedules import AbstractSchedule, Every, Online, Revolve, Sqrt
+from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
 from tests.support import seeded
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 WIDTH, LENGTH = 3, 5
 SCHEDULES: list[AbstractSchedule | None] = [
-    None, Every(1), Every(3), Sqrt(), Revolve(1), Revolve(3), Online(2),
+    None, Every(1), Every(3), Sqrt(), Revolve(1), Revolve(3),
 ]  # fmt: skip
 
 

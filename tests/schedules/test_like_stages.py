@@ -17,7 +17,6 @@ from remat.schedules import (
     Drop,
     Every,
     Ledger,
-    Online,
     Record,
     Restore,
     Revolve,
@@ -33,7 +32,6 @@ SCHEDULES: list[AbstractSchedule] = [
     *(Every(k) for k in (1, 2, 7, 100)),
     Sqrt(),
     *(Revolve(s) for s in (1, 2, 3, 8, 70)),
-    *(Online(s) for s in (1, 2, 3, 8, 70)),
 ]
 
 
@@ -156,31 +154,6 @@ def test_sqrt_holds_a_square_root():
         assert max(runs(actions).values()) <= 2
 
 
-@pytest.mark.parametrize("snapshots", SNAPSHOTS)
-def test_online_knows_no_end(snapshots: int):
-    """The sweep over n stages begins as the sweep over fewer stages."""
-    whole = Online(snapshots).actions(like(50))
-
-    for count in range(1, 50):
-        actions = Online(snapshots).actions(like(count))
-        last = actions.index(Advance(count - 1, count))
-        assert whole[: last + 1] == actions[: last + 1]
-
-
-@pytest.mark.parametrize("snapshots", SNAPSHOTS)
-def test_online_stays_near_revolve(snapshots: int):
-    """No stage runs more than r + 2 times; from r = 2 on at most 1.29 times in all."""
-    for count in range(1, 200, 3):
-        actions = Online(snapshots).actions(like(count))
-        found, offline = replay(actions, like(count)), theory(count, snapshots)
-        r = repeats_of(count, snapshots)
-
-        assert found.most_snapshots <= snapshots
-        assert max(runs(actions).values()) <= r + 2
-        if r >= 2 and snapshots >= 2:
-            assert found.evaluations <= 1.29 * offline
-
-
 ILLEGAL: list[tuple[list[Action], str]] = [
     ([Restore(0)], "is not kept"),
     ([Drop(1)], "is not kept"),
@@ -222,7 +195,7 @@ def test_ledger_starts_at_the_first_state():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-@pytest.mark.parametrize("kind", [Every, Revolve, Online])
+@pytest.mark.parametrize("kind", [Every, Revolve])
 def test_counts_are_checked(kind: type, value: object):
     """A count is a positive int."""
     with pytest.raises(ScheduleError, match=r"got .*positive int"):
