@@ -53,10 +53,12 @@ def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int
         and index not in handed_out
         and isinstance(meta := joint.graph.values[index].meta, TensorMeta)
     }
-    return max(_peak(forward), held_bytes + outputs + _peak(unique, freed))
+    return max(peak_of_run(forward), held_bytes + outputs + peak_of_run(unique, freed))
 
 
-def _peak(graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})) -> int:
+def peak_of_run(
+    graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})
+) -> int:
     """The most bytes of storages that a program made and that live at one time.
 
     Args:

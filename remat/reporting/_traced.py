@@ -19,6 +19,7 @@ from remat._partition.partition import (
     permitted_members,
     step_flops,
 )
+from remat._partition.peak import peak_of_run
 from remat._regions.function import Roots
 from remat._regions.traced import Region
 from remat.policies import Save
@@ -311,7 +312,7 @@ class Foretold:
 
     Attributes:
         flops: of the steps that run again, by torch's formulas.
-        working_set_bytes: see `working_set`.
+        working_set_bytes: the most bytes that a run has made and not yet freed.
     """
 
     flops: int
@@ -321,54 +322,4 @@ class Foretold:
 def foretold(graph: Graph) -> Foretold:
     """The figures of a backward's program."""
     again = (step_flops(graph, value) for value in graph.values if value.is_repeat)
-    return Foretold(sum(again), working_set(graph))
-
-
-def working_set(graph: Graph) -> int:
-    """The most bytes that a run of a graph has made and not yet freed, as predicted.
-
-    A value is freed at its last use, together with its views; outputs stay.
-    """
-    held: list[frozenset[int]] = []  # the storages of each value
-    sizes: list[int] = []
-    born: list[int] = []
-    for index, value in enumerate(graph.values):
-        held.append(_storages(graph, value, held, sizes))
-        born += [index] * (len(sizes) - len(born))
-    last = list(born)
-    for index, value in enumerate(graph.values):
-        for each in (index, *value.uses):
-            for storage in held[each]:
-                last[storage] = max(last[storage], index)
-    for ref in graph.outputs:
-        for storage in () if ref is None else held[ref.index]:
-            last[storage] = len(graph.values)
-    changes = [0] * (len(graph.values) + 2)
-    for storage, size in enumerate(sizes):
-        changes[born[storage]] += size
-        changes[last[storage] + 1] -= size
-    peak = live = 0
-    for change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
-
-
-def _storages(
-    graph: Graph, value: Value, held: Sequence[frozenset[int]], sizes: list[int]
-) -> frozenset[int]:
-    """The storages of a value; those that it makes are appended to the sizes."""
-    base = operators.viewed(value)
-    if value.op is None or value.op is operators.constant:
-        return frozenset()
-    if base is not None:
-        return held[base]
-    if value.op is operator.getitem:
-        maker: int = value.args[0].index
-        if operators.viewed(graph.values[maker]) is not None:
-            return held[maker]
-        return frozenset(sorted(held[maker])[value.args[1] : value.args[1] + 1])
-    first = len(sizes)
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    sizes.extend(0 if meta is None else meta.size_bytes for meta in metas)
-    return frozenset(range(first, len(sizes)))
+    return Foretold(sum(again), peak_of_run(graph))
