@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator
 
 from remat._graph.values import TensorMeta
 from remat._messages import warn
-from remat._partition.partition import Analysis, cut, permitted_members
+from remat._partition.analysis import Analysis
+from remat._partition.cut import cut, permitted_members
 from remat._regions.function import Roots
 from remat._regions.traced import Region
 from remat.policies import (

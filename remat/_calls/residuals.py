@@ -11,7 +11,7 @@ import torch
 from remat._calls.entry import Entry
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta
-from remat._partition.partition import Analysis
+from remat._partition.analysis import Analysis
 from remat._regions.function import Roots
 from remat.policies import Planned
 from remat.storage import AbstractStorage, Keep

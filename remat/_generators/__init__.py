@@ -2,5 +2,5 @@
 
 In come generators of torch, of Python and of the trackers that Megatron and
 TransformerEngine use; out go recorded states, and operators that draw from them again.
-Reads `_graph.values` and what is below it.
+Reads `_graph` and what is below it.
 """

@@ -21,7 +21,7 @@ from torch import Tensor
 from remat._errors import PolicyError, explain
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
-from remat._partition.partition import step_flops
+from remat._partition.flops import step_flops
 from remat._torch import fakes, isolation
 from remat.storage import (
     AbstractStorage,

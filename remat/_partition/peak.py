@@ -14,12 +14,8 @@ from types import MappingProxyType
 
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, last_uses, roots
-from remat._partition.partition import (
-    Cut,
-    backward_graph,
-    forward_graph,
-    unique_outputs,
-)
+from remat._partition.cut import Cut
+from remat._partition.halves import backward_graph, forward_graph, unique_outputs
 from remat._tracing.trace import Joint
 
 _Storage = tuple[int, int]

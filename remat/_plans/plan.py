@@ -13,7 +13,7 @@ from remat._calls.decorated import undecided
 from remat._calls.options import require_choice
 from remat._errors import PolicyError, explain
 from remat._graph.operators import made_by
-from remat._partition import decide
+from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
 from remat._plans.text import (
     from_problem,
@@ -36,7 +36,7 @@ from remat.storage import AbstractStorage
 _P = ParamSpec("_P")
 _STAGES = 16
 _VERSION = 1
-_SOLVERS: dict[str, decide.Solver] = {"cut": solve_cut, "milp": solve_milp}
+_SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 
 
 @final
@@ -391,8 +391,8 @@ def plan(
         unit = by_flops
         if costs == "measured":
             unit = measured(list(entry.region.operands))
-        model = decide.model_of(analysis, policy.storages, unit)
-        size, solution = decide.solve(model, policy, _SOLVERS[solver])
+        model = budgets.model_of(analysis, policy.storages, unit)
+        size, solution = budgets.solve(model, policy, _SOLVERS[solver])
         return Plan(
             rows=tuple(_rows(model, solution, unit)),
             budget_bytes=size,
@@ -403,7 +403,7 @@ def plan(
             lower_bound=solution.lower_bound,
             costs=costs,
             solver=solver,
-            fingerprint=decide.fingerprint(analysis),
+            fingerprint=budgets.fingerprint(analysis),
             problem=model.problem,
         )
 
@@ -423,9 +423,9 @@ def _size(budget: Any) -> Size:
     return budget
 
 
-def _rows(model: decide.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:
+def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:
     analysis = model.analysis
-    graph, places = analysis.joint.graph, decide.places(analysis)
+    graph, places = analysis.joint.graph, budgets.places(analysis)
     for number, item in enumerate(model.items):
         member = analysis.members[item.number]
         view, option = analysis.views[item.number], solution.choice[number]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from remat._errors import RecomputationError, explain
 from remat._graph.values import Ref, label
-from remat._partition.partition import Analysis, backward_graph, cut
+from remat._partition.analysis import Analysis
+from remat._partition.cut import cut
+from remat._partition.halves import backward_graph
 from remat._programs.program import Program
 from remat._torch import tracer
 from remat._torch.tensors import same_bits

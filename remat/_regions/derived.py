@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, final
 
 from remat._errors import RecomputationError, TraceError, explain
 from remat._graph.values import Graph, Ref, TensorMeta, is_spread
-from remat._partition.partition import Analysis, backward_graph, cut, unique_outputs
+from remat._partition.analysis import Analysis
+from remat._partition.cut import cut
+from remat._partition.halves import backward_graph, unique_outputs
 from remat._programs.program import Program
 from remat._programs.verification import verification
 from remat._regions.forwards import Forward, map_program

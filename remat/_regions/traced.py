@@ -23,17 +23,11 @@ from types import MappingProxyType
 from typing import Any, final
 
 from remat._graph.values import TensorMeta, is_open, named
-from remat._partition.decide import decisions as decisions_of
-from remat._partition.partition import (
-    Analysis,
-    Cut,
-    Save,
-    analyze,
-    cut,
-    decide_of_operands,
-    forward_graph,
-    permitted_members,
-)
+from remat._partition.analysis import Analysis, analyze
+from remat._partition.budgets import decisions as decisions_of
+from remat._partition.cut import Cut, cut, permitted_members
+from remat._partition.halves import forward_graph
+from remat._partition.permission import decide_of_operands
 from remat._programs.program import Program
 from remat._regions.derived import (
     Given,
@@ -63,7 +57,7 @@ from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
 from remat._torch import tracer
 from remat._tracing.trace import Joint, Request, View, with_states
-from remat.policies import AbstractPolicy, nothing_saveable
+from remat.policies import AbstractPolicy, Save, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 from remat._graph.values import TensorMeta
-from remat._partition.partition import forward_flops
+from remat._partition.analysis import forward_flops
 from remat._regions.traced import Region
 from remat.layers._links import Link
 from remat.schedules import Stage

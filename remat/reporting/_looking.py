@@ -10,7 +10,8 @@ from remat import storage
 from remat._calls.decorated import BoundRegion, Region, RematModule, plain_region
 from remat._calls.entry import Entry
 from remat._calls.residuals import Residual, made_values, operand_residual
-from remat._partition.partition import Analysis, Cut, cut
+from remat._partition.analysis import Analysis
+from remat._partition.cut import Cut, cut
 from remat._regions.function import Roots
 from remat.policies._sizes import show_size
 

@@ -21,18 +21,12 @@ from remat._errors import BudgetError, PolicyError, explain
 from remat._graph import operators
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
+from remat._partition.analysis import Analysis
 from remat._partition.costs import Costs, by_flops, is_free, waiting
-from remat._partition.partition import (
-    Analysis,
-    Cut,
-    Decisions,
-    cut,
-    decide,
-    permitted_members,
-    starts,
-    step_flops,
-)
+from remat._partition.cut import Cut, cut, permitted_members, starts
+from remat._partition.flops import step_flops
 from remat._partition.peak import peak_bytes
+from remat._partition.permission import Decisions, decide
 from remat.planners import Option, Outcome, Problem, Solution, Step, solve_cut
 from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
 from remat.policies._budget import Memory

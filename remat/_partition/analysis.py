@@ -1,0 +1,189 @@
+"""What a policy and the walk need to know of a joint graph.
+
+A decision belongs to a *class* of equal values (see `_graph.values`), so that a
+recomputation that an inner region left in the backward half stops at what an outer policy
+saves; nothing else is merged, so that inner regions still bound the peak (law 9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any, cast, final
+
+from remat import policies
+from remat._graph import operators
+from remat._graph.values import (
+    Graph,
+    Meta,
+    Ref,
+    TensorMeta,
+    roots,
+    value_numbers,
+)
+from remat._partition.flops import step_flops
+from remat._torch import sizes
+from remat._tracing.trace import Joint
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What the walk needs to know of a joint graph.
+
+    Attributes:
+        joint: the graph.
+        numbers: the class of each value.
+        members: for each class the first forward value in it.
+        roots: for each value the one whose storage it shares.
+        forward: the forward values that are not inputs, in order.
+    """
+
+    joint: Joint
+    numbers: tuple[int, ...]
+    members: dict[int, int]
+    roots: tuple[int, ...]
+    forward: tuple[int, ...]
+
+    @functools.cached_property
+    def views(self) -> dict[int, policies.Value]:
+        """What a policy is asked about: class -> the value as the policy sees it."""
+        graph = self.joint.graph
+        names = _names(self)
+        return {
+            self.numbers[index]: _policy_value(graph, index, names[self.numbers[index]])
+            for index in self.forward
+            if self.is_saveable(index) and self.roots[index] == index
+        }
+
+    @property
+    def named_operands(self) -> dict[int, policies.Value]:
+        """The operands that have a name, as a policy sees them."""
+        graph, names = self.joint.graph, _names(self)
+        return {
+            index: _policy_value(graph, index, names[self.numbers[index]])
+            for index in range(self.joint.num_operands)
+            if names[self.numbers[index]]
+        }
+
+    @functools.cached_property
+    def ranks(self) -> dict[int, int]:
+        """For each class the place of its first forward value among `forward`."""
+        places = {index: rank for rank, index in enumerate(self.forward)}
+        return {number: places[index] for number, index in self.members.items()}
+
+    @functools.cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each value those that it reads: walked again for each cut."""
+        return tuple(value.uses for value in self.joint.graph.values)
+
+    @functools.cached_property
+    def checks(self) -> tuple[int, ...]:
+        """The operators of the backward that only check (is this matrix singular?)."""
+        joint = self.joint
+        known = {*range(joint.num_operands), *joint.cotangents}
+        others = set(range(joint.graph.num_inputs)) - known
+        found: list[int] = []
+        for index, value in enumerate(joint.graph.values):
+            if others.intersection(self.uses[index]):
+                others.add(index)
+            elif value.is_backward and operators.is_check(value.op):
+                found.append(index)
+        return tuple(found)
+
+    def is_saveable(self, index: int) -> bool:
+        """Whether a forward value may wait for the backward."""
+        value = self.joint.graph.values[index]
+        is_value = isinstance(value.meta, TensorMeta) and self._varies[index]
+        return is_value and not operators.is_rng_state(value.op)
+
+    @functools.cached_property
+    def _varies(self) -> list[bool]:
+        # Constants made inside are recomputed: they depend on no input. So are keyed
+        # draws, which depend on a key alone.
+        found: list[bool] = []
+        for value in self.joint.graph.values:
+            varies = value.op is None or operators.draws(value)
+            varies = varies or any(found[use] for use in value.uses)
+            found.append(varies and not operators.is_keyed(value.op))
+        return found
+
+
+def analyze(joint: Joint) -> Analysis:
+    """Numbers the values of a joint graph and finds its classes."""
+    values = joint.graph.values
+    numbers = value_numbers(joint.graph)
+    forward = tuple(
+        index
+        for index, value in enumerate(values)
+        if value.op is not None and not value.is_backward
+    )
+    members: dict[int, int] = {}
+    for index in forward:
+        members.setdefault(numbers[index], index)
+    return Analysis(joint, numbers, members, roots(joint.graph), forward)
+
+
+def _names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
+    """The names of each class: its members', their views', and their siblings'."""
+    found: dict[int, dict[str, None]] = {}
+    values = analysis.joint.graph.values
+    for index, value in enumerate(values):
+        for alias in (index, analysis.roots[index]):
+            number = analysis.numbers[alias]
+            found.setdefault(number, {}).update(dict.fromkeys(value.names))
+    for index, value in enumerate(values):
+        # The outputs of one operator share their names, so that attention's
+        # log-sum-exp is saved with its output.
+        if value.op is operator.getitem:
+            made_by = found[analysis.numbers[value.args[0].index]]
+            made_by.update(found[analysis.numbers[index]])
+    for index, value in enumerate(values):
+        if value.op is operator.getitem and analysis.roots[index] == index:
+            made_by = found[analysis.numbers[value.args[0].index]]
+            found[analysis.numbers[index]].update(made_by)
+    return {number: tuple(names) for number, names in found.items()}
+
+
+def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.Value:
+    value = graph.values[index]
+    meta = value.meta
+    assert isinstance(meta, TensorMeta)
+    maker = value
+    if value.op is operator.getitem:
+        made_at: int = value.args[0].index
+        maker = graph.values[made_at]
+    return policies.Value(
+        op=maker.op,
+        names=names,
+        shape=meta.hints,
+        dtype=meta.dtype,
+        size_bytes=meta.size_bytes,
+        flops=step_flops(graph, maker),
+        source=value.source,
+        function=value.function,
+        args=_taken(graph, maker.args),
+        kwargs=_taken(graph, maker.kwargs),
+    )
+
+
+def _taken(graph: Graph, tree: Any) -> Any:
+    """An operator's arguments as a policy sees them."""
+    if isinstance(tree, Ref):
+        return _operands(graph.values[tree.index].meta)
+    if isinstance(tree, (tuple, list)):
+        return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
+    return sizes.hint(tree)
+
+
+def _operands(meta: Meta) -> Any:
+    if isinstance(meta, TensorMeta):
+        return policies.Operand(meta.hints, meta.dtype, meta.device)
+    return None if meta is None else tuple(map(_operands, meta))
+
+
+def forward_flops(analysis: Analysis) -> int:
+    """Floating point operations of the forward, by torch's own formulas."""
+    graph = analysis.joint.graph
+    return sum(step_flops(graph, graph.values[index]) for index in analysis.forward)

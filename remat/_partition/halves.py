@@ -1,0 +1,231 @@
+"""A joint graph and a cut -> the graph of the forward and that of the backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat._graph import operators
+from remat._graph.values import (
+    Graph,
+    Ref,
+    Value,
+    check,
+    has_effect,
+    prune,
+    renumbered,
+    roots,
+)
+from remat._partition.cut import Cut
+from remat._tracing.importing import view_path
+from remat._tracing.trace import Joint, View
+
+_CLONE = torch.ops.aten.clone.default
+
+
+def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
+    """Operands -> outputs, new values of changed operands, saved values, states.
+
+    Draws stay even if nothing reads them, because the generator must end in the same state.
+    An output that shares storage with an earlier one is cloned, because the caller may change
+    one of them in place.
+
+    Returns:
+        The graph, and which outputs are views of something that nothing else holds. They
+        must be returned as plain tensors, which the caller may change in place.
+    """
+    graph = _ranked(joint.graph)
+    effects = [
+        index
+        for index, value in enumerate(graph.values)
+        if not value.is_backward and has_effect(value)
+    ]
+    graph, outputs = _with_clones(graph, joint.outputs)
+    held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
+    graph = dataclasses.replace(graph, outputs=(*outputs, *held, *joint.states))
+    owners = roots(graph)
+    shared = {owners[ref.index] for ref in held}
+    untracked = tuple(
+        place
+        for place, ref in enumerate(outputs)
+        if owners[ref.index] != ref.index and owners[ref.index] not in shared
+    )
+    pruned = _with_inputs(prune(graph, effects), joint.num_operands)
+    return pruned, untracked
+
+
+def _ranked(graph: Graph) -> Graph:
+    """The graph whose forward values say which they are."""
+    ranks = itertools.count()
+    values = [
+        value
+        if value.op is None or value.is_backward
+        else dataclasses.replace(value, rank=next(ranks))
+        for value in graph.values
+    ]
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+def _with_clones(
+    graph: Graph, outputs: tuple[Ref, ...]
+) -> tuple[Graph, tuple[Ref, ...]]:
+    owners = roots(graph)
+    values = list(graph.values)
+    seen: dict[int, int | None] = {}
+    cloned: list[Ref] = []
+    for ref in outputs:
+        owner, split = owners[ref.index], _split_of(values[ref.index])
+        if owner not in seen:
+            seen[owner] = split
+        elif split is None or split != seen[owner] or ref in cloned:
+            value = values[ref.index]
+            values.append(dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=()))
+            ref = Ref(len(values) - 1)
+        cloned.append(ref)
+    return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
+
+
+def _split_of(value: Value) -> int | None:
+    # The outputs of one split, chunk or unbind do not overlap.
+    return value.args[0].index if value.op is operator.getitem else None
+
+
+def _with_inputs(graph: Graph, count: int) -> Graph:
+    """The graph without its inputs after the first `count`, which it does not read."""
+    dropped = graph.num_inputs - count
+    number = {
+        index: index if index < count else index - dropped
+        for index in range(len(graph.values))
+    }
+    values = tuple(
+        renumbered(value, lambda use: Ref(number[use]))
+        for index, value in enumerate(graph.values)
+        if not count <= index < graph.num_inputs
+    )
+    outputs = tuple(
+        None if ref is None else Ref(number[ref.index]) for ref in graph.outputs
+    )
+    return check(Graph(values, count, outputs))
+
+
+def backward_graph(
+    joint: Joint, found: Cut, saved: Sequence[int], wanted: Sequence[Ref | None]
+) -> Graph:
+    """Saved values, operands, states, cotangents -> the wanted gradients.
+
+    A draw of the forward that the backward repeats reads its recorded state. Each value is
+    recomputed just before the first step that reads it, so that the values of one layer are
+    freed before those of the next layer are computed.
+    """
+    values = joint.graph.values
+    inputs = [
+        *saved,
+        *range(joint.num_operands),
+        *(state.index for state in joint.states),
+        *joint.cotangents,
+    ]
+    number = {index: position for position, index in enumerate(inputs)}
+    number |= {index: number[stands] for index, stands in found.stand_ins.items()}
+    lines = [
+        Value(None, meta=values[index].meta, names=values[index].names)
+        for index in inputs
+    ]
+    for index in late(values, found.steps):
+        value = values[index]
+        number[index] = len(lines)
+        is_redraw = value.is_redraw or (
+            operators.draws(value) and not value.is_backward
+        )
+        value = dataclasses.replace(
+            value,
+            is_backward=True,
+            is_redraw=is_redraw,
+            rank=found.repeats.get(index, -1),
+        )
+        lines.append(renumbered(value, lambda use: Ref(number[use])))
+    outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
+    return check(Graph(tuple(lines), len(inputs), outputs))
+
+
+def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
+    """The steps, with each step of the forward moved to just before its first reader.
+
+    The outputs of one operator are unpacked where it runs: their tuple would keep each
+    alive until the last of them is read.
+    """
+    order: list[int] = []
+    waiting = {index for index in steps if not values[index].is_backward}
+    parts: dict[int, set[int]] = {}
+    for index in waiting:
+        if values[index].op is operator.getitem:
+            parts.setdefault(values[index].args[0].index, set()).add(index)
+    for step in steps:
+        if not values[step].is_backward:
+            continue
+        needed, pending = set[int](), [step]
+        while pending:
+            uses = waiting.intersection(values[pending.pop()].uses)
+            uses.update(*(parts.get(index, ()) for index in uses))
+            waiting -= uses
+            needed |= uses
+            pending += uses
+        order += [*sorted(needed), step]
+    # No step reads a value that is only returned.
+    return order + sorted(waiting)
+
+
+def unique_outputs(
+    graph: Graph,
+    skip: int,
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
+    """Each output once, and none that is only a view of an input after the first `skip`.
+
+    `autograd.Function` can return neither a tensor twice nor one of its inputs.
+
+    Args:
+        graph: whose outputs to change.
+        skip: how many inputs none may be a view of.
+        inputs: how each input after these is spread, as a DTensor; empty if none is.
+        outputs: how each output is, likewise.
+
+    Returns:
+        The graph, how each of its former outputs is made, and how the new ones are spread.
+    """
+    unique: list[tuple[Ref, Any]] = []
+    views: list[View] = []
+    given = {skip + k: each for k, each in enumerate(inputs) if each is not None}
+    placements = outputs or [None] * len(graph.outputs)
+    for ref, placement in zip(graph.outputs, placements, strict=True):
+        if ref is None:
+            views.append(View(None, None, None, True))
+            continue
+        bases = [each for each, spread in unique if spread == placement]
+        path = view_path(graph, bases, ref)
+        # A DTensor is not a view: it is the same as another one, or an output of its own.
+        if path is None or (placement is not None and path[1] is not None):
+            path = ref, None
+        base, steps = path
+        if (base, placement) in unique:
+            views.append(View(unique.index((base, placement)), None, steps, False))
+        elif skip <= base.index < graph.num_inputs and (
+            given.get(base.index) == placement
+        ):
+            views.append(View(None, base.index - skip, steps, False))
+        else:
+            views.append(View(len(unique), None, None, False))
+            unique.append((ref, placement))
+    checks = [
+        index
+        for index, value in enumerate(graph.values)
+        if operators.is_check(value.op)
+    ]
+    refs = tuple(ref for ref, _ in unique)
+    pruned = prune(dataclasses.replace(graph, outputs=refs), checks)
+    return pruned, tuple(views), tuple(spread for _, spread in unique)
