@@ -13,10 +13,16 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from remat._errors import RematError
 from remat._messages import line_of
+from remat._plans.plan import plan
+from remat.reporting import checklist, compare, report
+from remat.reporting._arguments import keywords, load
+from remat.reporting._demo import run_demo
+from remat.reporting._demo_text import demo_json, demo_table, first_loss_difference
+from remat.reporting._gpt import one_layer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,189 +57,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"remat: {message} (more: {self.prog} --help)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m remat",
-        description="Recomputes activations where memory is short.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser(
-        "demo",
-        help="train a small GPT under several policies and compare memory and time",
-        description="Trains a byte-level GPT of about 1 M parameters, with dropout by "
-        "random keys, on pydoc's help topics under torch.func.grad, once under each "
-        "policy, then prints the loss, the bytes held between forward and backward, the "
-        "peak and the step time.",
-    )
-    demo.set_defaults(run=_demo)
-    demo.add_argument(
-        "--steps",
-        type=_positive,
-        default=120,
-        metavar="N",
-        help="training steps under each policy (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--seed",
-        type=_natural,
-        default=0,
-        metavar="N",
-        help="decides initial parameters, batches and dropout (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--json", action="store_true", help="print JSON instead of the table"
-    )
-    _add_report(commands)
-    _add_checklist(commands)
-    _add_plan(commands)
-    _add_compare(commands)
-    return parser
-
-
-_DRAWN = (".svg", ".png")
-_ARGUMENTS = (
-    "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
-    "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
-    "literal, params.w=3,4 goes into a dict"
-)
-
-
-def _add_function(command: argparse.ArgumentParser) -> None:
-    """Has a command take a function and its arguments."""
-    command.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
-    )
-    command.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
-
-
-def _add_device(command: argparse.ArgumentParser, on_meta: str = "") -> None:
-    """Has a command take the device of the tensors, and say what `meta` does to it."""
-    command.add_argument(
-        "--device",
-        default="cpu",
-        help=f"where the tensors are{on_meta} (default: %(default)s)",
-    )
-
-
-def _add_output(
-    command: argparse.ArgumentParser,
-    *,
-    json: str = "print JSON instead of the table",
-    is_drawn: bool = False,
-) -> None:
-    """Has a command take the form of its result, and a file to write it to."""
-    drawn = ": .svg and .png hold the figure, any other file the text or JSON"
-    command.add_argument("--json", action="store_true", help=json)
-    command.add_argument(
-        "--out",
-        type=_writable,
-        metavar="FILE",
-        help=f"write to this file instead of printing{drawn if is_drawn else ''}",
-    )
-
-
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="measure one step of a function: what each region holds and recomputes",
-        description="Runs one forward and its backward, and reports where the bytes and "
-        "the seconds go.",
-    )
-    report.set_defaults(run=_report)
-    _add_function(report)
-    _add_device(report, "; on meta nothing is computed")
-    _add_output(report, json="print JSON instead of the tables", is_drawn=True)
-    report.add_argument(
-        "--html",
-        type=_writable,
-        metavar="FILE",
-        help="also write the report to this file as a page",
-    )
-
-
-def _add_checklist(commands: Any) -> None:
-    checklist = commands.add_parser(
-        "checklist",
-        help="ask seven questions of a step, answered by measurement",
-        description="Runs a few steps of a function, with its regions and without, and "
-        "says for each question whether it passes. The exit code is 1 if one fails.",
-    )
-    checklist.set_defaults(run=_checklist)
-    _add_function(checklist)
-    _add_device(checklist)
-    _add_output(checklist)
-
-
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="decide what a function saves within a budget of bytes",
-        description="Traces a function without running it, and prints what to save so "
-        "that a budget holds and as little as possible is recomputed.",
-    )
-    plan.set_defaults(run=_plan)
-    _add_function(plan)
-    plan.add_argument(
-        "--budget",
-        type=_budget,
-        required=True,
-        metavar="SIZE",
-        help="2GiB, a number of bytes, 0.5 for a fraction of what is held without "
-        "remat, or auto",
-    )
-    plan.add_argument(
-        "--solver",
-        choices=("cut", "milp"),
-        default="cut",
-        help="milp is exact if it finishes within a minute (default: %(default)s)",
-    )
-    _add_device(plan, "; on meta they need no memory")
-    _add_output(plan, json="print JSON for Plan.from_json instead of the table")
-
-
-def _add_compare(commands: Any) -> None:
-    compare = commands.add_parser(
-        "compare",
-        help="run a function under several policies, and peers, on this machine",
-        description="Runs a function as one region under several policies, without "
-        "remat, and under torch_remat where it is installed.",
-    )
-    compare.set_defaults(run=_compare)
-    compare.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        nargs="?",
-        help="what to run (default: one layer of the demo's model)",
-    )
-    compare.add_argument("arguments", nargs="*", metavar="NAME=SIZES", help=_ARGUMENTS)
-    compare.add_argument(
-        "--steps",
-        type=_positive,
-        default=10,
-        metavar="N",
-        help="how many steps of each are timed (default: %(default)s)",
-    )
-    compare.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="MODULE:WRAPPER",
-        help="a callable that takes the function and returns it as another library "
-        "would run it; may be given several times",
-    )
-    _add_device(compare)
-    _add_output(compare, is_drawn=True)
-
-
 def _demo(options: argparse.Namespace) -> int:
-    # Imported here, so that --help and a wrong option answer without loading torch.
-    from remat.reporting._demo import run_demo
-    from remat.reporting._demo_text import (
-        demo_json,
-        demo_table,
-        first_loss_difference,
-    )
-
     rows = run_demo(options.steps, options.seed)
     print(demo_json(rows) if options.json else demo_table(rows))
     difference = first_loss_difference(rows)
@@ -241,75 +65,57 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from remat.reporting._measure import report
-
     with _printing_apart(), patience("running one step"):
         function, kwargs = _call(options)
-        found = report(function, **kwargs)
+        result = report(function, **kwargs)
     if options.html is not None:
-        found.to_html(options.html)
-    return _give(found, options)
+        result.to_html(options.html)
+    return _give(result, options)
 
 
 def _checklist(options: argparse.Namespace) -> int:
-    from remat.reporting._checklist import checklist
-
     with _printing_apart(), patience("running some steps"):
         function, kwargs = _call(options)
-        found = checklist(function, **kwargs)
-    _give(found, options)
-    return 0 if found.is_passed else 1
+        result = checklist(function, **kwargs)
+    _give(result, options)
+    return 0 if result.is_passed else 1
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from remat._plans.plan import plan
-
     with _printing_apart(), patience("planning"):
         function, kwargs = _call(options)
-        found = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
-    return _give(found, options)
+        result = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
+    return _give(result, options)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from remat.reporting._arguments import load
-    from remat.reporting._compare import compare
-    from remat.reporting._gpt import one_layer
-
     with _printing_apart():
         is_own = options.function is None
         function, kwargs = one_layer(options.device) if is_own else _call(options)
-        peers = {each.rpartition(":")[2]: load(each) for each in options.peer}
-        found = compare(function, kwargs, options.steps, peers=peers)
-    return _give(found, options)
+        peers = {name.rpartition(":")[2]: load(name) for name in options.peer}
+        result = compare(function, kwargs, options.steps, peers=peers)
+    return _give(result, options)
 
 
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a command line names, and its keyword arguments."""
-    from remat.reporting._arguments import keywords, load
-
     return load(options.function), keywords(options.arguments, options.device)
 
 
-def _give(found: Any, options: argparse.Namespace) -> int:
+def _give(result: Any, options: argparse.Namespace) -> int:
     """Writes a result where it is wanted: to a file, a terminal, or a pipe."""
     is_figure = options.out is not None and options.out.suffix.lower() in _DRAWN
-    if is_figure and _can_draw(found):
-        found.figure().savefig(options.out)
+    if is_figure and hasattr(result, "figure"):
+        result.figure().savefig(options.out)
         return 0
-    if options.out is None and not options.json and _show_richly(found):
+    if options.out is None and not options.json and _show_richly(result):
         return 0
-    text = found.to_json() if options.json else str(found)
+    text = result.to_json() if options.json else str(result)
     if options.out is None:
-        print(_printable(text))
+        print(text.encode(_encoding(), "backslashreplace").decode(_encoding()))
     else:
         options.out.write_text(text + "\n", encoding="utf-8")
     return 0
-
-
-def _printable(text: str) -> str:
-    """The text with what standard output cannot encode written as an escape."""
-    encoding = _encoding()
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _encoding() -> str:
@@ -317,19 +123,15 @@ def _encoding() -> str:
     return sys.stdout.encoding or "utf-8"
 
 
-def _can_draw(found: Any) -> bool:
-    return hasattr(found, "figure")
-
-
-def _show_richly(found: Any) -> bool:
+def _show_richly(result: Any) -> bool:
     """Prints to a terminal by rich, if it is installed and the result has a form for it."""
     if not sys.stdout.isatty() or not _encoding().lower().startswith("utf"):
         return False
-    if importlib.util.find_spec("rich") is None or not hasattr(found, "__rich__"):
+    if importlib.util.find_spec("rich") is None or not hasattr(result, "__rich__"):
         return False
     from rich.console import Console
 
-    Console().print(found)
+    Console().print(result)
     return True
 
 
@@ -405,6 +207,179 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a whole number from 0 on: {text!r}")
     return int(text)
+
+
+#: The name of an argument, and how `argparse` takes it.
+_Argument = tuple[str, dict[str, Any]]
+
+
+class _Command(NamedTuple):
+    """One command: what it runs, what its help says, and its arguments."""
+
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    description: str
+    arguments: tuple[_Argument, ...]
+
+
+def _argument(name: str, **settings: Any) -> _Argument:
+    return name, settings
+
+
+_DRAWN = (".svg", ".png")
+_FUNCTION = _argument(
+    "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
+)
+_ARGUMENTS = _argument(
+    "arguments",
+    nargs="*",
+    metavar="NAME=SIZES",
+    help="keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
+    "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
+    "literal, params.w=3,4 goes into a dict",
+)
+
+
+def _device(on_meta: str = "") -> _Argument:
+    """Where the tensors are; `on_meta` says what the device `meta` does to them."""
+    text = f"where the tensors are{on_meta} (default: %(default)s)"
+    return _argument("--device", default="cpu", help=text)
+
+
+def _json(text: str = "print JSON instead of the table") -> _Argument:
+    return _argument("--json", action="store_true", help=text)
+
+
+def _number(name: str, default: int, text: str, least: int = 1) -> _Argument:
+    kind = _positive if least else _natural
+    text = f"{text} (default: %(default)s)"
+    return _argument(name, type=kind, default=default, metavar="N", help=text)
+
+
+def _file(name: str, text: str) -> _Argument:
+    return _argument(name, type=_writable, metavar="FILE", help=text)
+
+
+_OUT = _file("--out", "write to this file instead of printing")
+_DRAWN_OUT = _file(
+    "--out",
+    "write to this file instead of printing: .svg and .png hold the figure, any other "
+    "file the text or JSON",
+)
+_COMMANDS = {
+    "demo": _Command(
+        _demo,
+        "train a small GPT under several policies and compare memory and time",
+        "Trains a byte-level GPT of about 1 M parameters, with dropout by random keys, on "
+        "pydoc's help topics under torch.func.grad, once under each policy, then prints "
+        "the loss, the bytes held between forward and backward, the peak and the step "
+        "time.",
+        (
+            _number("--steps", 120, "training steps under each policy"),
+            _number(
+                "--seed", 0, "decides initial parameters, batches and dropout", least=0
+            ),
+            _json(),
+        ),
+    ),
+    "report": _Command(
+        _report,
+        "measure one step of a function: what each region holds and recomputes",
+        "Runs one forward and its backward, and reports where the bytes and the seconds "
+        "go.",
+        (
+            _FUNCTION,
+            _ARGUMENTS,
+            _device("; on meta nothing is computed"),
+            _json("print JSON instead of the tables"),
+            _DRAWN_OUT,
+            _file("--html", "also write the report to this file as a page"),
+        ),
+    ),
+    "checklist": _Command(
+        _checklist,
+        "ask seven questions of a step, answered by measurement",
+        "Runs a few steps of a function, with its regions and without, and says for each "
+        "question whether it passes. The exit code is 1 if one fails.",
+        (
+            _FUNCTION,
+            _ARGUMENTS,
+            _device(),
+            _json(),
+            _OUT,
+        ),
+    ),
+    "plan": _Command(
+        _plan,
+        "decide what a function saves within a budget of bytes",
+        "Traces a function without running it, and prints what to save so that a budget "
+        "holds and as little as possible is recomputed.",
+        (
+            _FUNCTION,
+            _ARGUMENTS,
+            _argument(
+                "--budget",
+                type=_budget,
+                required=True,
+                metavar="SIZE",
+                help="2GiB, a number of bytes, 0.5 for a fraction of what is held without "
+                "remat, or auto",
+            ),
+            _argument(
+                "--solver",
+                choices=("cut", "milp"),
+                default="cut",
+                help="milp is exact if it finishes within a minute (default: %(default)s)",
+            ),
+            _device("; on meta they need no memory"),
+            _json("print JSON for Plan.from_json instead of the table"),
+            _OUT,
+        ),
+    ),
+    "compare": _Command(
+        _compare,
+        "run a function under several policies, and peers, on this machine",
+        "Runs a function as one region under several policies, without remat, and under "
+        "torch_remat where it is installed.",
+        (
+            _argument(
+                "function",
+                metavar="MODULE:FUNCTION",
+                nargs="?",
+                help="what to run (default: one layer of the demo's model)",
+            ),
+            _ARGUMENTS,
+            _number("--steps", 10, "how many steps of each are timed"),
+            _argument(
+                "--peer",
+                action="append",
+                default=[],
+                metavar="MODULE:WRAPPER",
+                help="a callable that takes the function and returns it as another library "
+                "would run it; may be given several times",
+            ),
+            _device(),
+            _json(),
+            _DRAWN_OUT,
+        ),
+    ),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m remat",
+        description="Recomputes activations where memory is short.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, command in _COMMANDS.items():
+        own = commands.add_parser(
+            name, help=command.help, description=command.description
+        )
+        own.set_defaults(run=command.run)
+        for argument, settings in command.arguments:
+            own.add_argument(argument, **settings)
+    return parser
 
 
 if __name__ == "__main__":

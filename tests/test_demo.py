@@ -213,7 +213,7 @@ def test_command_prints_json(
         asked.append((num_steps, seed))
         return made_up_rows()
 
-    monkeypatch.setattr("remat.reporting._demo.run_demo", run)
+    monkeypatch.setattr("remat.__main__.run_demo", run)
 
     assert main(["demo", "--steps", "2", "--seed", "7", "--json"]) == 0
 
@@ -234,7 +234,7 @@ def test_command_fails_where_losses_differ(
     """The exit code tells a script that the claim did not hold."""
     plain, saving = made_up_rows()
     wrong = dataclasses.replace(saving, losses=(3.0, 2.0))
-    monkeypatch.setattr("remat.reporting._demo.run_demo", lambda *_: [plain, wrong])
+    monkeypatch.setattr("remat.__main__.run_demo", lambda *_: [plain, wrong])
 
     assert main(["demo"]) == 1
     assert capsys.readouterr().err.startswith("remat: the loss under nothing_saveable")
