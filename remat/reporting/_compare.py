@@ -227,7 +227,7 @@ def _left_out(has_peers: bool) -> tuple[str, ...]:
         found.append(f"{_PEER} is not installed: pip install 'remat[bench]'.")
     if not has_peers:
         found.append(
-            "torch.utils.checkpoint rests on hooks, which this package never loads: name a "
+            "torch.utils.checkpoint rests on hooks, which this package never sets: name a "
             "wrapper that calls it, --peer peers.py:checkpointed."
         )
     return tuple(found)

@@ -1,8 +1,17 @@
 """Drop-ins for `torch.utils.checkpoint` and torch's checkpoint wrapper, over this engine.
 
 Each has the signature of the newest torch. Unsupported options raise, and say why;
+helpers that have nothing to do with recomputation are torch's own.
 docs/interop_torch.md goes through torch's own tests, behavior by behavior.
 """
+
+from torch.utils.checkpoint import (
+    DefaultDeviceType,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,  # pyright: ignore[reportUnknownVariableType]
+    set_device_states,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from remat._errors import RecomputationError as CheckpointError
 from remat.interop.torch._checkpoint import (
@@ -12,14 +21,9 @@ from remat.interop.torch._checkpoint import (
 )
 from remat.interop.torch._helpers import (
     CheckpointFunction,
-    DefaultDeviceType,
     GraphExecGroup,
-    check_backward_validity,
-    detach_variable,
-    get_device_states,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
-    set_device_states,
 )
 from remat.interop.torch._selective import (
     CheckpointPolicy,

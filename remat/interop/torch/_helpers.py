@@ -1,23 +1,17 @@
-"""The other names of `torch.utils.checkpoint`, for code that changes only its import.
+"""The switches of `torch.utils.checkpoint`, for code that changes only its import.
 
-Helpers do what torch's do. A switch for something that regions always do is silent; one
-for something that they cannot do warns that it has no effect.
+A switch for something that regions always do is silent; one for something that they
+cannot do warns that it has no effect.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, Self, final
 
-import torch
-from torch import Tensor
-
-from remat._errors import explain
-from remat._generators import recorded
 from remat._messages import warn
-from remat._torch import trees
 from remat.interop.torch._checkpoint import checkpoint
 
 
@@ -155,169 +149,6 @@ class CheckpointFunction:
             use_reentrant=True,
             preserve_rng_state=preserve_rng_state,
         )
-
-
-def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values, each tensor detached to a leaf that keeps its `requires_grad`.
-
-    Args:
-        inputs: tensors of any shapes, and other values.
-
-    Returns:
-        For each tensor one that shares its memory; all else as it is.
-
-    Raises:
-        TypeError: `inputs` is not a tuple.
-
-    Example:
-        >>> import torch
-        >>> from remat.interop.torch import detach_variable
-        >>> x, three = detach_variable((torch.ones(2, requires_grad=True) * 2, 3))
-        >>> x.is_leaf, x.requires_grad, three
-        (True, True, 3)
-
-    References:
-        `torch.utils.checkpoint.detach_variable` of torch 2.15.
-    """
-    if not isinstance(inputs, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"detach_variable takes a tuple, as in torch, and got a "
-            f"{type(inputs).__name__}: write detach_variable((x,))."
-        )
-    return tuple(
-        each.detach().requires_grad_(each.requires_grad)
-        if isinstance(each, Tensor)
-        else each
-        for each in inputs
-    )
-
-
-def check_backward_validity(inputs: Iterable[Any]) -> None:
-    """Warns if no tensor among some values requires grad.
-
-    Args:
-        inputs: tensors of any shapes, and other values.
-
-    Warns:
-        RematWarning: none does.
-
-    Example:
-        >>> import torch
-        >>> from remat.interop.torch import check_backward_validity
-        >>> check_backward_validity([torch.ones(2, requires_grad=True), 3])
-
-    References:
-        `torch.utils.checkpoint.check_backward_validity` of torch 2.15.
-    """
-    if not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
-        warn(
-            where="check_backward_validity(...)",
-            what="got no tensor that requires grad.",
-            why="No gradient will flow to any of these.",
-            do="Call requires_grad_() on a tensor that should be differentiated.",
-        )
-
-
-@final
-class DefaultDeviceType:
-    """The default kind of device of `set_device_states`.
-
-    Regions do not use it: they record the states of each device that they draw from.
-
-    Example:
-        >>> from remat.interop.torch import DefaultDeviceType
-        >>> DefaultDeviceType.set_device_type(DefaultDeviceType.get_device_type())
-
-    References:
-        `torch.utils.checkpoint.DefaultDeviceType` of torch 2.15.
-    """
-
-    _chosen: str | None = None
-
-    @staticmethod
-    def set_device_type(device: str = "cuda") -> None:
-        """Chooses it.
-
-        Args:
-            device: the kind, such as "cuda".
-        """
-        DefaultDeviceType._chosen = device
-
-    @staticmethod
-    def get_device_type() -> str:
-        """The chosen kind, or else this machine's accelerator, or else "cpu".
-
-        Returns:
-            The kind.
-        """
-        if DefaultDeviceType._chosen is None:
-            here = torch.accelerator.current_accelerator(check_available=True)
-            return "cpu" if here is None else here.type
-        return DefaultDeviceType._chosen
-
-
-def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
-    """The states of the generators of the accelerators that some tensors are on.
-
-    Args:
-        *args: pytrees with tensors of any shapes; those on "cpu" and "meta" do not count.
-
-    Returns:
-        For each tensor the index of its device, and the state of the device's generator.
-
-    Raises:
-        ValueError: they are on two kinds of accelerators, which indices do not tell apart.
-
-    Example:
-        >>> import torch
-        >>> from remat.interop.torch import get_device_states
-        >>> get_device_states(torch.ones(2), {"x": torch.ones(2)})
-        ([], [])
-
-    References:
-        `torch.utils.checkpoint.get_device_states` of torch 2.15.
-    """
-    devices = [
-        leaf.device
-        for leaf in trees.tensor_leaves(args)
-        if leaf.device.type not in ("cpu", "meta")
-    ]
-    kinds = sorted({device.type for device in devices})
-    if len(kinds) > 1:
-        raise ValueError(
-            explain(
-                where="get_device_states(...)",
-                what=f"got tensors on devices of the kinds {', '.join(kinds)}.",
-                why="It returns device indices, which do not say the kind of device.",
-                do="Call it for each kind.",
-            )
-        )
-    return [device.index or 0 for device in devices], [*map(recorded.get, devices)]
-
-
-def set_device_states(
-    devices: Sequence[int],
-    states: Sequence[Tensor],
-    *,
-    device_type: str | None = None,
-) -> None:
-    """Sets what `get_device_states` returned.
-
-    Args:
-        devices: indices of devices.
-        states: for each the state of its generator.
-        device_type: the kind of the devices; None: `DefaultDeviceType.get_device_type()`.
-
-    Example:
-        >>> from remat.interop.torch import get_device_states, set_device_states
-        >>> set_device_states(*get_device_states(3))
-
-    References:
-        `torch.utils.checkpoint.set_device_states` of torch 2.15.
-    """
-    kind = device_type or DefaultDeviceType.get_device_type()
-    for index, state in zip(devices, states, strict=False):
-        recorded.put(state, torch.device(kind, index))
 
 
 def _has_no_effect(where: str, why: str, do: str) -> None:
