@@ -20,9 +20,13 @@ from remat._messages import line_of
 from remat._plans.plan import plan
 from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load
-from remat.reporting._demo import run_demo
-from remat.reporting._demo_text import demo_json, demo_table, first_loss_difference
-from remat.reporting._gpt import one_layer
+from remat.reporting._demo._gpt import one_layer
+from remat.reporting._demo._run import run_demo
+from remat.reporting._demo._text import (
+    demo_json,
+    demo_table,
+    first_loss_difference,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

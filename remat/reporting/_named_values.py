@@ -23,9 +23,9 @@ from remat._messages import user_line
 from remat._programs.watching import Watcher
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
-from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import graph_of
-from remat.reporting._step import Step
+from remat.reporting._measure._calls import Call, Calls, hook
+from remat.reporting._measure._step import Step
 
 
 @final

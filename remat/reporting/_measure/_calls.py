@@ -11,7 +11,7 @@ from remat._regions.out_of_memory import name_of
 from remat._regions.traced import Region
 from remat._rerun.region import Rerun
 from remat.reporting._held import Node
-from remat.reporting._traced import Traced
+from remat.reporting._measure._traced import Traced
 
 
 class Run(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
+from remat.reporting._measure._traced import Alternative, Outcome, Traced
 from remat.reporting._records import FrontierPoint, HeldValue, Suggestion
-from remat.reporting._traced import Alternative, Outcome, Traced
 
 # A heuristic: a value is worth its bytes if its recomputation takes at least this part
 # of the regions' forward.

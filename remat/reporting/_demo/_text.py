@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.policies._sizes import show_size
-from remat.reporting._demo import DemoRow
+from remat.reporting._demo._run import DemoRow
 
 _HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
 from remat.policies import Value
-from remat.reporting import _suggest
-from remat.reporting._allocator import allocator_peaks
-from remat.reporting._calls import Call, Calls, hook
 from remat.reporting._held import Node, graph_of
+from remat.reporting._measure import _suggest
+from remat.reporting._measure._allocator import allocator_peaks
+from remat.reporting._measure._calls import Call, Calls, hook
+from remat.reporting._measure._step import Step
+from remat.reporting._measure._traced import Foretold, Traced, foretold
+from remat.reporting._measure._watch import Allocation, Event, Run, StepWatcher
 from remat.reporting._records import (
     HeldValue,
     Layer,
@@ -27,10 +30,7 @@ from remat.reporting._records import (
     Timeline,
 )
 from remat.reporting._report import Report
-from remat.reporting._step import Step
-from remat.reporting._traced import Foretold, Traced, foretold
 from remat.reporting._waits import Waits
-from remat.reporting._watch import Allocation, Event, Run, StepWatcher
 from remat.storage import Keep
 
 OUTSIDE = "outside of regions"
