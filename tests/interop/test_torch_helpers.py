@@ -19,12 +19,15 @@ from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
 
-# Helpers that have nothing to do with recomputation.
+# What says nothing of how recomputation is done.
 OF_TORCH = {
+    "CheckpointPolicy",
     "DefaultDeviceType",
+    "SelectiveCheckpointContext",
     "check_backward_validity",
     "detach_variable",
     "get_device_states",
+    "noop_context_fn",
     "set_device_states",
 }
 

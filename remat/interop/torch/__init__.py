@@ -1,24 +1,23 @@
 """Drop-ins for `torch.utils.checkpoint` and torch's checkpoint wrapper, over this engine.
 
 Each has the signature of the newest torch. Unsupported options raise, and say why;
-helpers that have nothing to do with recomputation are torch's own.
+names that say nothing of how recomputation is done are torch's own.
 docs/interop_torch.md goes through torch's own tests, behavior by behavior.
 """
 
 from torch.utils.checkpoint import (
+    CheckpointPolicy,
     DefaultDeviceType,
+    SelectiveCheckpointContext,
     check_backward_validity,
     detach_variable,
     get_device_states,  # pyright: ignore[reportUnknownVariableType]
+    noop_context_fn,
     set_device_states,  # pyright: ignore[reportUnknownVariableType]
 )
 
 from remat._errors import RecomputationError as CheckpointError
-from remat.interop.torch._checkpoint import (
-    checkpoint,
-    checkpoint_sequential,
-    noop_context_fn,
-)
+from remat.interop.torch._checkpoint import checkpoint, checkpoint_sequential
 from remat.interop.torch._helpers import (
     CheckpointFunction,
     GraphExecGroup,
@@ -26,8 +25,6 @@ from remat.interop.torch._helpers import (
     set_checkpoint_early_stop,
 )
 from remat.interop.torch._selective import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 from remat.interop.torch._wrapper import (

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
 from remat._calls.decorated import Region, kind_of
@@ -25,13 +26,6 @@ from remat.policies import AbstractPolicy, nothing_saveable
 ContextFn: TypeAlias = Callable[
     [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ]
-
-
-def noop_context_fn() -> tuple[
-    AbstractContextManager[Any], AbstractContextManager[Any]
-]:
-    """The default of `context_fn`: two contexts that do nothing."""
-    return contextlib.nullcontext(), contextlib.nullcontext()
 
 
 @final

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, cast, final
 
 import torch
-from torch import Tensor
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from remat._errors import PolicyError, explain
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
@@ -30,26 +30,8 @@ _OVERLOADS = (
 _PACKET = type(torch.ops.aten.mm)
 
 
-class CheckpointPolicy(enum.Enum):
-    """The answer of a policy of torch's about the output of an operator.
-
-    `MUST_` and `PREFER_` differ only for compilers, and mean the same here. Outputs to
-    offload wait in host memory; torch (2.15) silently recomputes them.
-
-    Example:
-        >>> from remat.interop.torch import CheckpointPolicy
-        >>> CheckpointPolicy.MUST_SAVE.name
-        'MUST_SAVE'
-    """
-
-    MUST_SAVE = 0
-    PREFER_SAVE = 1
-    MUST_RECOMPUTE = 2
-    PREFER_RECOMPUTE = 3
-    MUST_CPU_OFFLOAD = 4
-    PREFER_CPU_OFFLOAD = 5
-
-
+# For compilers alone does torch tell `MUST_` from `PREFER_`. Outputs to offload wait in host
+# memory here; torch (2.15) silently recomputes them.
 _DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
     "MUST_SAVE": Save,
     "PREFER_SAVE": Save,
@@ -58,20 +40,6 @@ _DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
     "MUST_CPU_OFFLOAD": lambda: Save(Offload()),
     "PREFER_CPU_OFFLOAD": lambda: Save(Offload()),
 }
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class SelectiveCheckpointContext:
-    """The context that a policy of torch's gets besides the operator.
-
-    Args:
-        is_recompute: always False: a recomputation does not ask the policy.
-        op_output: a meta tensor, of the shape and dtype of what the operator made.
-    """
-
-    is_recompute: bool
-    op_output: Tensor
 
 
 PolicyFn: TypeAlias = Callable[..., object]
@@ -110,7 +78,6 @@ class Selective(AbstractPolicy):
         answer = self.function(context, value.op, *args, **kwargs)
         if isinstance(answer, bool):
             return Save() if answer else Recompute()
-        # Accepts torch's own enum too, which this package does not import.
         made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
         if made is None:
             raise _meaningless(self, value, answer)
