@@ -24,9 +24,9 @@ from remat.layers._common import (
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
+    stage_of,
     wants_gradient,
 )
-from remat.layers._describe import stage_of
 from remat.layers._links import Link, laid_densely, stand_ins
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
@@ -117,13 +117,13 @@ class Chain:
                 run: Callable[[AnyStage], Any] = functools.partial(_call, state)
                 state = stage.owning(run)
             return state
-        return _Traced(self._stages, x).run(self.schedule)
+        return _TracedChain(self._stages, x).run(self.schedule)
 
     @functools.cached_property
-    def _stages(self) -> tuple[_Stage, ...]:
+    def _stages(self) -> tuple[_ChainStage, ...]:
         """The functions as regions, which are kept from call to call."""
         policy = None if self.schedule is None else everything_saveable
-        return tuple(_Stage(f, policy) for f in self.fs)
+        return tuple(_ChainStage(f, policy) for f in self.fs)
 
     def __reduce__(self) -> Any:
         """Pickles and copies by the functions and the schedule."""
@@ -142,8 +142,8 @@ class Chain:
             Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
             Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
         """
-        stages = [_Stage(f, everything_saveable) for f in self.fs]
-        return tuple(_Traced(stages, x).stages)
+        stages = [_ChainStage(f, everything_saveable) for f in self.fs]
+        return tuple(_TracedChain(stages, x).stages)
 
 
 #: The functions that were seen to change their argument, by identity.
@@ -153,7 +153,7 @@ _writers: weakref.WeakValueDictionary[int, Callable[[Any], Any]] = (
 
 
 @final
-class _Stage:
+class _ChainStage:
     """A function of a chain as a region.
 
     Args:
@@ -217,14 +217,14 @@ def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
 
 
 @final
-class _Traced:
+class _TracedChain:
     """The functions of a chain, traced for one argument.
 
     Attributes:
         stages: their description.
     """
 
-    def __init__(self, stages: Sequence[_Stage], x: Any) -> None:
+    def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
         leaves, spec = trees.flatten(x)
         self.stages: list[Stage] = []
         self._captured = Captured()

@@ -1,4 +1,4 @@
-"""Shared by `scan` and `chain`: whether to recompute at all, and how to run a stack."""
+"""Shared by `scan` and `chain`: what a stage is, and how a stack of them runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from remat._errors import (
     explain,
 )
 from remat._graph.values import TensorMeta
+from remat._partition.analysis import forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all
 from remat._rerun.hidden import require_nothing_hidden
@@ -26,12 +27,15 @@ from remat._switches.numerics import Numerics
 from remat._switches.switch import is_inert
 from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
-from remat.layers._links import Link, present
+from remat.layers._links import Link, once_a_region, present
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage
 
 _T = TypeVar("_T")
+
+#: A heuristic: the FLOPs that a processor computes while it moves one byte.
+FLOPS_A_BYTE = 8
 
 
 def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
@@ -156,6 +160,45 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
             "carry, or leave the schedule out.",
         )
     )
+
+
+def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
+    """A stage's cost and bytes.
+
+    Its cost is the floating point operations of torch's own formulas, and `FLOPS_A_BYTE`
+    for each byte that its operators write.
+
+    Args:
+        link: the stage.
+        after: the metadata of the state that it makes.
+    """
+    cost, record_bytes = _costs(link)
+    state_bytes = sum(meta.size_bytes for meta in link.state)
+    return Stage(
+        cost, state_bytes, sum(each.size_bytes for each in after), record_bytes
+    )
+
+
+@once_a_region
+def _costs(link: Link) -> tuple[int, int]:
+    """What a stage costs, and the bytes of its record."""
+    region, roots = link.region, link.roots
+    analysis, saved = region.analysis(roots), region.cut(roots).saved
+    values = analysis.joint.graph.values
+    own = {analysis.roots[ref.index] for ref in analysis.joint.outputs}
+    written = sum(
+        meta.size_bytes
+        for index in analysis.forward
+        if analysis.roots[index] == index
+        and isinstance(meta := values[index].meta, TensorMeta)
+    )
+    record = sum(
+        meta.size_bytes
+        for index in saved
+        if analysis.roots[index] not in own
+        and isinstance(meta := values[index].meta, TensorMeta)
+    )
+    return forward_flops(analysis) + FLOPS_A_BYTE * written, record
 
 
 def run_scheduled(

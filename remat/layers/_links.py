@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -28,12 +28,21 @@ from remat._torch import isolation, levels
 from remat._torch.fakes import fake_mode
 from remat._tracing.trace import Joint
 
-_returned: weakref.WeakKeyDictionary[Region, list[TensorMeta]] = (
-    weakref.WeakKeyDictionary()
-)
-_resting: weakref.WeakKeyDictionary[Region, tuple[int, ...]] = (
-    weakref.WeakKeyDictionary()
-)
+_T = TypeVar("_T")
+
+
+def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
+    """Remembers what is computed of a link for all links of its region."""
+    known: weakref.WeakKeyDictionary[Region, _T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(compute)
+    def remembered(link: Link) -> _T:
+        found = known.get(link.region)
+        if found is None:
+            found = known[link.region] = compute(link)
+        return found
+
+    return remembered
 
 
 @contextmanager
@@ -232,14 +241,9 @@ class Link:
         return outputs, found[count:]
 
     @property
+    @once_a_region
     def resting(self) -> tuple[int, ...]:
         """For each operand, as bits, which of the returned tensors depend on it."""
-        found = _resting.get(self.region)
-        if found is None:
-            found = _resting[self.region] = self._resting()
-        return found
-
-    def _resting(self) -> tuple[int, ...]:
         joint = self.region.joint(self.roots)
         read_by = _outputs_of_gradients(joint)
         found = [0] * joint.num_operands
@@ -253,14 +257,9 @@ class Link:
                     found[operand] |= 1 << place
         return tuple(found)
 
+    @once_a_region
     def returned(self) -> list[TensorMeta]:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
-        found = _returned.get(self.region)
-        if found is None:
-            found = _returned[self.region] = self._returned()
-        return found
-
-    def _returned(self) -> list[TensorMeta]:
         region, joint = self.region, self.region.joint(self.roots)
         with on_fakes(region.operands) as fakes, torch.no_grad():
             found, _ = self.advance(fakes, Numerics.current())

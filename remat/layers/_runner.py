@@ -27,7 +27,7 @@ from remat.layers._links import Link, added, present
 _MOST_FOLLOWED = 4
 
 
-class _Pulled(NamedTuple):
+class _BackwardProgram(NamedTuple):
     """A backward that is one program.
 
     Attributes:
@@ -58,12 +58,12 @@ class _Pulled(NamedTuple):
 
 
 #: The latest backwards of each region.
-_latest: weakref.WeakKeyDictionary[Region, tuple[_Pulled, ...]] = (
+_latest: weakref.WeakKeyDictionary[Region, tuple[_BackwardProgram, ...]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-class _Run(NamedTuple):
+class _ForwardProgram(NamedTuple):
     """A forward that is one program.
 
     Attributes:
@@ -174,14 +174,14 @@ class Runner:
         return self._link.pull(saved, operands, cotangents, wanted, self._numerics)
 
     @functools.cached_property
-    def _advances(self) -> _Run | None:
+    def _advances(self) -> _ForwardProgram | None:
         return self._alone(save=False)
 
     @functools.cached_property
-    def _records(self) -> _Run | None:
+    def _records(self) -> _ForwardProgram | None:
         return self._alone(save=True)
 
-    def _alone(self, save: bool) -> _Run | None:
+    def _alone(self, save: bool) -> _ForwardProgram | None:
         """The link's forward, if it needs no more than one program."""
         region, roots = self._link.region, self._link.roots
         if not self._is_quiet or region.inputs:
@@ -193,7 +193,9 @@ class Runner:
         if not forward.numerics.are_met_by(self._numerics):
             return None
         views = region.views(roots)
-        return _Run(forward.program.quiet, outputs, outputs + mutations, views)
+        return _ForwardProgram(
+            forward.program.quiet, outputs, outputs + mutations, views
+        )
 
     @functools.cached_property
     def _flows(self) -> _Flows | None:
@@ -235,7 +237,7 @@ class Runner:
             return
         check = guards.tensor_guard(there)
         given = [each is not None for each in cotangents]
-        found = _Pulled(
+        found = _BackwardProgram(
             check,
             given,
             wanted,

@@ -32,9 +32,9 @@ from remat.layers._common import (
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
+    stage_of,
     wants_gradient,
 )
-from remat.layers._describe import stage_of
 from remat.layers._links import laid_densely, relaid, settled, stand_ins
 from remat.layers._stack import Stack
 from remat.layers._trees import NOTHING, Tree, as_tensors

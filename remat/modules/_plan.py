@@ -80,7 +80,7 @@ def _saved(found: Plan) -> list[str]:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class _BlockCall:
     """A block and the arguments of its call."""
 
     name: str
@@ -168,7 +168,7 @@ def plan(
 _ANY = 2**62
 
 
-def _split(blocks: Sequence[_Block], size: int | float) -> ModulePlan:
+def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
     """Gives each block its share."""
     # Not 1.0: a draw's recorded state may be more than all that is saved without remat.
     whole = [block.plan(_ANY) for block in blocks]
@@ -244,13 +244,13 @@ def _called(
     named: Sequence[tuple[str, nn.Module]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[_Block]:
+) -> list[_BlockCall]:
     """The blocks with their arguments in one call of the model, on fake tensors."""
-    calls: dict[str, list[_Block]] = {name: [] for name, _ in named}
+    calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[name].append(_Block(name, module, args, kwargs))
+            calls[name].append(_BlockCall(name, module, args, kwargs))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -26,9 +26,9 @@ from remat.planners._problem import (
     Option,
     Outcome,
     Problem,
+    Solution,
     require_feasible,
 )
-from remat.planners._solution import Solution
 from remat.planners._tally import Tally
 
 _MOST_CUTS = 64

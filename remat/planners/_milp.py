@@ -19,9 +19,8 @@ from typing import Any, final
 import numpy as np
 
 from remat.planners._cut import solve_cut
-from remat.planners._problem import Outcome, Problem
+from remat.planners._problem import Outcome, Problem, Solution
 from remat.planners._scipy import optimize, sparse
-from remat.planners._solution import Solution
 
 _TRIES = 4
 
@@ -62,7 +61,7 @@ def solve_milp(
     best = solve_cut(problem, budget, where)
     if best.gap == 0.0 or not problem.steps:
         return best
-    program = _Program(problem)
+    program = _IntegerProgram(problem)
     bound, most = best.lower_bound, budget
     for _ in range(_TRIES):
         found, below = program.solve(most - problem.fixed_bytes, time_limit_s)
@@ -81,7 +80,7 @@ def solve_milp(
 
 
 @final
-class _Program:
+class _IntegerProgram:
     """The integer program of a problem: first the options, then the steps."""
 
     def __init__(self, problem: Problem) -> None:

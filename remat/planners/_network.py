@@ -35,7 +35,7 @@ _SOURCE, _SINK = 0, 1
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class NetworkCut:
     """The best choices at a price.
 
     Attributes:
@@ -112,7 +112,7 @@ class Network:
                 found[item] = found.get(item, 0) + 1
         return found
 
-    def cut(self, price: Fraction) -> Cut:
+    def cut(self, price: Fraction) -> NetworkCut:
         """The best choices at a price, in cost per byte."""
         price_, unit = price.numerator, price.denominator
         total = max(1, self._sum * unit)
@@ -133,7 +133,7 @@ class Network:
                 edges.append((needed, run, capacity))
         flow, sides = _minimum_cuts(edges, self.num_nodes)
         choices = tuple(self._choice(side, picked) for side in sides)
-        return Cut(
+        return NetworkCut(
             (choices[0], choices[1]), Fraction(flow) / scale / unit + self.certain_cost
         )
 

@@ -15,11 +15,10 @@ from remat._graph import operators
 from remat._switches.switch import disabled
 from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
-from remat.reporting._json import to_json
 from remat.reporting._make_report import report
-from remat.reporting._measure._step import Step
+from remat.reporting._measure._step import MeasuredStep
 from remat.reporting._measure._watch import StepWatcher
-from remat.reporting._records import Facts
+from remat.reporting._records import Facts, to_json
 from remat.reporting._report import Report
 from remat.reporting._show._text import table
 
@@ -107,7 +106,7 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
         >>> found.checks[0].verdict
         'pass'
     """
-    step = Step(f, args, kwargs)
+    step = MeasuredStep(f, args, kwargs)
     with disabled():
         plain = report(f, *args, **kwargs)
     found = report(f, *args, **kwargs)
@@ -168,7 +167,7 @@ class _CopyWatcher(modes.DispatchMode):
 _COPIES = ("aten._to_copy", "aten.clone", "aten.copy")
 
 
-def _parameters_apart(step: Step, found: Report) -> Check:
+def _parameters_apart(step: MeasuredStep, found: Report) -> Check:
     question = "parameters apart"
     figure = f"parameters {show_size(found.parameter_bytes)}"
     with step.kept():
@@ -204,7 +203,7 @@ def _overhead(found: Facts) -> Check:
     return Check(question, _verdict(share <= 1.0), figure)
 
 
-def _determinism(step: Step, found: Report) -> Check:
+def _determinism(step: MeasuredStep, found: Report) -> Check:
     question = "determinism"
     if not found.regions:
         return Check(question, NOT_APPLICABLE, "no region ran")
@@ -230,7 +229,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return tensors.same_bits(one, other)
 
 
-def _attention_once(step: Step, found: Report) -> Check:
+def _attention_once(step: MeasuredStep, found: Report) -> Check:
     question = "attention not run twice"
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
@@ -250,7 +249,7 @@ def _is_attention(name: str) -> bool:
     return "scaled_dot_product" in name and not name.endswith("backward")
 
 
-def _throughput(step: Step, found: Report, plain: Report) -> Check:
+def _throughput(step: MeasuredStep, found: Report, plain: Report) -> Check:
     question = "tokens per second, and largest batch"
     if not found.regions or not step.data:
         return Check(question, NOT_APPLICABLE, "no region ran, or there is no batch")
@@ -287,7 +286,7 @@ def _largest(facts: Facts, data: Tensor, memory: int) -> int:
     return max(memory - fixed, 0) * data.shape[0] // max(moving, 1)
 
 
-def _seconds(step: Step) -> float:
+def _seconds(step: MeasuredStep) -> float:
     """Seconds of one step, the second of two."""
     elapsed = 0.0
     for _ in range(2):
@@ -302,7 +301,7 @@ def _seconds(step: Step) -> float:
     return elapsed
 
 
-def _seconds_disabled(step: Step) -> float:
+def _seconds_disabled(step: MeasuredStep) -> float:
     with disabled():
         return _seconds(step)
 
@@ -325,7 +324,7 @@ def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
     return max((_ROUNDING.get(dtype, 0.0) for dtype in real), default=0.0)
 
 
-def _gradients(step: Step, found: Report, plain_report: Report) -> Check:
+def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> Check:
     question = "gradients equal to undecorated"
     if not found.regions:
         return Check(question, NOT_APPLICABLE, "no region ran")
@@ -347,7 +346,7 @@ def _gradients(step: Step, found: Report, plain_report: Report) -> Check:
 
 
 def _step_gradients(
-    step: Step, leaves: tuple[Tensor, ...] | None = None
+    step: MeasuredStep, leaves: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     with step.kept():
         outputs = step.forward()

@@ -19,9 +19,9 @@ from remat._errors import RematError, explain
 from remat._regions.out_of_memory import name_of
 from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
-from remat.reporting._json import to_json
-from remat.reporting._measure._step import Step
+from remat.reporting._measure._step import MeasuredStep
 from remat.reporting._measure._watch import StepWatcher
+from remat.reporting._records import to_json
 from remat.reporting._show._figures import comparison_figure
 from remat.reporting._show._progress import progress
 from remat.reporting._show._text import show_flops, show_time, table
@@ -156,7 +156,9 @@ def compare(
     """
     own = _ways(f)
     others = {**_installed(f), **_wrapped(f, peers or {})}
-    steps = {name: Step(each, (), kwargs) for name, each in {**own, **others}.items()}
+    steps = {
+        name: MeasuredStep(each, (), kwargs) for name, each in {**own, **others}.items()
+    }
     watched: dict[str, tuple[int, int, int]] = {}
     times: dict[str, list[float]] = {name: [] for name in steps}
     with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
@@ -233,7 +235,7 @@ def _left_out(has_peers: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _watch(step: Step) -> tuple[int, int, int]:
+def _watch(step: MeasuredStep) -> tuple[int, int, int]:
     """Bytes held, peak bytes, and FLOPs of one step."""
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
@@ -245,7 +247,7 @@ def _watch(step: Step) -> tuple[int, int, int]:
     return held_bytes, watch.peak_bytes, sum(watch.flops.values())
 
 
-def _time(step: Step) -> float:
+def _time(step: MeasuredStep) -> float:
     """Seconds of one step."""
     with step.kept():
         started = time.perf_counter()

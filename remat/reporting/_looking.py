@@ -14,6 +14,7 @@ from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
 from remat._regions.function import Roots
 from remat.policies._sizes import show_size
+from remat.reporting._show._text import aligned
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -115,13 +116,7 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
     rows.append(("total", "", "", "", show_size(total), "", "", ""))
     if all(type(residual.storage) is storage.Keep for residual in residuals):
         rows = [(*row[:5], *row[6:]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if place == 4 else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def _row(residual: Residual) -> tuple[str, ...]:

@@ -16,11 +16,11 @@ from remat._torch.tensors import key_of, storage_key
 from remat.policies import Value
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import _suggest
-from remat.reporting._measure._allocator import allocator_peaks
-from remat.reporting._measure._calls import Call, Calls, hook
-from remat.reporting._measure._step import Step
-from remat.reporting._measure._traced import Foretold, Traced, foretold
-from remat.reporting._measure._watch import Allocation, Event, Run, StepWatcher
+from remat.reporting._measure._calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure._live_bytes import allocator_peaks
+from remat.reporting._measure._step import MeasuredStep
+from remat.reporting._measure._traced import Foretold, RegionTrace, foretold
+from remat.reporting._measure._watch import Allocation, Event, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
     Layer,
@@ -74,7 +74,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         The columns are those that users of the peers ask for: what is held, its bytes,
         and what consumed it (jax #15151).
     """
-    step = Step(f, args, kwargs)
+    step = MeasuredStep(f, args, kwargs)
     with step.kept():
         found = _Measurement(step)
     return found.report()
@@ -106,7 +106,7 @@ class _Held:
 class _Measurement:
     """The watched step, and its totals."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: MeasuredStep) -> None:
         self.step = step
         self.watch = StepWatcher()
         with allocator_peaks(step.devices) as self.allocator, self.watch:
@@ -127,7 +127,7 @@ class _Measurement:
     def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
         self.names = [node.name for node in nodes]
-        self.calls = Calls(nodes)
+        self.calls = RegionCalls(nodes)
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
         self._pooled: dict[int, Allocation] = {}
@@ -236,9 +236,9 @@ class _Measurement:
             timeline=self._timeline(),
         )
 
-    def _backward_runs(self) -> dict[int, Run]:
+    def _backward_runs(self) -> dict[int, ProgramRun]:
         """The run of each node's backward program: the longest, as views run there too."""
-        found: dict[int, Run] = {}
+        found: dict[int, ProgramRun] = {}
         for run in self.watch.runs:
             if run.phase == "backward" and id(run) in self._caller:
                 place = self._caller[id(run)].place
@@ -250,7 +250,7 @@ class _Measurement:
     def _regions(self) -> tuple[RegionReport, ...]:
         return tuple(self._region(calls) for calls in self.calls.rows)
 
-    def _region(self, calls: Sequence[Call]) -> RegionReport:
+    def _region(self, calls: Sequence[RegionCall]) -> RegionReport:
         measured = [self._waiting({call.place}) for call in calls]
         held = [each.held_bytes for each in measured]
         found = functools.reduce(Waits.plus, map(self._predicted, calls), Waits())
@@ -281,7 +281,7 @@ class _Measurement:
             else None,
         )
 
-    def _foretold(self, run: Run) -> Foretold:
+    def _foretold(self, run: ProgramRun) -> Foretold:
         """What a run's program says of itself; equal layers share one."""
         found = self._programs.get(id(run.graph))
         if found is None:
@@ -293,7 +293,7 @@ class _Measurement:
         found = [each for at, each in self._waits_at.items() if at[0] in places]
         return functools.reduce(Waits.plus, found, Waits())
 
-    def _predicted(self, call: Call) -> Waits:
+    def _predicted(self, call: RegionCall) -> Waits:
         """The saved values by the trace, and the operands that this call holds first.
 
         An operand that waits as it is holds what the caller's tensor is a view of.
@@ -393,7 +393,7 @@ class _Measurement:
         ]
         return sorted(found, key=lambda value: -value.size_bytes)
 
-    def _shared(self, traced: Traced, calls: Sequence[Call]) -> Counter[int]:
+    def _shared(self, traced: RegionTrace, calls: Sequence[RegionCall]) -> Counter[int]:
         """Of each class of a trace, how many calls return it to what holds it anyway."""
         found: Counter[int] = Counter()
         held = {each.allocation for each in self.held.values()}
@@ -548,6 +548,6 @@ def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ..
     )
 
 
-def _repeated_s(run: Run) -> float:
+def _repeated_s(run: ProgramRun) -> float:
     values = run.graph.values
     return sum(time_s for step, time_s in run.times_s.items() if values[step].is_repeat)

@@ -24,8 +24,9 @@ from remat._programs.watching import Watcher
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat.reporting._held import graph_of
-from remat.reporting._measure._calls import Call, Calls, hook
-from remat.reporting._measure._step import Step
+from remat.reporting._measure._calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure._step import MeasuredStep
+from remat.reporting._measure._watch import ProgramRun
 
 
 @final
@@ -79,16 +80,6 @@ class NamedValue:
 
 @final
 @dataclasses.dataclass(eq=False)
-class _Run:
-    """One run of a program."""
-
-    graph: Graph
-    phase: str
-    node: int | None
-
-
-@final
-@dataclasses.dataclass(eq=False)
 class _Seen:
     """One named tensor as it passed by; `rank` says which value of its run it is."""
 
@@ -96,7 +87,7 @@ class _Seen:
     source: str
     phase: str
     node: int | None
-    run: _Run | None
+    run: ProgramRun | None
     rank: int
     tensor: Tensor
 
@@ -109,7 +100,7 @@ class _NameWatcher(Watcher):
         super().__init__()
         self.phase = "forward"
         self.node: int | None = None
-        self.runs: list[_Run] = []
+        self.runs: list[ProgramRun] = []
         self.seen: list[_Seen] = []
         self._stack: list[tuple[Graph, dict[int, Any], list[int]]] = []
 
@@ -120,7 +111,7 @@ class _NameWatcher(Watcher):
         """Keeps what each step gives until the run ends, then copies what has a name."""
         results: dict[int, Any] = dict(enumerate(inputs))
         step = [-1]
-        run = _Run(graph, self.phase, self.node)
+        run = ProgramRun(graph, self.phase, self.node)
         self.runs.append(run)
         self._stack.append((graph, results, step))
 
@@ -154,7 +145,7 @@ class _NameWatcher(Watcher):
         return result
 
     def _see(
-        self, name: str, source: str, tensor: Tensor, run: _Run | None, rank: int
+        self, name: str, source: str, tensor: Tensor, run: ProgramRun | None, rank: int
     ) -> None:
         copy = levels.unwrapped(tensor).detach().clone()
         self.seen.append(_Seen(name, source, self.phase, self.node, run, rank, copy))
@@ -198,12 +189,12 @@ def named_values(
         >>> hidden.forward, hidden.recomputed, hidden.is_same
         (tensor([0., 0.]), tensor([0., 0.]), True)
     """
-    step = Step(f, args, kwargs)
+    step = MeasuredStep(f, args, kwargs)
     _check_has_numbers(step)
     with step.kept(), naming.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
-        calls = Calls(nodes)
+        calls = RegionCalls(nodes)
         hook(nodes, watcher)
         watcher.phase = "backward"
         step.backward(outputs, leaves)
@@ -231,7 +222,7 @@ def named_values(
     return tuple(found)
 
 
-def _check_has_numbers(step: Step) -> None:
+def _check_has_numbers(step: MeasuredStep) -> None:
     if any(device.type == "meta" for device in step.devices):
         raise RematError(
             explain(
@@ -250,7 +241,7 @@ class _Again:
     """The recomputed values, looked up by those of the forward."""
 
     def __init__(
-        self, seen: Sequence[_Seen], callers: dict[int, Call], calls: Calls
+        self, seen: Sequence[_Seen], callers: dict[int, RegionCall], calls: RegionCalls
     ) -> None:
         self._by_rank: dict[tuple[int, int, str], Tensor] = {}
         by_node: list[tuple[int, _Seen]] = []
@@ -269,7 +260,9 @@ class _Again:
             rows = [pair for pair in by_node if _key(pair[1]) == key]
             self._in_order[key] = iter(rows)
 
-    def of(self, seen: _Seen, call: Call | None) -> tuple[Tensor | None, Call | None]:
+    def of(
+        self, seen: _Seen, call: RegionCall | None
+    ) -> tuple[Tensor | None, RegionCall | None]:
         """The recomputed tensor, and the call of engine="rerun" that did it."""
         if call is not None:
             return self._by_rank.get((call.place, seen.rank, seen.name)), None

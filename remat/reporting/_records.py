@@ -1,9 +1,10 @@
-"""The records of a report: bytes, FLOPs and seconds."""
+"""The records of a report, bytes, FLOPs and seconds, and how they are written as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import final
+import json
+from typing import Any, cast, final
 
 import torch
 
@@ -181,7 +182,7 @@ class Timeline:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class FrontierPoint:
+class SavingPoint:
     """What saving some values of the regions would cost and save.
 
     Attributes:
@@ -247,5 +248,21 @@ class Facts:
     recomputed: tuple[RecomputedValue, ...]
     unmatched: tuple[tuple[str, str], ...]
     suggestion: Suggestion
-    frontier: tuple[FrontierPoint, ...]
+    frontier: tuple[SavingPoint, ...]
     timeline: Timeline
+
+
+def to_json(schema: str, record: Any) -> str:
+    """A dataclass as a JSON object; the schema's name is its first entry."""
+    return json.dumps({"schema": schema, **_plain(record)}, indent=2)
+
+
+def _plain(thing: Any) -> Any:
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        fields = dataclasses.fields(thing)
+        return {each.name: _plain(getattr(thing, each.name)) for each in fields}
+    if isinstance(thing, tuple | list):
+        return [_plain(each) for each in cast("list[Any]", thing)]
+    if isinstance(thing, torch.dtype):
+        return str(thing).removeprefix("torch.")
+    return thing

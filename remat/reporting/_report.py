@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from remat._torch import tensors, trees
-from remat.reporting._json import to_json
-from remat.reporting._records import Facts
+from remat.reporting._records import Facts, to_json
 from remat.reporting._show._html import html_report
 from remat.reporting._show._text import Diff, diff, rich_report, text_report
 

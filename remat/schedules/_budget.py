@@ -181,7 +181,7 @@ class _Written:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Stretch:
     """Stages s .. t with `room` for all but state s; `is_kept`: a snapshot holds it."""
 
     start: int
@@ -191,10 +191,10 @@ class _Part:
     is_current: bool
 
 
-def _write(choice: Choice, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
+def _write(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
     """The actions of the choices for each part."""
     written = _Written()
-    pending: list[_Part | Backward] = [part]
+    pending: list[_Stretch | Backward] = [part]
     while pending:
         now = pending.pop()
         if isinstance(now, Backward):
@@ -209,11 +209,11 @@ def _write(choice: Choice, part: _Part, sizes: _Sizes) -> tuple[Action, ...]:
             pending.append(Backward(start))
             if start < stop:
                 room -= sizes.record[start] + sizes.state[start + 1]
-                pending.append(_Part(start + 1, stop, room, False, True))
+                pending.append(_Stretch(start + 1, stop, room, False, True))
             continue
         written.keep(start, middle, is_kept=now.is_kept)
-        pending.append(_Part(start, middle - 1, room, True, False))
-        pending.append(_Part(middle, stop, room - sizes.state[middle], True, True))
+        pending.append(_Stretch(start, middle - 1, room, True, False))
+        pending.append(_Stretch(middle, stop, room - sizes.state[middle], True, True))
     return tuple(written.actions)
 
 
@@ -268,7 +268,7 @@ class _LeastBytes:
 
     def actions(self) -> tuple[Action, ...]:
         """The actions of this schedule."""
-        part = _Part(0, self._count - 1, self.needed, False, True)
+        part = _Stretch(0, self._count - 1, self.needed, False, True)
         return _write(lambda s, t, _: self._choices[s, t], part, self._sizes)
 
 
@@ -320,7 +320,7 @@ class _Planner:
         last = self._count - 1
         if not np.isfinite(self._costs[0, last][self._slots]):
             return None
-        part = _Part(0, last, self._slots, False, True)
+        part = _Stretch(0, last, self._slots, False, True)
         return _write(
             lambda s, t, room: int(self._choices[s, t][room]), part, self._sizes
         )

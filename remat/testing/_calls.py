@@ -28,7 +28,7 @@ def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """The arguments of a call.
 
     Attributes:
@@ -50,7 +50,7 @@ class Arguments:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Arguments:
+    ) -> CallArguments:
         """Takes a call of `function` apart."""
         leaves, spec = trees.flatten((args, dict(kwargs)))
         tensors = [k for k, leaf in enumerate(leaves) if is_differentiable(leaf)]
@@ -95,11 +95,14 @@ class Arguments:
 
 
 @final
-class Flattened:
+class FlatFunction:
     """A function as tensors in, tensors out; remembers what it returned last."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Arguments, leaves: Sequence[Any]
+        self,
+        function: Callable[..., Any],
+        arguments: CallArguments,
+        leaves: Sequence[Any],
     ) -> None:
         self.function = function
         self.arguments = arguments

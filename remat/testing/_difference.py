@@ -21,7 +21,7 @@ from remat._messages import user_line
 from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
-from remat.testing._calls import Arguments, Flattened
+from remat.testing._calls import CallArguments, FlatFunction
 from remat.testing._compare import Gap, mismatched, same_bits
 from remat.testing._state import State, captured
 from remat.testing._transforms import contiguous_cotangents, gradients
@@ -64,7 +64,7 @@ class Difference:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class _Computed:
     """One result of one operator."""
 
     phase: str
@@ -85,9 +85,9 @@ class _Recorder(modes.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[_Step] = []
+        self.steps: list[_Computed] = []
         self.phase = "forward"
-        self._latest: dict[int, _Step] = {}
+        self._latest: dict[int, _Computed] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -109,7 +109,7 @@ class _Recorder(modes.DispatchMode):
         if fakes.is_fake(tensor) or tensor.layout != torch.strided:
             return
         value = levels.unwrapped(tensor).detach().clone()
-        step = _Step(self.phase, op, source, value, [])
+        step = _Computed(self.phase, op, source, value, [])
         self.steps.append(step)
         self._latest[storage_key(tensor)] = step
 
@@ -150,7 +150,7 @@ def first_difference(
     """
 
     def compare(*args: Any, **kwargs: Any) -> Difference | None:
-        arguments = Arguments.of(f, args, kwargs)
+        arguments = CallArguments.of(f, args, kwargs)
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
         state = State((f, g), {each.device for each in tensors})
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
@@ -174,12 +174,12 @@ _Results = dict[str, Tensor | None]
 
 def _record(
     function: Callable[..., Any],
-    arguments: Arguments,
+    arguments: CallArguments,
     state: State,
     captures: Iterable[str],
-) -> tuple[list[_Step], _Results]:
+) -> tuple[list[_Computed], _Results]:
     leaves = arguments.copied()
-    flattened = Flattened(function, arguments, leaves)
+    flattened = FlatFunction(function, arguments, leaves)
     wanted = [leaves[place].requires_grad_() for place in arguments.wanted]
     with state.kept():
         reached = captured(function)
@@ -209,12 +209,12 @@ def _agree(one: Tensor | None, other: Tensor | None) -> bool:
     return same_bits(one, other)
 
 
-def _first_unmatched(one: list[_Step], other: list[_Step]) -> Difference | None:
+def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference | None:
     """The first step of one whose bits no step of the other has, and that step's rival."""
-    pool: dict[Hashable, list[_Step]] = {}
+    pool: dict[Hashable, list[_Computed]] = {}
     for step in other:
         pool.setdefault(step.key, []).append(step)
-    unmatched: list[_Step] = []
+    unmatched: list[_Computed] = []
     for step in one:
         rivals = pool.get(step.key, [])
         equal = next((k for k in rivals if same_bits(k.value, step.value)), None)

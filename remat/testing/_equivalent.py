@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from remat._calls.decorated import BoundRegion, Region, RematModule
 from remat._errors import explain
 from remat._torch.tensors import storage_key
-from remat.testing._calls import Arguments, Flattened
+from remat.testing._calls import CallArguments, FlatFunction
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._state import State, captured
 from remat.testing._transforms import (
@@ -119,7 +119,7 @@ def assert_equivalent(
     is_exact = _promises_bits(g) if exact is None else exact
 
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
-        pair = _Pair(f, g, Arguments.of(f, args, kwargs), cotangents, is_exact)
+        pair = _Pair(f, g, CallArguments.of(f, args, kwargs), cotangents, is_exact)
         compared: list[str] = []
         excused: list[Excuse] = []
         for name, parts in parsed.items():
@@ -182,7 +182,7 @@ class _Pair:
         self,
         f: Callable[..., Any],
         g: Callable[..., Any],
-        arguments: Arguments,
+        arguments: CallArguments,
         cotangents: Cotangents,
         exact: bool,
     ) -> None:
@@ -215,7 +215,7 @@ class _Pair:
         self, function: Callable[..., Any], parts: tuple[str, ...], given: Cotangents
     ) -> _Result:
         leaves = self.arguments.copied()
-        flattened = Flattened(function, self.arguments, leaves)
+        flattened = FlatFunction(function, self.arguments, leaves)
         with self.state.kept():
             if parts[-1] == "functional_call":
                 result = self._functional(flattened, parts[:-1])
@@ -229,7 +229,7 @@ class _Pair:
             return dataclasses.replace(result, after=after)
 
     def _backward(
-        self, flattened: Flattened, inner: tuple[str, ...], cotangents: Cotangents
+        self, flattened: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
     ) -> _Result:
         """Outputs, and gradients by plain autograd, of captured tensors too."""
         is_of_grad = inner == ("of grad",)
@@ -271,17 +271,17 @@ class _Pair:
             if tensor.requires_grad
         }
 
-    def _gradients_of_grad(self, flattened: Flattened) -> _Result:
+    def _gradients_of_grad(self, flattened: FlatFunction) -> _Result:
         wanted = [flattened.leaves[place] for place in self.arguments.wanted]
         found = apply(("grad",), flattened)(*wanted)
         labels = _gradients_of(self.arguments.wanted_labels)
         return _Result(_detached(found), labels, (self.exact,) * len(found), (), {})
 
-    def _transformed(self, flattened: Flattened, parts: tuple[str, ...]) -> _Result:
+    def _transformed(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
         wanted = [flattened.leaves[place] for place in self.arguments.wanted]
         return _close(apply(parts, flattened)(*wanted))
 
-    def _functional(self, flattened: Flattened, parts: tuple[str, ...]) -> _Result:
+    def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
         module = flattened.function
         if not isinstance(module, nn.Module):
             raise TypeError("functional_call takes modules")

@@ -34,7 +34,7 @@ from remat import (
     schedules,
     storage,
 )
-from remat.reporting._measure._allocator import allocator_peaks
+from remat.reporting._measure._live_bytes import allocator_peaks
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
 from tests.support import Heard, OperatorCounter, seeded
 

@@ -30,7 +30,7 @@ ContextFn: TypeAlias = Callable[
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class CheckpointOptions:
     """The options of `checkpoint`, with torch's names.
 
     Raises:
@@ -178,7 +178,7 @@ def checkpoint(
     References:
         `torch.utils.checkpoint.checkpoint` of torch 2.15.
     """
-    options = Options(
+    options = CheckpointOptions(
         use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
@@ -241,7 +241,7 @@ def checkpoint_sequential(
             f"checkpoint_sequential has no option {sorted(unknown)[0]!r}; beside torch's "
             '"preserve_rng_state" it knows "engine".'
         )
-    options = Options(use_reentrant=use_reentrant, **kwargs)
+    options = CheckpointOptions(use_reentrant=use_reentrant, **kwargs)
     is_module = isinstance(functions, nn.Sequential)
     parts = tuple(functions.children() if is_module else functions)
     if not 1 <= segments <= len(parts):

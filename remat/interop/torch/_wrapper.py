@@ -16,7 +16,7 @@ from torch import nn
 
 from remat._errors import explain
 from remat._torch import distributed
-from remat.interop.torch._checkpoint import Options, checkpoint, policy_of
+from remat.interop.torch._checkpoint import CheckpointOptions, checkpoint, policy_of
 from remat.modules import apply
 from remat.modules._apply import region_of
 from remat.policies import everything_saveable, nothing_saveable
@@ -80,7 +80,7 @@ def checkpoint_wrapper(
             )
         )
     _require_options(checkpoint_fn_kwargs)
-    options = Options(**checkpoint_fn_kwargs)
+    options = CheckpointOptions(**checkpoint_fn_kwargs)
     return apply(
         module,
         "",
@@ -91,7 +91,7 @@ def checkpoint_wrapper(
 
 
 def _require_options(given: Iterable[str]) -> None:
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
     for name in given:
         if name not in known:
             raise TypeError(

@@ -7,13 +7,14 @@ from typing import final
 
 from remat.policies._sizes import show_size
 from remat.reporting._demo._run import DemoRow
+from remat.reporting._show._text import table
 
 _HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LossDifference:
     """Where a row first computed another loss than the first row did.
 
     Attributes:
@@ -35,22 +36,19 @@ class Difference:
         )
 
 
-def first_loss_difference(rows: Sequence[DemoRow]) -> Difference | None:
+def first_loss_difference(rows: Sequence[DemoRow]) -> LossDifference | None:
     """Returns the first loss, in row order, that is not the first row's to the bit."""
     for row in rows[1:]:
         pairs = zip(rows[0].losses, row.losses, strict=True)
         for step, (expected, actual) in enumerate(pairs, start=1):
             if expected.hex() != actual.hex():
-                return Difference(row.name, step, expected, actual)
+                return LossDifference(row.name, step, expected, actual)
     return None
 
 
 def demo_table(rows: Sequence[DemoRow]) -> str:
     """Returns the rows as aligned text; the ratios are to the first row, no remat."""
-    cells = [_HEADINGS, *(_cells(row, rows[0]) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [_aligned(line, widths) for line in cells]
-    lines.insert(1, "-" * max(map(len, lines)))
+    lines = table(_HEADINGS, [_cells(row, rows[0]) for row in rows])
     return "\n".join(
         [
             *lines,
@@ -95,12 +93,6 @@ def _cells(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
         f"{row.step_time_s * 1000:.1f} ms",
         f"{row.step_time_s / plain.step_time_s:.2f} x",
     )
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = cells
-    columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-    return "  ".join([first.ljust(widths[0]), *columns]).rstrip()
 
 
 def _verdict(rows: Sequence[DemoRow]) -> str:

@@ -6,33 +6,22 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, final
 
 from remat import _captures
-from remat._graph.values import Graph
 from remat._regions.out_of_memory import name_of
 from remat._regions.traced import Region
 from remat._rerun.region import Rerun
 from remat.reporting._held import Node
-from remat.reporting._measure._traced import Traced
+from remat.reporting._measure._traced import RegionTrace
+from remat.reporting._measure._watch import ProgramRun
 
 
-class Run(Protocol):
-    """A run of a program, as a watcher notes it."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def node(self) -> int | None: ...
-
-
-class Listener(Protocol):
+class NodeListener(Protocol):
     """A watcher that is told which node's backward runs."""
 
     node: int | None
 
 
 @final
-class Call:
+class RegionCall:
     """A node of a region.
 
     Attributes:
@@ -53,7 +42,7 @@ class Call:
         if not self.call.region.keeps and not isinstance(self.call.region, Rerun):
             self.name += ", differentiated"
         self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
-        self.traced: Traced | None = None
+        self.traced: RegionTrace | None = None
         self.number = 0
 
     @property
@@ -66,7 +55,7 @@ class Call:
 
 
 @final
-class Calls:
+class RegionCalls:
     """All calls of regions that one backward will meet.
 
     Attributes:
@@ -77,10 +66,12 @@ class Calls:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.at = {
-            place: Call(place, node) for place, node in enumerate(nodes) if node.call
+            place: RegionCall(place, node)
+            for place, node in enumerate(nodes)
+            if node.call
         }
-        rows: dict[Hashable, list[Call]] = {}
-        traces: dict[int, tuple[Traced, list[Call]]] = {}
+        rows: dict[Hashable, list[RegionCall]] = {}
+        traces: dict[int, tuple[RegionTrace, list[RegionCall]]] = {}
         for call in self.at.values():
             row = rows.setdefault(call.key, [])
             call.number = len(row)
@@ -88,7 +79,7 @@ class Calls:
             region = call.call.region
             if isinstance(region, Region) and region.keeps:
                 if id(region) not in traces:
-                    traces[id(region)] = Traced(region, call.call.roots), []
+                    traces[id(region)] = RegionTrace(region, call.call.roots), []
                 call.traced, calls = traces[id(region)]
                 calls.append(call)
         self.rows = list(rows.values())
@@ -97,7 +88,7 @@ class Calls:
 
     def _name_apart(self) -> None:
         """Different functions of one name, and one under several policies, get a number."""
-        names: dict[str, list[list[Call]]] = {}
+        names: dict[str, list[list[RegionCall]]] = {}
         for row in self.rows:
             names.setdefault(row[0].name, []).append(row)
         for rows in names.values():
@@ -105,16 +96,16 @@ class Calls:
                 for call in row:
                     call.name = f"{call.name} #{number}"
 
-    def callers(self, runs: Sequence[Run]) -> dict[int, Call]:
+    def callers(self, runs: Sequence[ProgramRun]) -> dict[int, RegionCall]:
         """For the id of each run of a region's program, the call.
 
         Forwards run in the order of the calls; for a backward, the run has its node.
         """
-        waiting: dict[int, Iterator[Call]] = {}
+        waiting: dict[int, Iterator[RegionCall]] = {}
         for traced, calls in self.traces:
             program = traced.region.forward(calls[0].call.roots, True).program
             waiting[id(program.graph)] = iter(calls)
-        found: dict[int, Call] = {}
+        found: dict[int, RegionCall] = {}
         for run in runs:
             if run.phase == "forward":
                 call = next(waiting.get(id(run.graph), iter(())), None)
@@ -125,7 +116,7 @@ class Calls:
         return found
 
 
-def hook(nodes: Sequence[Node], listener: Listener) -> None:
+def hook(nodes: Sequence[Node], listener: NodeListener) -> None:
     """Tells a listener, when a backward runs, which node it has come to."""
 
     def enter(place: int) -> Callable[[Any], None]:

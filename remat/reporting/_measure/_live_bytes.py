@@ -5,11 +5,16 @@ returns. It holds a weak reference to each storage. A storage counts once, howev
 tensors view it, from the operator that made it until its memory is released. A storage
 that no operator made existed before, and does not count.
 
-Not seen: buffers that live only inside one kernel, and the allocator's rounding.
+Not seen: buffers that live only inside one kernel, and the allocator's rounding. CUDA's
+allocator sees both, but not which operator they are of: its peak is read beside.
 """
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -81,3 +86,39 @@ class LiveBytes(modes.DispatchMode):
 
     def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
         self.current_bytes -= self._sizes.pop(key)
+
+
+@final
+@dataclasses.dataclass
+class AllocatorPeak:
+    """A peak that is known once the step is over.
+
+    Attributes:
+        peak_bytes: the most that was allocated beyond what was there before, on all CUDA
+            devices together; None where there is none.
+    """
+
+    peak_bytes: int | None = None
+
+
+@contextlib.contextmanager
+def allocator_peaks(devices: Iterable[torch.device]) -> Generator[AllocatorPeak]:
+    """Measures, around a step, the peak of what it adds to the memory of CUDA devices.
+
+    The allocator keeps one peak per device, which is reset here: what
+    `torch.cuda.max_memory_allocated` recorded of earlier steps is lost.
+
+    Args:
+        devices: where the step's tensors are, each once.
+    """
+    found = AllocatorPeak()
+    cuda = [device for device in devices if device.type == "cuda"]
+    before = {device: torch.cuda.memory_allocated(device) for device in cuda}
+    for device in cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    if before:
+        found.peak_bytes = sum(
+            torch.cuda.max_memory_allocated(device) - base
+            for device, base in before.items()
+        )

@@ -22,7 +22,7 @@ from remat.reporting._held import graph_of, walk
 
 
 @final
-class Step:
+class MeasuredStep:
     """A call that can be run again and again from one state.
 
     Attributes:

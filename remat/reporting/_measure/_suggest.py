@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
-from remat.reporting._measure._traced import Alternative, Outcome, Traced
-from remat.reporting._records import FrontierPoint, HeldValue, Suggestion
+from remat.reporting._measure._traced import Alternative, Effect, RegionTrace
+from remat.reporting._records import HeldValue, SavingPoint, Suggestion
 
 # A heuristic: a value is worth its bytes if its recomputation takes at least this part
 # of the regions' forward.
@@ -30,10 +30,10 @@ class Group:
 
     name: str
     calls: int
-    traced: Traced
+    traced: RegionTrace
     shared: Mapping[int, int]
 
-    def saved_bytes(self, outcome: Outcome) -> int:
+    def saved_bytes(self, outcome: Effect) -> int:
         """What all calls would save, beyond what lives anyway."""
         return sum(
             size * (self.calls - self.shared.get(number, 0))
@@ -100,7 +100,7 @@ class _Change:
 
 
 def _changes(
-    groups: Sequence[Group], ask: Callable[[Traced], Iterator[Alternative]]
+    groups: Sequence[Group], ask: Callable[[RegionTrace], Iterator[Alternative]]
 ) -> list[_Change]:
     """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
@@ -125,7 +125,7 @@ def _forward_work(groups: Sequence[Group]) -> int:
 
 def _save(groups: Sequence[Group]) -> Suggestion | None:
     """Of the values that save much work, the one that saves most per byte."""
-    found = _changes(groups, Traced.saving)
+    found = _changes(groups, RegionTrace.saving)
     most = max((-each.work for each in found), default=0)
     if most <= 0 or most < _LEAST_FRACTION * _forward_work(groups):
         return None
@@ -164,7 +164,7 @@ def _drop(groups: Sequence[Group]) -> Suggestion | None:
     everything = _forward_work(groups)
     found = [
         each
-        for each in _changes(groups, Traced.dropping)
+        for each in _changes(groups, RegionTrace.dropping)
         if each.size_bytes < 0 and each.work < _LEAST_FRACTION * everything
     ]
     if not found:
@@ -186,7 +186,7 @@ def describe(value: Alternative) -> str:
     return f"{value.op} at {value.source}" if value.source else value.op
 
 
-def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
+def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
     """From saving nothing to saving all that is useful, the best value per byte first.
 
     The order is by what each value saves if nothing else is saved (a heuristic); each
@@ -224,16 +224,14 @@ def frontier(groups: Sequence[Group]) -> tuple[FrontierPoint, ...]:
     )
 
 
-def _price(group: Group, number: int, nothing: Outcome) -> float:
+def _price(group: Group, number: int, nothing: Effect) -> float:
     found = group.traced.at({number})
     each = group.saved_bytes(found) / group.calls
     return (nothing.work - found.work) / max(each, 1)
 
 
-def _point(
-    added: str, groups: Sequence[Group], now: Sequence[Outcome]
-) -> FrontierPoint:
+def _point(added: str, groups: Sequence[Group], now: Sequence[Effect]) -> SavingPoint:
     pairs = [*zip(groups, now, strict=True)]
     size = sum(each.saved_bytes(found) for each, found in pairs)
     work = sum(each.calls * found.work for each, found in pairs)
-    return FrontierPoint(added, size, work)
+    return SavingPoint(added, size, work)

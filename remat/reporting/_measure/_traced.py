@@ -25,7 +25,7 @@ from remat.storage import AbstractStorage, Keep
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Effect:
     """The effect of decisions.
 
     Attributes:
@@ -52,7 +52,7 @@ class Alternative:
     names: tuple[str, ...]
     op: str
     source: str
-    outcome: Outcome
+    outcome: Effect
 
     @property
     def key(self) -> Hashable:
@@ -66,7 +66,7 @@ def _key(names: tuple[str, ...], op: str, source: str) -> Hashable:
 
 
 @final
-class Traced:
+class RegionTrace:
     """Answers questions about a region's trace.
 
     Attributes:
@@ -81,13 +81,13 @@ class Traced:
         self.analysis: Analysis = region.analysis(roots)
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
-        self._known: dict[frozenset[int], Outcome] = {}
+        self._known: dict[frozenset[int], Effect] = {}
         self._waits: dict[int, Waits | None] = {}
 
     @functools.cached_property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Effect:
         """What is saved and recomputed now."""
-        return Outcome(self.found.saved, self._work(self.found.repeats))
+        return Effect(self.found.saved, self._work(self.found.repeats))
 
     def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The class and the bytes, as they are, of each of some values."""
@@ -204,12 +204,12 @@ class Traced:
         repeated = {self.analysis.numbers[index] for index in found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
-    def at(self, saveable: set[int]) -> Outcome:
+    def at(self, saveable: set[int]) -> Effect:
         """What would be saved and recomputed if these classes were permitted."""
         key = frozenset(saveable)
         if key not in self._known:
             found = self._cut(saveable)
-            self._known[key] = Outcome(found.saved, self._work(found.repeats))
+            self._known[key] = Effect(found.saved, self._work(found.repeats))
         return self._known[key]
 
     def saving(self) -> Iterator[Alternative]:

@@ -25,7 +25,7 @@ from remat._torch import flops, modes, tensors, trees
 
 @final
 @dataclasses.dataclass(slots=True)
-class Run:
+class ProgramRun:
     """One run of a region's program.
 
     Attributes:
@@ -72,7 +72,7 @@ class Allocation:
     source: str
     names: tuple[str, ...]
     phase: str
-    run: Run | None
+    run: ProgramRun | None
     step: int
     item: int
     node: int | None
@@ -136,9 +136,9 @@ class StepWatcher(Watcher):
         self._counts: Counter[Any] = Counter()
         self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
-        self.runs: list[Run] = []
+        self.runs: list[ProgramRun] = []
         self.by_key: dict[int, Allocation] = {}
-        self._stack: list[Run] = []
+        self._stack: list[ProgramRun] = []
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class StepWatcher(Watcher):
         self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> Generator[Callable[[int], None]]:
         """Notes a run of a program, and its steps as they come."""
-        run = Run(graph, self.phase, self.node)
+        run = ProgramRun(graph, self.phase, self.node)
         self.runs.append(run)
         self._stack.append(run)
 

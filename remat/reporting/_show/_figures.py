@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat._errors import RematError, explain
-from remat.reporting._records import FrontierPoint, Timeline
+from remat.reporting._records import SavingPoint, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def timeline_figure(
 
 
 def frontier_figure(
-    points: Sequence[FrontierPoint],
+    points: Sequence[SavingPoint],
     others: Mapping[str, tuple[int, int]] | None = None,
     *,
     title: str = "",

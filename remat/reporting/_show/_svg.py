@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from remat.reporting._records import FrontierPoint, Timeline
+from remat.reporting._records import SavingPoint, Timeline
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 12, 46
@@ -45,7 +45,7 @@ def timeline_svg(timeline: Timeline) -> str:
     )
 
 
-def frontier_svg(points: Sequence[FrontierPoint]) -> str:
+def frontier_svg(points: Sequence[SavingPoint]) -> str:
     """Recomputed work against saved bytes."""
     name, unit = _unit(max((point.saved_bytes for point in points), default=1))
     most = max((point.recompute_work for point in points), default=1) / 1e9

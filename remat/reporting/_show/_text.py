@@ -60,18 +60,22 @@ def rich_report(facts: Facts) -> Any:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines: the first column to the left, numbers after it to the right."""
-    cells = [tuple(heads), *map(tuple, rows)]
+    """Aligned lines, with a rule under the heads."""
+    lines = aligned([heads, *rows])
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, the first of which has the heads; numbers stand to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [_is_numeric(column[1:]) for column in zip(*cells, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ).rstrip()
         for row in cells
     ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

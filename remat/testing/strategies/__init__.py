@@ -4,18 +4,18 @@ A random function prints as Python, so that a failing test shows its source. Thi
 needs hypothesis: `pip install 'remat[testing]'`.
 """
 
-from remat.testing.strategies._cotangents import Cotangents, cotangents
-from remat.testing.strategies._policies import policies
+from remat.testing.strategies._choices import policies, transforms
 from remat.testing.strategies._program import Program
 from remat.testing.strategies._programs import programs
 from remat.testing.strategies._tensors import (
+    Cotangents,
     TensorSpec,
+    cotangents,
     dtypes,
     normal,
     shapes,
     tensors,
 )
-from remat.testing.strategies._transforms import transforms
 
 __all__ = [
     "Cotangents",

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
+from remat.testing.strategies._choices import NAMES, policies
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
-from remat.testing.strategies._policies import NAMES, policies
 from remat.testing.strategies._program import (
     CAPTURED_OPERANDS,
     CELLS,

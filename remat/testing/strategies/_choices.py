@@ -1,9 +1,10 @@
-"""Random policies, simplest first."""
+"""Random policies, and random transforms by name; simplest first."""
 
 from __future__ import annotations
 
 from remat import policies as _policies
 from remat.policies import AbstractPolicy
+from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
 from remat.testing.strategies._hypothesis import st
 
 #: The names that generated functions give to their values.
@@ -36,3 +37,8 @@ def _either(
 
 def _globs() -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True)
+
+
+def transforms() -> st.SearchStrategy[str]:
+    """The names of single transforms and of compositions of two, single ones first."""
+    return st.one_of(st.sampled_from(TRANSFORMS), st.sampled_from(COMPOSITIONS))
