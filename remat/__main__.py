@@ -20,9 +20,9 @@ from remat._messages import line_of
 from remat._plans.plan import plan
 from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load
-from remat.reporting._demo._gpt import one_layer
-from remat.reporting._demo._run import run_demo
-from remat.reporting._demo._text import (
+from remat.reporting._demo.gpt import one_layer
+from remat.reporting._demo.run import run_demo
+from remat.reporting._demo.text import (
     demo_json,
     demo_table,
     first_loss_difference,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from remat import policies, remat
-from remat.reporting._demo._gpt import GPTShape
+from remat.reporting._demo.gpt import GPTShape
 from tests.benchmarks import (
     __main__ as command,
     bounds,

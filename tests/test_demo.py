@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from remat import random
 from remat.__main__ import main
-from remat.reporting._demo._gpt import GPTShape, block, initial_parameters, make_loss
-from remat.reporting._demo._run import DemoRow, draw_batches, english_text, run_demo
-from remat.reporting._demo._text import (
+from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
+from remat.reporting._demo.run import DemoRow, draw_batches, english_text, run_demo
+from remat.reporting._demo.text import (
     demo_json,
     demo_table,
     first_loss_difference,
 )
-from remat.reporting._show._progress import progress
+from remat.reporting._show.progress import progress
 
 SMALL = GPTShape(layers=3, width=64, heads=2, time=64, batch=4)
 NAMES = [

@@ -31,7 +31,7 @@ from remat import (
 )
 from remat._partition.free_memory import limits
 from remat.reporting import LiveBytes
-from remat.reporting._demo._gpt import GPTShape, block, initial_parameters, make_loss
+from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
 from tests.support import assert_bitwise, assert_close, seeded
 
 SHAPE = GPTShape(layers=3, width=32, heads=2, time=32, batch=2)

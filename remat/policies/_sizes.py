@@ -16,10 +16,14 @@ def show_size(size_bytes: int) -> str:
         >>> show_size(32768), show_size(100)
         ('32.0 KiB', '100 B')
     """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size_bytes >= _UNITS[unit]:
-            return f"{size_bytes / _UNITS[unit]:.1f} {unit}"
-    return f"{size_bytes} B"
+    name, unit = unit_of(size_bytes)
+    return f"{size_bytes} B" if unit == 1 else f"{size_bytes / unit:.1f} {name}"
+
+
+def unit_of(size_bytes: int) -> tuple[str, int]:
+    """Returns the largest unit that a size reaches, and its bytes."""
+    reached = [each for each in _UNITS.items() if size_bytes >= each[1]]
+    return reached[-1] if reached else ("B", 1)
 
 
 def parse_size(size: object, where: str) -> int:

@@ -16,11 +16,11 @@ from remat._switches.switch import disabled
 from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
 from remat.reporting._make_report import report
-from remat.reporting._measure._step import MeasuredStep
-from remat.reporting._measure._watch import StepWatcher
+from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import Facts, to_json
 from remat.reporting._report import Report
-from remat.reporting._show._text import table
+from remat.reporting._show.text import table
 
 PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
 

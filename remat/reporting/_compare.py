@@ -19,12 +19,12 @@ from remat._errors import RematError, explain
 from remat._regions.out_of_memory import name_of
 from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
-from remat.reporting._measure._step import MeasuredStep
-from remat.reporting._measure._watch import StepWatcher
+from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import to_json
-from remat.reporting._show._figures import comparison_figure
-from remat.reporting._show._progress import progress
-from remat.reporting._show._text import show_flops, show_time, table
+from remat.reporting._show.figures import comparison_figure
+from remat.reporting._show.progress import progress
+from remat.reporting._show.text import show_flops, show_time, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

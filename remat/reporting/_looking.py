@@ -14,7 +14,7 @@ from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
 from remat._regions.function import Roots
 from remat.policies._sizes import show_size
-from remat.reporting._show._text import aligned
+from remat.reporting._show.text import aligned
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:

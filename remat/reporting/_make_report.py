@@ -15,12 +15,12 @@ from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
 from remat.policies import Value
 from remat.reporting._held import Node, graph_of
-from remat.reporting._measure import _suggest
-from remat.reporting._measure._calls import RegionCall, RegionCalls, hook
-from remat.reporting._measure._live_bytes import allocator_peaks
-from remat.reporting._measure._step import MeasuredStep
-from remat.reporting._measure._traced import Foretold, RegionTrace, foretold
-from remat.reporting._measure._watch import Allocation, Event, ProgramRun, StepWatcher
+from remat.reporting._measure import suggestions
+from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.live_bytes import allocator_peaks
+from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.traced import Foretold, RegionTrace, foretold
+from remat.reporting._measure.watch import Allocation, Event, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
     Layer,
@@ -195,7 +195,7 @@ class _Measurement:
         self._outside = self._outside_values()
         regions = self._regions()
         groups = [
-            _suggest.Group(
+            suggestions.Group(
                 calls[0].name, len(calls), traced, self._shared(traced, calls)
             )
             for traced, calls in self.calls.traces
@@ -231,8 +231,8 @@ class _Measurement:
             values=self._values(),
             recomputed=self._recomputed(),
             unmatched=self._unmatched(),
-            suggestion=_suggest.suggest(groups, self.held_bytes, self._outside),
-            frontier=_suggest.frontier(groups),
+            suggestion=suggestions.suggest(groups, self.held_bytes, self._outside),
+            frontier=suggestions.frontier(groups),
             timeline=self._timeline(),
         )
 

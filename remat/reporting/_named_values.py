@@ -24,9 +24,9 @@ from remat._programs.watching import Watcher
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat.reporting._held import graph_of
-from remat.reporting._measure._calls import RegionCall, RegionCalls, hook
-from remat.reporting._measure._step import MeasuredStep
-from remat.reporting._measure._watch import ProgramRun
+from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.watch import ProgramRun
 
 
 @final

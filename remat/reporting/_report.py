@@ -11,8 +11,8 @@ import torch
 
 from remat._torch import tensors, trees
 from remat.reporting._records import Facts, to_json
-from remat.reporting._show._html import html_report
-from remat.reporting._show._text import Diff, diff, rich_report, text_report
+from remat.reporting._show.html import html_report
+from remat.reporting._show.text import Diff, diff, rich_report, text_report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +124,7 @@ class Report(Facts):
         Raises:
             RematError: matplotlib is not installed.
         """
-        from remat.reporting._show._figures import timeline_figure
+        from remat.reporting._show.figures import timeline_figure
 
         line = None if plain is None else plain.timeline
         return timeline_figure(self.timeline, line, title=self.function)

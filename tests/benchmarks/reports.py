@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from remat import policies, remat, report
-from remat.reporting._demo._gpt import (
+from remat.reporting._demo.gpt import (
     GPTShape,
     block_without_dropout,
     initial_parameters,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from remat import policies, random, remat, storage
 from remat._regions import forwards, waiting as waiting_module
-from remat.reporting._demo._gpt import GPTShape, block, initial_parameters, make_loss
-from remat.reporting._demo._run import draw_batches
+from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
+from remat.reporting._demo.run import draw_batches
 
 STEPS = 60
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import plan
 from remat.planners import solve_cut, solve_milp
-from remat.reporting._demo._gpt import GPTShape, block, initial_parameters, make_loss
+from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
 from tests.planners.problems import budgets, least_costs, random_chain, random_problem
 
 Rows = Iterator[tuple[str, str]]

@@ -34,7 +34,7 @@ from remat import (
     schedules,
     storage,
 )
-from remat.reporting._measure._live_bytes import allocator_peaks
+from remat.reporting._measure.live_bytes import allocator_peaks
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
 from tests.support import Heard, OperatorCounter, seeded
 
@@ -1050,7 +1050,7 @@ def test_first_calls_of_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
     It runs twice then, if that changes nothing: never where it draws, or writes.
     """
-    monkeypatch.setattr("remat.reporting._measure._watch._WARM", set())
+    monkeypatch.setattr("remat.reporting._measure.watch._WARM", set())
 
     def loss(x: Tensor) -> Tensor:
         x = x.expm1() + torch.rand_like(x, dtype=x.dtype)

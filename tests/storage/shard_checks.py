@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
 from remat import NotReplicatedError, checkpoint_name, policies, remat, report
 from remat._regions import prefetch
 from remat._torch import tensors
-from remat.reporting._demo._gpt import GPTShape
+from remat.reporting._demo.gpt import GPTShape
 from remat.storage import Cast, Keep, Offload, Place, Quantize, Shard, Sparse
 from tests.benchmarks.storage import measured
 from tests.storage.parallel import (

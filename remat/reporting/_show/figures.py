@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat._errors import RematError, explain
+from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
 _COLORS = ("#c6dbef", "#f4a582", "#edf8e9", "#8c96c6", "#fee391", "#66a3a0", "#b3636b")
 _STYLES = ("-", "--", ":", "-.")
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def timeline_figure(
@@ -37,7 +37,7 @@ def timeline_figure(
     """
     figure, axes = _axes(title)
     totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
-    name, unit = _unit(max(totals, default=0))
+    name, unit = unit_of(max(totals, default=0))
     scale = 1e3 if timeline.is_timed else 1.0
     times = [time_s * scale for time_s in timeline.times_s]
     layers = axes.stackplot(
@@ -92,7 +92,9 @@ def frontier_figure(
     figure, axes = _axes(title)
     others = others or {}
     sizes = [point.saved_bytes for point in points]
-    name, unit = _unit(max([*sizes, *(size for size, _ in others.values())], default=0))
+    name, unit = unit_of(
+        max([*sizes, *(size for size, _ in others.values())], default=0)
+    )
     axes.step(
         [size / unit for size in sizes],
         [point.recompute_work / 1e9 for point in points],
@@ -137,7 +139,7 @@ def comparison_figure(
     """
     figure, axes = _axes(title)
     sizes = [size for size, _ in (*own.values(), *peers.values())]
-    name, unit = _unit(max(sizes, default=0))
+    name, unit = unit_of(max(sizes, default=0))
     best = _best(list(own.values()))
     axes.step(
         [size / unit for size, _ in best],
@@ -192,7 +194,7 @@ def batch_figure(
     """
     figure, axes = _axes(title)
     sizes = [size for curve in curves.values() for size in curve.values()]
-    name, unit = _unit(max([*sizes, limit_bytes or 0], default=0))
+    name, unit = unit_of(max([*sizes, limit_bytes or 0], default=0))
     for place, (label, curve) in enumerate(curves.items()):
         batches = sorted(curve)
         axes.plot(
@@ -230,8 +232,3 @@ def _axes(title: str) -> tuple[Figure, Any]:
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _unit(size_bytes: int) -> tuple[str, int]:
-    """The unit in which a size is at least 1, and its bytes."""
-    return next((each for each in _UNITS if size_bytes >= each[1]), _UNITS[-1])

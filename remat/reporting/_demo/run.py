@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat import policies, random
 from remat._api import remat
-from remat.reporting._demo._gpt import (
+from remat.reporting._demo.gpt import (
     Block,
     GPTShape,
     Loss,
@@ -28,8 +28,8 @@ from remat.reporting._demo._gpt import (
     initial_parameters,
     make_loss,
 )
-from remat.reporting._measure._live_bytes import LiveBytes
-from remat.reporting._show._progress import progress
+from remat.reporting._measure.live_bytes import LiveBytes
+from remat.reporting._show.progress import progress
 
 _LEARNING_RATE = 1e-3
 

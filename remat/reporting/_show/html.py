@@ -11,8 +11,8 @@ from html import escape
 
 from remat.policies._sizes import show_size
 from remat.reporting._records import Facts, HeldValue, RecomputedValue, RegionReport
-from remat.reporting._show._svg import frontier_svg, timeline_svg
-from remat.reporting._show._text import (
+from remat.reporting._show.svg import frontier_svg, timeline_svg
+from remat.reporting._show.text import (
     heading,
     notes,
     region_rows,

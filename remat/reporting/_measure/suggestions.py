@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
-from remat.reporting._measure._traced import Alternative, Effect, RegionTrace
+from remat.reporting._measure.traced import Alternative, Effect, RegionTrace
 from remat.reporting._records import HeldValue, SavingPoint, Suggestion
 
 # A heuristic: a value is worth its bytes if its recomputation takes at least this part

@@ -10,8 +10,8 @@ from remat._regions.out_of_memory import name_of
 from remat._regions.traced import Region
 from remat._rerun.region import Rerun
 from remat.reporting._held import Node
-from remat.reporting._measure._traced import RegionTrace
-from remat.reporting._measure._watch import ProgramRun
+from remat.reporting._measure.traced import RegionTrace
+from remat.reporting._measure.watch import ProgramRun
 
 
 class NodeListener(Protocol):

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 12, 46
 _COLORS = ("#c6dbef", "#f4a582", "#e5f5e0", "#8c96c6", "#fee391", "#66a3a0")
 _LINES = ("", "M0 8L8 0", "M0 0L8 8", "M4 0V8", "M0 4H8", "M0 0L8 8M0 8L8 0")
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def timeline_svg(timeline: Timeline) -> str:
     """The bytes over one step, stacked by owner."""
     total = timeline.total_bytes
-    name, unit = _unit(max(total, default=1))
+    name, unit = unit_of(max(total, default=1))
     scale = 1e3 if timeline.is_timed else 1.0
     times = [time * scale for time in timeline.times_s]
     across = _Scale(max(times, default=1.0), _LEFT, _WIDTH - _RIGHT)
@@ -47,7 +47,7 @@ def timeline_svg(timeline: Timeline) -> str:
 
 def frontier_svg(points: Sequence[SavingPoint]) -> str:
     """Recomputed work against saved bytes."""
-    name, unit = _unit(max((point.saved_bytes for point in points), default=1))
+    name, unit = unit_of(max((point.saved_bytes for point in points), default=1))
     most = max((point.recompute_work for point in points), default=1) / 1e9
     across = _Scale(
         max((point.saved_bytes for point in points), default=1) / unit,
@@ -147,7 +147,3 @@ def _svg(title: str, parts: Sequence[str]) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )
-
-
-def _unit(size_bytes: int) -> tuple[str, int]:
-    return next((each for each in _UNITS if size_bytes >= each[1]), _UNITS[-1])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.policies._sizes import show_size
-from remat.reporting._demo._run import DemoRow
-from remat.reporting._show._text import table
+from remat.reporting._demo.run import DemoRow
+from remat.reporting._show.text import table
 
 _HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
 
