@@ -2,9 +2,14 @@
 
 Each message has four parts, in this order: where (value, shape, dtype, the user's
 file:line), what happened, why that is refused, and what to do. `explain` joins them, so
-that no message loses one. Each class also derives from the built-in exception that a
+that no message loses one, and `refusal` makes an error of them. Each class also derives from the built-in exception that a
 caller would catch without knowing this package.
 """
+
+from collections.abc import Callable
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=Exception)
 
 
 class RematError(Exception):
@@ -78,6 +83,13 @@ class RematWarning(UserWarning):
 def explain(*, where: str, what: str, why: str, do: str) -> str:
     """Joins the four parts of a message, each a phrase or a sentence, into one text."""
     return f"{where}: {what} {why} {do}"
+
+
+def refusal(
+    kind: Callable[[str], _E], *, where: str, what: str, why: str, do: str
+) -> _E:
+    """An error of a kind, with the four parts of its message."""
+    return kind(explain(where=where, what=what, why=why, do=do))
 
 
 def out_of_reach(where: str, why: str) -> CapturedTensorError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat import storage as storages
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.planners import Option, Problem, Step
 from remat.storage import AbstractStorage, Chain
 
@@ -44,14 +44,13 @@ def _text(value: Any, storage: AbstractStorage) -> Any:
 
 
 def _not_text(storage: AbstractStorage) -> PolicyError:
-    return PolicyError(
-        explain(
-            where="Plan.to_json()",
-            what=f"the storage {storage!r} cannot be written as text.",
-            why="Only storages of this package can, if they have no device mesh and "
-            "no key.",
-            do="Plan again where the plan is needed, or allow other storages.",
-        )
+    return refusal(
+        PolicyError,
+        where="Plan.to_json()",
+        what=f"the storage {storage!r} cannot be written as text.",
+        why="Only storages of this package can, if they have no device mesh and "
+        "no key.",
+        do="Plan again where the plan is needed, or allow other storages.",
     )
 
 

@@ -18,7 +18,7 @@ from remat._calls import torch_compile
 from remat._calls.decorated import BoundRegion, Region, RematModule, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._calls.signature import Statics
-from remat._errors import SideEffectError, explain
+from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
 from remat._torch import dynamo
 from remat._tracing.thread import is_running
@@ -116,12 +116,11 @@ def preserve(get_tracker: Callable[[], Any]) -> None:
     if is_tracker(tracker):
         return
     if is_running():
-        raise SideEffectError(
-            explain(
-                where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
-                what="meets this tracker while the region around it is traced.",
-                why="The trace must know all trackers when it begins.",
-                do="Call random.register_tracker(tracker) before the region.",
-            )
+        raise refusal(
+            SideEffectError,
+            where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
+            what="meets this tracker while the region around it is traced.",
+            why="The trace must know all trackers when it begins.",
+            do="Call random.register_tracker(tracker) before the region.",
         )
     register_tracker(tracker)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat._torch import isolation, modes, trees
 from remat.storage import Shard
 
@@ -35,26 +35,24 @@ def shard_over(
         TypeError: it is not a group, or one to which this rank does not belong.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            explain(
-                where="checkpoint",
-                what="should shard its saved inputs, but torch.distributed is not "
-                "initialized.",
-                why="Each rank of a process group keeps its part.",
-                do="Call torch.distributed.init_process_group(...) first, or leave the "
-                "sharding off.",
-            )
+        raise refusal(
+            RuntimeError,
+            where="checkpoint",
+            what="should shard its saved inputs, but torch.distributed is not "
+            "initialized.",
+            why="Each rank of a process group keeps its part.",
+            do="Call torch.distributed.init_process_group(...) first, or leave the "
+            "sharding off.",
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            explain(
-                where="checkpoint",
-                what=f"got {group!r}, of type {type(group).__name__}, as the group.",
-                why="Each rank of a process group keeps its part, and this rank is "
-                "not in one.",
-                do="Pass a torch.distributed.ProcessGroup that this rank belongs to, such as "
-                'mesh["tp"].get_group().',
-            )
+        raise refusal(
+            TypeError,
+            where="checkpoint",
+            what=f"got {group!r}, of type {type(group).__name__}, as the group.",
+            why="Each rank of a process group keeps its part, and this rank is "
+            "not in one.",
+            do="Pass a torch.distributed.ProcessGroup that this rank belongs to, such as "
+            'mesh["tp"].get_group().',
         )
     devices = [tensor.device.type for tensor in trees.tensor_leaves((args, kwargs))]
     whole = dist.group.WORLD if group is None else group

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat._messages import warn
 from remat._regions import prefetch
 from remat._torch import dynamo
@@ -275,24 +275,22 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
         config = cast("Mapping[str, Any]", json.loads(Path(config).read_text()))
     if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            explain(
-                where="interop.deepspeed.configure(deepspeed_config=...)",
-                what=f"got {config!r}, of type {type(config).__name__}.",
-                why='Its section "activation_checkpointing" is read.',
-                do="Pass the configuration as a dict, or the path of its JSON file.",
-            )
+        raise refusal(
+            TypeError,
+            where="interop.deepspeed.configure(deepspeed_config=...)",
+            what=f"got {config!r}, of type {type(config).__name__}.",
+            why='Its section "activation_checkpointing" is read.',
+            do="Pass the configuration as a dict, or the path of its JSON file.",
         )
     section: Mapping[str, Any] = config.get("activation_checkpointing", {})
     unknown = sorted(set(section) - set(_ENTRIES))
     if unknown:
-        raise ValueError(
-            explain(
-                where='deepspeed_config["activation_checkpointing"]',
-                what=f"has an entry {unknown[0]!r}.",
-                why=f"DeepSpeed's are {', '.join(_ENTRIES)}.",
-                do="Correct its name, or leave it out.",
-            )
+        raise refusal(
+            ValueError,
+            where='deepspeed_config["activation_checkpointing"]',
+            what=f"has an entry {unknown[0]!r}.",
+            why=f"DeepSpeed's are {', '.join(_ENTRIES)}.",
+            do="Correct its name, or leave it out.",
         )
     return {_ENTRIES[name]: each for name, each in section.items() if each is not None}
 
@@ -315,11 +313,10 @@ def _group_getter(mpu: Any) -> Callable[[], Any]:
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, name):
             return getattr(mpu, name)
-    raise TypeError(
-        explain(
-            where="interop.deepspeed.configure(mpu_=...)",
-            what=f"got {mpu!r}, of type {type(mpu).__name__}.",
-            why="It says which ranks hold the same activations.",
-            do="Pass an object with get_model_parallel_group().",
-        )
+    raise refusal(
+        TypeError,
+        where="interop.deepspeed.configure(mpu_=...)",
+        what=f"got {mpu!r}, of type {type(mpu).__name__}.",
+        why="It says which ranks hold the same activations.",
+        do="Pass an object with get_model_parallel_group().",
     )

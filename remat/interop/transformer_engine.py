@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat._messages import warn
 from remat._torch import dynamo
 from remat.interop._calls import call_as_region, end_graph_for_storage, preserve
@@ -115,14 +115,13 @@ def _warn_of_options_in_front() -> None:
 
 def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "context_fn" in kwargs:
-        raise ValueError(
-            explain(
-                where="interop.transformer_engine.checkpoint(context_fn=...)",
-                what="is not supported.",
-                why="The function is traced once, so none of its Python code runs in "
-                "the backward for a context to enclose.",
-                do="Choose what is saved with remat(policy=...).",
-            )
+        raise refusal(
+            ValueError,
+            where="interop.transformer_engine.checkpoint(context_fn=...)",
+            what="is not supported.",
+            why="The function is traced once, so none of its Python code runs in "
+            "the backward for a context to enclose.",
+            do="Choose what is saved with remat(policy=...).",
         )
     for name in _OF_TORCH:
         if name in kwargs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat._api import remat
 from remat._calls.decorated import Region, RematModule, is_of_module
-from remat._errors import MutationError, ScheduleError, explain
+from remat._errors import MutationError, ScheduleError, refusal
 from remat._graph.values import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _unrolled
@@ -93,13 +93,12 @@ class Chain:
         require_schedule(self.schedule, "chain")
         if self.fs:
             return
-        raise ScheduleError(
-            explain(
-                where="chain",
-                what="got no function.",
-                why="A chain runs at least one.",
-                do="Pass the layers: chain([f, g]).",
-            )
+        raise refusal(
+            ScheduleError,
+            where="chain",
+            what="got no function.",
+            why="A chain runs at least one.",
+            do="Pass the layers: chain([f, g]).",
         )
 
     @dynamo.traced_as(_unrolled.chain)

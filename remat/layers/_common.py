@@ -16,7 +16,7 @@ from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
     SideEffectError,
-    explain,
+    refusal,
 )
 from remat._graph.values import TensorMeta
 from remat._partition.analysis import forward_flops
@@ -103,25 +103,23 @@ def link_of(
     if entry.region.joint(roots).states:
         raise _draws(region)
     if entry.hooked:
-        raise SideEffectError(
-            explain(
-                where=f"a stage of a scheduled stack, {region!r}",
-                what="has a weight that a hook makes at each call, such as that of "
-                "torch.nn.utils.spectral_norm.",
-                why="A schedule runs a stage several times, and out of order.",
-                do="Use torch.nn.utils.parametrizations, or leave the schedule out.",
-            )
+        raise refusal(
+            SideEffectError,
+            where=f"a stage of a scheduled stack, {region!r}",
+            what="has a weight that a hook makes at each call, such as that of "
+            "torch.nn.utils.spectral_norm.",
+            why="A schedule runs a stage several times, and out of order.",
+            do="Use torch.nn.utils.parametrizations, or leave the schedule out.",
         )
     places = captured.places(found)
     own = len(entry.labels) - len(places)
     if any(index < own for index in entry.written):
-        raise MutationError(
-            explain(
-                where=f"a stage of a scheduled stack, {region!r}",
-                what="changes its argument in place.",
-                why="A schedule runs a stage several times, from the same input.",
-                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-            )
+        raise refusal(
+            MutationError,
+            where=f"a stage of a scheduled stack, {region!r}",
+            what="changes its argument in place.",
+            why="A schedule runs a stage several times, from the same input.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )
     written = tuple(places[index - own] for index in entry.written)
     link = Link(entry.region, roots, entry.labels, num_state, places, written)
@@ -129,14 +127,13 @@ def link_of(
 
 
 def _draws(region: Region[..., Any] | RematModule) -> ImplicitRandomnessError:
-    return ImplicitRandomnessError(
-        explain(
-            where=f"a stage of a scheduled stack, {region!r}",
-            what="draws from a generator.",
-            why="A schedule runs a stage several times, and out of order.",
-            do="Draw from keys (remat.random), or leave the schedule out: a chain of "
-            'groups of layers ("Layers that draw" in docs/stacks.md) holds as little.',
-        )
+    return refusal(
+        ImplicitRandomnessError,
+        where=f"a stage of a scheduled stack, {region!r}",
+        what="draws from a generator.",
+        why="A schedule runs a stage several times, and out of order.",
+        do="Draw from keys (remat.random), or leave the schedule out: a chain of "
+        'groups of layers ("Layers that draw" in docs/stacks.md) holds as little.',
     )
 
 
@@ -150,15 +147,14 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
     shared = [place for place, count in counts.items() if count > 1]
     if not shared:
         return
-    raise MutationError(
-        explain(
-            where="a scheduled stack",
-            what="changes a buffer in more than one stage: "
-            f"{TensorMeta.of(captured.tensors[shared[0]])}.",
-            why="A stage that runs again must find the buffer unchanged.",
-            do="Put the module into eval mode, move the changing state into the "
-            "carry, or leave the schedule out.",
-        )
+    raise refusal(
+        MutationError,
+        where="a scheduled stack",
+        what="changes a buffer in more than one stage: "
+        f"{TensorMeta.of(captured.tensors[shared[0]])}.",
+        why="A stage that runs again must find the buffer unchanged.",
+        do="Put the module into eval mode, move the changing state into the "
+        "carry, or leave the schedule out.",
     )
 
 

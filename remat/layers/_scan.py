@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import Region, is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import CarryError, explain
+from remat._errors import CarryError, refusal
 from remat._graph.values import TensorMeta
 from remat._messages import warn
 from remat._switches.numerics import Numerics
@@ -314,13 +314,12 @@ def _stacked(items: list[Any]) -> Any:
 
 
 def _unlike(place: int, error: ValueError) -> CarryError:
-    return CarryError(
-        explain(
-            where=f"scan: slice {place} of the iterator `xs`",
-            what=f"has a different structure from slice 0 ({error}).",
-            why="One trace serves all steps, so all slices must be alike.",
-            do="Give each slice the same structure, with tensors in the same places.",
-        )
+    return refusal(
+        CarryError,
+        where=f"scan: slice {place} of the iterator `xs`",
+        what=f"has a different structure from slice 0 ({error}).",
+        why="One trace serves all steps, so all slices must be alike.",
+        do="Give each slice the same structure, with tensors in the same places.",
     )
 
 
@@ -337,14 +336,12 @@ def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     kind = cast("type[object]", type(result))
     parts = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     if len(parts) != 2:
-        raise CarryError(
-            explain(
-                where=f"scan over {f!r}",
-                what=f"the function returned a {kind.__name__}.",
-                why="A step must return a pair: the next carry, and an output to "
-                "stack.",
-                do="Return (carry, y); (carry, None) if there is no output.",
-            )
+        raise refusal(
+            CarryError,
+            where=f"scan over {f!r}",
+            what=f"the function returned a {kind.__name__}.",
+            why="A step must return a pair: the next carry, and an output to stack.",
+            do="Return (carry, y); (carry, None) if there is no output.",
         )
     new, y = parts
     return _next_carry(carry, new), as_tensors(y, "the second value that f returns")
@@ -396,15 +393,14 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _changed(how: str) -> CarryError:
-    return CarryError(
-        explain(
-            where="scan",
-            what=f"the carry that the function returned {how}.",
-            why="One trace serves all steps, so the carry keeps its structure, shapes "
-            "and dtypes.",
-            do="Return a carry like the one given, or give `init` the shape and dtype "
-            "that the function returns.",
-        )
+    return refusal(
+        CarryError,
+        where="scan",
+        what=f"the carry that the function returned {how}.",
+        why="One trace serves all steps, so the carry keeps its structure, shapes "
+        "and dtypes.",
+        do="Return a carry like the one given, or give `init` the shape and dtype "
+        "that the function returns.",
     )
 
 
@@ -415,25 +411,23 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
             what = (
                 "0-d" if isinstance(leaf, Tensor) else f"of type {type(leaf).__name__}"
             )
-            raise CarryError(
-                explain(
-                    where=f"scan: `{name}`",
-                    what=f"is {what}.",
-                    why="Each leaf of xs is sliced along its first dimension.",
-                    do="Make it a tensor with one row per step, by torch.as_tensor "
-                    "or torch.stack; capture what all steps share.",
-                )
+            raise refusal(
+                CarryError,
+                where=f"scan: `{name}`",
+                what=f"is {what}.",
+                why="Each leaf of xs is sliced along its first dimension.",
+                do="Make it a tensor with one row per step, by torch.as_tensor "
+                "or torch.stack; capture what all steps share.",
             )
     lengths = {len(each) for each in scanned} | told
     if len(lengths) == 1 and min(lengths) >= 0:
         return lengths.pop()
-    raise CarryError(
-        explain(
-            where="scan",
-            what=f"the number of steps is not clear: {sorted(lengths) or 'none is given'}.",
-            why="It is the first dimension of each leaf of xs, and `length`.",
-            do="Give xs leaves of one length, or pass length= where xs is None.",
-        )
+    raise refusal(
+        CarryError,
+        where="scan",
+        what=f"the number of steps is not clear: {sorted(lengths) or 'none is given'}.",
+        why="It is the first dimension of each leaf of xs, and `length`.",
+        do="Give xs leaves of one length, or pass length= where xs is None.",
     )
 
 

@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._errors import SavedTensorModifiedError, explain
+from remat._errors import SavedTensorModifiedError, refusal
 from remat._regions.forwards import Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch, mapped
@@ -75,14 +75,13 @@ class Held:
         tensors, self._tensors = self._tensors, None
         pairs = zip(tensors or (), self._versions, strict=False)
         if any(each._version != version for each, version in pairs):
-            raise SavedTensorModifiedError(
-                explain(
-                    where="the backward of a scheduled scan or chain",
-                    what="an output that waits for it was changed in place.",
-                    why="The backward of the last stage would start from other numbers.",
-                    do="Change a copy (y = y + 1 instead of y += 1), or do it after "
-                    "backward().",
-                )
+            raise refusal(
+                SavedTensorModifiedError,
+                where="the backward of a scheduled scan or chain",
+                what="an output that waits for it was changed in place.",
+                why="The backward of the last stage would start from other numbers.",
+                do="Change a copy (y = y + 1 instead of y += 1), or do it after "
+                "backward().",
             )
         return tensors
 

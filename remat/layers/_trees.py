@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import CarryError, explain
+from remat._errors import CarryError, refusal
 from remat._torch import trees
 
 
@@ -76,11 +76,10 @@ def as_tensor(leaf: Any, where: str) -> Tensor | None:
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):
         return torch.tensor(leaf)
-    raise CarryError(
-        explain(
-            where=f"scan: a leaf of {where}",
-            what=f"is a {type(leaf).__name__}, {leaf!r}.",
-            why="Carries and stacked outputs must be tensors.",
-            do="Make it a tensor, or let the function capture it.",
-        )
+    raise refusal(
+        CarryError,
+        where=f"scan: a leaf of {where}",
+        what=f"is a {type(leaf).__name__}, {leaf!r}.",
+        why="Carries and stacked outputs must be tensors.",
+        do="Make it a tensor, or let the function capture it.",
     )

@@ -17,7 +17,7 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.decorated import Region
-from remat._errors import TraceError, explain
+from remat._errors import TraceError, refusal
 from remat._messages import warn
 from remat.modules._where import Where, matching
 
@@ -162,15 +162,13 @@ def _with_a_forward(
 
 
 def _scripted(name: str, module: nn.Module, where: Where) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"modules.apply(where={where!r})",
-            what=f"matches `{name}`, a {type(module).__name__}.",
-            why="TorchScript's interpreter runs its forward, and hides its operators and the "
-            "gradients of its parameters from a region.",
-            do="Use the module from before torch.jit.script, or exclude it from "
-            "`where`.",
-        )
+    return refusal(
+        TraceError,
+        where=f"modules.apply(where={where!r})",
+        what=f"matches `{name}`, a {type(module).__name__}.",
+        why="TorchScript's interpreter runs its forward, and hides its operators and the "
+        "gradients of its parameters from a region.",
+        do="Use the module from before torch.jit.script, or exclude it from `where`.",
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat._api import remat
-from remat._errors import explain
+from remat._errors import refusal
 from remat._plans.plan import FrontierPoint, Plan, plan as plan_of
 from remat._torch import fakes
 from remat.modules._apply import apply, remove
@@ -140,13 +140,12 @@ def plan(
     """
     size = budget if isinstance(budget, float) else parse_size(budget, "modules.plan")
     if isinstance(size, float) and not 0.0 < size <= 1.0:
-        raise ValueError(
-            explain(
-                where="modules.plan(budget=...)",
-                what=f"the fraction {size} is not in (0, 1].",
-                why="A float is a fraction of what the blocks hold without remat.",
-                do="Pass bytes as an int, or a float in (0, 1].",
-            )
+        raise refusal(
+            ValueError,
+            where="modules.plan(budget=...)",
+            what=f"the fraction {size} is not in (0, 1].",
+            why="A float is a fraction of what the blocks hold without remat.",
+            do="Pass bytes as an int, or a float in (0, 1].",
         )
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
@@ -212,13 +211,12 @@ def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]
         return found
     outer, inner = nested[0] if nested else ("", "")
     what = f"`{inner}` is a part of `{outer}`." if nested else "found no blocks."
-    raise ValueError(
-        explain(
-            where=f"modules.plan(where={where!r})",
-            what=what,
-            why="A budget is split among blocks that do not contain each other.",
-            do='Name the blocks, as in where="layers.*".',
-        )
+    raise refusal(
+        ValueError,
+        where=f"modules.plan(where={where!r})",
+        what=what,
+        why="A budget is split among blocks that do not contain each other.",
+        do='Name the blocks, as in where="layers.*".',
     )
 
 
@@ -262,12 +260,11 @@ def _called(
             handle.remove()
     for name, found in calls.items():
         if len(found) != 1:
-            raise ValueError(
-                explain(
-                    where=f"modules.plan: the block `{name}`",
-                    what=f"was called {len(found)} times in one call of the model.",
-                    why="A block's share of the budget is for one call.",
-                    do="Name blocks that are called once, or use modules.apply.",
-                )
+            raise refusal(
+                ValueError,
+                where=f"modules.plan: the block `{name}`",
+                what=f"was called {len(found)} times in one call of the model.",
+                why="A block's share of the budget is for one call.",
+                do="Name blocks that are called once, or use modules.apply.",
             )
     return [each for found in calls.values() for each in found]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast, final
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.policies._contract import (
     AbstractPolicy,
     Recompute,
@@ -106,8 +106,12 @@ def _require_function(candidate: object, where: str) -> None:
     why, do = _diagnose(candidate)
     if not why:
         return
-    raise PolicyError(
-        explain(where=where, what=f"got {_show(candidate)}.", why=why, do=do)
+    raise refusal(
+        PolicyError,
+        where=where,
+        what=f"got {_show(candidate)}.",
+        why=why,
+        do=do,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.policies._as_policy import as_policy
 from remat.policies._contract import (
     AbstractPolicy,
@@ -126,13 +126,12 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
     """
     where = "budget(allow=...)"
     if isinstance(allow, WholeProgram):
-        raise PolicyError(
-            explain(
-                where=where,
-                what=f"got {allow!r}.",
-                why="It decides over the whole program, not value by value.",
-                do="Pass a policy that decides about single values.",
-            )
+        raise refusal(
+            PolicyError,
+            where=where,
+            what=f"got {allow!r}.",
+            why="It decides over the whole program, not value by value.",
+            do="Pass a policy that decides about single values.",
         )
     permitted = None if allow is None else as_policy(allow, where)
     return Budget(_checked(size), permitted)
@@ -143,13 +142,12 @@ def _checked(size: Any) -> int | float | str | Memory:
     match size:
         case float():
             if not (math.isfinite(size) and 0.0 < size <= 1.0):
-                raise ValueError(
-                    explain(
-                        where=where,
-                        what=f"the fraction {size} is not in (0, 1].",
-                        why="A float is a fraction of what is saved without remat.",
-                        do="Pass bytes as an int, or a float in (0, 1].",
-                    )
+                raise refusal(
+                    ValueError,
+                    where=where,
+                    what=f"the fraction {size} is not in (0, 1].",
+                    why="A float is a fraction of what is saved without remat.",
+                    do="Pass bytes as an int, or a float in (0, 1].",
                 )
             return size
         case "auto":

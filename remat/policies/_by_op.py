@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
@@ -84,13 +84,12 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
         by_op('aten.mm', 'gelu', 'aten.sum.*')
     """
     if not targets:
-        raise PolicyError(
-            explain(
-                where="by_op()",
-                what="got no target.",
-                why="Nothing would be saved.",
-                do='Pass operators, as in `by_op("aten.mm")`, or use nothing_saveable.',
-            )
+        raise refusal(
+            PolicyError,
+            where="by_op()",
+            what="got no target.",
+            why="Nothing would be saved.",
+            do='Pass operators, as in `by_op("aten.mm")`, or use nothing_saveable.',
         )
     return ByOp(tuple(dict.fromkeys(map(_as_glob, targets))))
 
@@ -168,13 +167,12 @@ def _is_of_torch(target: object) -> bool:
 
 
 def _unknown(target: object, why: str) -> PolicyError:
-    return PolicyError(
-        explain(
-            where="by_op(*targets)",
-            what=f"got {target!r}.",
-            why=why,
-            do='Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
-            "such as `torch.sin`; a value of your own function is best named with "
-            "`checkpoint_name` and saved by `save_only_these_names`.",
-        )
+    return refusal(
+        PolicyError,
+        where="by_op(*targets)",
+        what=f"got {target!r}.",
+        why=why,
+        do='Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
+        "such as `torch.sin`; a value of your own function is best named with "
+        "`checkpoint_name` and saved by `save_only_these_names`.",
     )

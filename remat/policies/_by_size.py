@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._sizes import parse_size
 
@@ -60,22 +60,20 @@ def by_size(
     low = _bound(min_bytes, "by_size(min_bytes=...)")
     high = _bound(max_bytes, "by_size(max_bytes=...)")
     if low is None and high is None:
-        raise ValueError(
-            explain(
-                where="by_size()",
-                what="got no bound.",
-                why="Every value would be saved.",
-                do="Pass `min_bytes`, `max_bytes` or both, or use everything_saveable.",
-            )
+        raise refusal(
+            ValueError,
+            where="by_size()",
+            what="got no bound.",
+            why="Every value would be saved.",
+            do="Pass `min_bytes`, `max_bytes` or both, or use everything_saveable.",
         )
     if low is not None and high is not None and low > high:
-        raise ValueError(
-            explain(
-                where="by_size(min_bytes=..., max_bytes=...)",
-                what=f"got {low} and {high} bytes.",
-                why="No size lies between them, so nothing would be saved.",
-                do="Swap the two.",
-            )
+        raise refusal(
+            ValueError,
+            where="by_size(min_bytes=..., max_bytes=...)",
+            what=f"got {low} and {high} bytes.",
+            why="No size lies between them, so nothing would be saved.",
+            do="Swap the two.",
         )
     return BySize(low, high)
 

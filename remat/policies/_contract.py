@@ -18,7 +18,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.policies._operators import packet_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
@@ -218,15 +218,13 @@ class AbstractPolicy(abc.ABC):
 
     def __bool__(self) -> NoReturn:
         """Refuses: `p and q` would silently be `q`."""
-        raise PolicyError(
-            explain(
-                where=f"the policy {self!r}",
-                what="was asked whether it is true.",
-                why="`p or q` and `p and q` pick one operand, and `not p` is a bool; "
-                "none of these combines policies.",
-                do="Write `p | q`, `p & q` or `~p`; to test for None, write `p is "
-                "None`.",
-            )
+        raise refusal(
+            PolicyError,
+            where=f"the policy {self!r}",
+            what="was asked whether it is true.",
+            why="`p or q` and `p and q` pick one operand, and `not p` is a bool; "
+            "none of these combines policies.",
+            do="Write `p | q`, `p & q` or `~p`; to test for None, write `p is None`.",
         )
 
 
@@ -240,14 +238,13 @@ class WholeProgram(AbstractPolicy):
 
     def __call__(self, value: Value, /) -> NoReturn:
         """Refuses: whether one value is saved depends on the others."""
-        raise PolicyError(
-            explain(
-                where=str(value),
-                what=f"the policy {self!r} was asked about it alone.",
-                why="It decides over the whole program: whether one value is saved "
-                "depends on all others.",
-                do="Pass it as the policy of a region, by itself.",
-            )
+        raise refusal(
+            PolicyError,
+            where=str(value),
+            what=f"the policy {self!r} was asked about it alone.",
+            why="It decides over the whole program: whether one value is saved "
+            "depends on all others.",
+            do="Pass it as the policy of a region, by itself.",
         )
 
 
@@ -450,27 +447,25 @@ def require_storage(storage: object, where: str) -> None:
         return
     is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
     shown = storage.__name__ if isinstance(storage, type) else repr(storage)
-    raise PolicyError(
-        explain(
-            where=where,
-            what=f"got `{shown}`, which is not a storage value.",
-            why=f"`{shown}` is a class and a storage must be an instance."
-            if is_class
-            else "A storage must be an instance of a class of `storage`.",
-            do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
-        )
+    raise refusal(
+        PolicyError,
+        where=where,
+        what=f"got `{shown}`, which is not a storage value.",
+        why=f"`{shown}` is a class and a storage must be an instance."
+        if is_class
+        else "A storage must be an instance of a class of `storage`.",
+        do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
     )
 
 
 def _meaningless(policy: object, value: Value, answer: object) -> PolicyError:
     shown, why, do = _diagnose(answer)
-    return PolicyError(
-        explain(
-            where=str(value),
-            what=f"the policy {policy_name(policy)} answered {shown}.",
-            why=why,
-            do=do,
-        )
+    return refusal(
+        PolicyError,
+        where=str(value),
+        what=f"the policy {policy_name(policy)} answered {shown}.",
+        why=why,
+        do=do,
     )
 
 
@@ -541,13 +536,12 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
     else:
         why = "It is not a policy."
         do = "Combine policies only; `p.stored(storage)` says how values wait."
-    return PolicyError(
-        explain(
-            where=f"an operand of `{symbol}` between policies",
-            what=f"got {operand!r}.",
-            why=why,
-            do=do,
-        )
+    return refusal(
+        PolicyError,
+        where=f"an operand of `{symbol}` between policies",
+        what=f"got {operand!r}.",
+        why=why,
+        do=do,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.policies._contract import AbstractPolicy, Recompute, Save, Value
 from remat.policies._matmul import save_matmul_outputs_no_batch
 from remat.policies._names import has_name, require_globs
@@ -177,39 +177,36 @@ def _require_memory(where: str, memory: str, known: tuple[str, ...]) -> None:
     if memory in known:
         return
     choices = " or ".join(f'"{name}"' for name in known)
-    raise ValueError(
-        explain(
-            where=where,
-            what=f"the memory {memory!r} is not known here.",
-            why='Values move from the memory "device" to host memory.',
-            do=f"Pass {choices}.",
-        )
+    raise refusal(
+        ValueError,
+        where=where,
+        what=f"the memory {memory!r} is not known here.",
+        why='Values move from the memory "device" to host memory.',
+        do=f"Pass {choices}.",
     )
 
 
 def _require_disjoint(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> None:
     common = [glob for glob in saved if glob in offloaded]
     if common:
-        raise ValueError(
-            explain(
-                where=f"{_BOTH}(...)",
-                what=f"{common} are among both the names to save and the names to offload.",
-                why="A value is either kept as it is or offloaded.",
-                do="Leave each name in one of the two.",
-            )
+        raise refusal(
+            ValueError,
+            where=f"{_BOTH}(...)",
+            what=f"{common} are among both the names to save and the names to offload.",
+            why="A value is either kept as it is or offloaded.",
+            do="Leave each name in one of the two.",
         )
 
 
 def _tuple(names: object, argument: str) -> tuple[str, ...]:
     if isinstance(names, Iterable) and not isinstance(names, str):
         return tuple(names)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-    raise PolicyError(
-        explain(
-            where=f"{_BOTH}({argument}=...)",
-            what=f"got {names!r}, of type {type(names).__name__}.",
-            why="This argument is a list of names, as in JAX.",
-            do=f"Pass `[{names!r}]`."
-            if isinstance(names, str)
-            else "Pass a list of strings.",
-        )
+    raise refusal(
+        PolicyError,
+        where=f"{_BOTH}({argument}=...)",
+        what=f"got {names!r}, of type {type(names).__name__}.",
+        why="This argument is a list of names, as in JAX.",
+        do=f"Pass `[{names!r}]`."
+        if isinstance(names, str)
+        else "Pass a list of strings.",
     )

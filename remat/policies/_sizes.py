@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
@@ -59,36 +59,33 @@ def parse_size(size: object, where: str) -> int:
 def _parse_text(size: str, where: str) -> int:
     found = _SIZE.fullmatch(size.strip())
     if found is None or found[2] not in _UNITS:
-        raise ValueError(
-            explain(
-                where=where,
-                what=f"the size {size!r} cannot be read.",
-                why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
-                do='Write it like "512KiB", or pass a number of bytes.',
-            )
+        raise refusal(
+            ValueError,
+            where=where,
+            what=f"the size {size!r} cannot be read.",
+            why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
+            do='Write it like "512KiB", or pass a number of bytes.',
         )
     return int(Fraction(found[1]) * _UNITS[found[2]])
 
 
 def _check_sign(size: int, where: str) -> int:
     if size < 0:
-        raise ValueError(
-            explain(
-                where=where,
-                what=f"the size {size} is negative.",
-                why="No value has fewer than zero bytes.",
-                do="Pass zero or more bytes, or None for no bound.",
-            )
+        raise refusal(
+            ValueError,
+            where=where,
+            what=f"the size {size} is negative.",
+            why="No value has fewer than zero bytes.",
+            do="Pass zero or more bytes, or None for no bound.",
         )
     return size
 
 
 def _not_a_size(size: object, where: str) -> PolicyError:
-    return PolicyError(
-        explain(
-            where=where,
-            what=f"got {size!r}, of type {type(size).__name__}.",
-            why="A size is an int in bytes, or a string with a unit.",
-            do='Pass, for example, 524288 or "512KiB".',
-        )
+    return refusal(
+        PolicyError,
+        where=where,
+        what=f"got {size!r}, of type {type(size).__name__}.",
+        why="A size is an int in bytes, or a string with a unit.",
+        do='Pass, for example, 524288 or "512KiB".',
     )

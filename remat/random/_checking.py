@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat._errors import KeyReuseError, explain
+from remat._errors import KeyReuseError, refusal
 from remat._messages import user_line
 from remat._switches.switch import disabled
 from remat._torch import autograd
@@ -84,13 +84,12 @@ def consume(keys: Tensor) -> None:
 
 
 def _reused(key: tuple[int, int], first: str, second: str) -> KeyReuseError:
-    return KeyReuseError(
-        explain(
-            where=f"the key {list(key)}, consumed at {second}",
-            what=f"was consumed before, at {first}.",
-            why="Both draws have the same bits, so numbers that should be "
-            "independent are equal.",
-            do="Split it once, k1, k2 = random.split(key), or derive a key for each use, "
-            "random.fold_in(key, 0) and random.fold_in(key, 1).",
-        )
+    return refusal(
+        KeyReuseError,
+        where=f"the key {list(key)}, consumed at {second}",
+        what=f"was consumed before, at {first}.",
+        why="Both draws have the same bits, so numbers that should be "
+        "independent are equal.",
+        do="Split it once, k1, k2 = random.split(key), or derive a key for each use, "
+        "random.fold_in(key, 0) and random.fold_in(key, 1).",
     )

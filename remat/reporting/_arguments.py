@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 
 _TENSOR = re.compile(r"([\w.]+)=(\d+(?:,\d+)*|)(?::(\w+))?(?:<(\d+))?")
 _LITERAL = re.compile(r"([\w.]+)==(.+)")
@@ -174,8 +174,10 @@ def _tensor(
 
 
 def _refused(where: str, what: str, do: str) -> RematError:
-    return RematError(
-        explain(
-            where=where, what=what, why="The command line names what to call.", do=do
-        )
+    return refusal(
+        RematError,
+        where=where,
+        what=what,
+        why="The command line names what to call.",
+        do=do,
     )

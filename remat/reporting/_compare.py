@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from remat import policies
 from remat._api import remat
 from remat._calls.decorated import Region
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
 from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
@@ -101,13 +101,12 @@ class Comparison:
             RematError: matplotlib is not installed, or there are no times.
         """
         if self.rows[0].step_s is None:
-            raise RematError(
-                explain(
-                    where=self.function,
-                    what="has no times to draw.",
-                    why="Nothing is computed on meta tensors.",
-                    do="Pass tensors on a real device.",
-                )
+            raise refusal(
+                RematError,
+                where=self.function,
+                what="has no times to draw.",
+                why="Nothing is computed on meta tensors.",
+                do="Pass tensors on a real device.",
             )
         own, peers = (
             {

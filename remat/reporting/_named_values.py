@@ -17,7 +17,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._graph.values import Graph, TensorMeta
 from remat._messages import user_line
 from remat._programs.watching import Watcher
@@ -224,15 +224,14 @@ def named_values(
 
 def _check_has_numbers(step: MeasuredStep) -> None:
     if any(device.type == "meta" for device in step.devices):
-        raise RematError(
-            explain(
-                where=step.name,
-                what="a tensor is on the meta device.",
-                why="Named values are compared as numbers, which a meta tensor does "
-                "not have.",
-                do="Pass tensors on a real device, small ones if memory is short; "
-                "`report` takes meta tensors.",
-            )
+        raise refusal(
+            RematError,
+            where=step.name,
+            what="a tensor is on the meta device.",
+            why="Named values are compared as numbers, which a meta tensor does "
+            "not have.",
+            do="Pass tensors on a real device, small ones if memory is short; "
+            "`report` takes meta tensors.",
         )
 
 

@@ -28,7 +28,7 @@ from typing import Any, final
 
 import numpy as np
 
-from remat._errors import BudgetError, ScheduleError, explain
+from remat._errors import BudgetError, ScheduleError, refusal
 from remat.policies._sizes import parse_size, show_size
 from remat.schedules._actions import (
     Action,
@@ -87,13 +87,12 @@ class Budget(AbstractSchedule):
         if isinstance(self.size, float):
             if 0 < self.size <= 1:
                 return
-            raise ScheduleError(
-                explain(
-                    where=f"Budget({self.size!r})",
-                    what="the fraction is not in (0, 1].",
-                    why="It is a fraction of what is held without recomputation.",
-                    do="Pass a fraction, an int in bytes, or a string like '512MiB'.",
-                )
+            raise refusal(
+                ScheduleError,
+                where=f"Budget({self.size!r})",
+                what="the fraction is not in (0, 1].",
+                why="It is a fraction of what is held without recomputation.",
+                do="Pass a fraction, an int in bytes, or a string like '512MiB'.",
             )
         parse_size(self.size, f"Budget({self.size!r})")
 
@@ -121,14 +120,12 @@ class Budget(AbstractSchedule):
         return _cheapest(filter(None, candidates), stages, limit)
 
     def _infeasible(self, limit: int, needed: int) -> BudgetError:
-        return BudgetError(
-            explain(
-                where=f"Budget({self.size!r}), which is {limit} bytes",
-                what="no schedule fits.",
-                why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
-                do=f"Give at least Budget({needed}), or split the largest stage in "
-                "two.",
-            )
+        return refusal(
+            BudgetError,
+            where=f"Budget({self.size!r}), which is {limit} bytes",
+            what="no schedule fits.",
+            why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
+            do=f"Give at least Budget({needed}), or split the largest stage in two.",
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError, explain
+from remat._errors import ScheduleError, refusal
 from remat.schedules._actions import Action
 
 
@@ -54,13 +54,12 @@ def require_schedule(schedule: object, where: str) -> None:
     """
     if schedule is None or isinstance(schedule, AbstractSchedule):
         return
-    raise ScheduleError(
-        explain(
-            where=where,
-            what=f"got schedule={schedule!r}.",
-            why="A schedule is a value of a class of `schedules`.",
-            do="Pass None, or one such as schedules.Every(3).",
-        )
+    raise refusal(
+        ScheduleError,
+        where=where,
+        what=f"got schedule={schedule!r}.",
+        why="A schedule is a value of a class of `schedules`.",
+        do="Pass None, or one such as schedules.Every(3).",
     )
 
 
@@ -72,11 +71,10 @@ def require_count(value: object, where: str) -> None:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return
-    raise ScheduleError(
-        explain(
-            where=where,
-            what=f"got {value!r}.",
-            why="It is a count, of at least one.",
-            do="Pass a positive int.",
-        )
+    raise refusal(
+        ScheduleError,
+        where=where,
+        what=f"got {value!r}.",
+        why="It is a count, of at least one.",
+        do="Pass a positive int.",
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError, explain
+from remat._errors import ScheduleError, refusal
 from remat.schedules._actions import (
     Action,
     Advance,
@@ -94,13 +94,12 @@ class Ledger:
 
 
 def _refused(action: Action, why: str) -> ScheduleError:
-    return ScheduleError(
-        explain(
-            where=f"the action {action}",
-            what="cannot be done.",
-            why=f"At this point, {why}.",
-            do="Correct the schedule's actions: schedules.replay checks them.",
-        )
+    return refusal(
+        ScheduleError,
+        where=f"the action {action}",
+        what="cannot be done.",
+        why=f"At this point, {why}.",
+        do="Correct the schedule's actions: schedules.replay checks them.",
     )
 
 
@@ -207,12 +206,11 @@ def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
 def _require_end(holds: bool, where: object, ledger: Ledger) -> None:
     if holds:
         return
-    raise ScheduleError(
-        explain(
-            where=f"{where}",
-            what="comes too early.",
-            why=f"The current state is {ledger.current}, and the stages that remain to "
-            f"be pulled back are {ledger.remaining}.",
-            do="Run the sweep to the last state, then pull back each stage once.",
-        )
+    raise refusal(
+        ScheduleError,
+        where=f"{where}",
+        what="comes too early.",
+        why=f"The current state is {ledger.current}, and the stages that remain to "
+        f"be pulled back are {ledger.remaining}.",
+        do="Run the sweep to the last state, then pull back each stage once.",
     )

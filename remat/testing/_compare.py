@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._graph.values import TensorMeta
 from remat._torch import tensors as torch_tensors
 
@@ -143,12 +143,11 @@ def _differs(label: str, where: str, what: str, exact: bool) -> NotEquivalentErr
             "They should agree to rounding, by the defaults of torch.testing.assert_close."
         )
     )
-    return NotEquivalentError(
-        explain(
-            where=f"{where}, {label}",
-            what=what,
-            why=why,
-            do="testing.first_difference(f, g)(*args) names the first operator whose "
-            "result differs, also of functions that are transformed.",
-        )
+    return refusal(
+        NotEquivalentError,
+        where=f"{where}, {label}",
+        what=what,
+        why=why,
+        do="testing.first_difference(f, g)(*args) names the first operator whose "
+        "result differs, also of functions that are transformed.",
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat._calls.decorated import BoundRegion, Region, RematModule
-from remat._errors import explain
+from remat._errors import refusal
 from remat._torch.tensors import storage_key
 from remat.testing._calls import CallArguments, FlatFunction
 from remat.testing._compare import NotEquivalentError, require_same
@@ -142,15 +142,13 @@ def _promises_bits(g: object) -> bool:
 
 def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
     reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
-    return NotEquivalentError(
-        explain(
-            where="assert_equivalent",
-            what="nothing was compared: the first function supports none of the "
-            f"transforms ({reasons or 'there were none'}).",
-            why="Without a comparison, nothing shows that two functions are "
-            "equivalent.",
-            do="Name a transform that the first function supports.",
-        )
+    return refusal(
+        NotEquivalentError,
+        where="assert_equivalent",
+        what="nothing was compared: the first function supports none of the "
+        f"transforms ({reasons or 'there were none'}).",
+        why="Without a comparison, nothing shows that two functions are equivalent.",
+        do="Name a transform that the first function supports.",
     )
 
 
@@ -316,15 +314,13 @@ def _share_nothing(tensors: Sequence[Tensor | None]) -> bool:
 
 def _require_equal(one: _Result, other: _Result, where: str) -> None:
     if one.rest != other.rest or len(one.values) != len(other.values):
-        raise NotEquivalentError(
-            explain(
-                where=f"{where}, the structure of the outputs",
-                what=f"is {one.rest} in the first function and {other.rest} in the "
-                "second.",
-                why="Both must return the same pytree, with equal leaves that are "
-                "not tensors.",
-                do="Return the same from both.",
-            )
+        raise refusal(
+            NotEquivalentError,
+            where=f"{where}, the structure of the outputs",
+            what=f"is {one.rest} in the first function and {other.rest} in the second.",
+            why="Both must return the same pytree, with equal leaves that are "
+            "not tensors.",
+            do="Return the same from both.",
         )
     rows = zip(one.values, other.values, one.labels, one.exact, strict=True)
     for expected, found, label, exact in rows:
@@ -335,14 +331,13 @@ def _require_equal(one: _Result, other: _Result, where: str) -> None:
 
 
 def _only_second(name: str, error: Exception) -> NotEquivalentError:
-    return NotEquivalentError(
-        explain(
-            where=f"under {name}",
-            what=f"only the second function raises {type(error).__name__}: "
-            f"{_first_line(error).rstrip('. ')}.",
-            why="The first one gives a result there.",
-            do="See the error from which this one is raised.",
-        )
+    return refusal(
+        NotEquivalentError,
+        where=f"under {name}",
+        what=f"only the second function raises {type(error).__name__}: "
+        f"{_first_line(error).rstrip('. ')}.",
+        why="The first one gives a result there.",
+        do="See the error from which this one is raised.",
     )
 
 

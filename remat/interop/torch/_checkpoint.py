@@ -17,7 +17,7 @@ from remat._calls import torch_compile
 from remat._calls.decorated import Region, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
 from remat._calls.signature import Statics
-from remat._errors import ImplicitRandomnessError, explain
+from remat._errors import ImplicitRandomnessError, refusal
 from remat._messages import warn
 from remat._torch import distributed, dynamo
 from remat.interop.torch._selective import Selective, SelectiveContext
@@ -281,15 +281,14 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
         return Selective.of(peer)
     if all(isinstance(each, contextlib.nullcontext) for each in (first, second)):
         return nothing_saveable
-    raise NotImplementedError(
-        explain(
-            where=f"checkpoint(context_fn={context_fn!r})",
-            what=f"makes the contexts {first!r} and {second!r}.",
-            why="The backward runs a program, not the function, so there is no "
-            "second run for a context to enclose.",
-            do="Enter the first context around the call; to choose what is saved, use "
-            "create_selective_checkpoint_contexts or a policy of remat.",
-        )
+    raise refusal(
+        NotImplementedError,
+        where=f"checkpoint(context_fn={context_fn!r})",
+        what=f"makes the contexts {first!r} and {second!r}.",
+        why="The backward runs a program, not the function, so there is no "
+        "second run for a context to enclose.",
+        do="Enter the first context around the call; to choose what is saved, use "
+        "create_selective_checkpoint_contexts or a policy of remat.",
     )
 
 
@@ -303,14 +302,13 @@ def _warn_of_early_stop() -> None:
 
 
 def _hooks_are_respected() -> NotImplementedError:
-    return NotImplementedError(
-        explain(
-            where="checkpoint(respect_saved_tensors_hooks=False)",
-            what="asks for saved values to be kept from surrounding saved-tensor hooks.",
-            why="A region saves its values as any autograd.Function does, and torch "
-            "passes them to the hooks.",
-            do="Leave the option out, or make the call outside the hooks.",
-        )
+    return refusal(
+        NotImplementedError,
+        where="checkpoint(respect_saved_tensors_hooks=False)",
+        what="asks for saved values to be kept from surrounding saved-tensor hooks.",
+        why="A region saves its values as any autograd.Function does, and torch "
+        "passes them to the hooks.",
+        do="Leave the option out, or make the call outside the hooks.",
     )
 
 
@@ -326,13 +324,12 @@ def _warn_of_debug() -> None:
 
 
 def _draws(error: ImplicitRandomnessError) -> ImplicitRandomnessError:
-    return ImplicitRandomnessError(
-        explain(
-            where="checkpoint(preserve_rng_state=False)",
-            what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
-            why="The recomputation would draw others, and gradients would be wrong.",
-            do="Leave preserve_rng_state out.",
-        )
+    return refusal(
+        ImplicitRandomnessError,
+        where="checkpoint(preserve_rng_state=False)",
+        what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
+        why="The recomputation would draw others, and gradients would be wrong.",
+        do="Leave preserve_rng_state out.",
     )
 
 

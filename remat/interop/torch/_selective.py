@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
 from remat.storage import Offload
 
@@ -95,13 +95,12 @@ class Selective(AbstractPolicy):
 
 
 def _meaningless(policy: Selective, value: Value, answer: object) -> PolicyError:
-    return PolicyError(
-        explain(
-            where=f"the policy {policy!r}",
-            what=f"answered {answer!r} about {value}.",
-            why="A policy of torch's must return a bool or a CheckpointPolicy.",
-            do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
-        )
+    return refusal(
+        PolicyError,
+        where=f"the policy {policy!r}",
+        what=f"answered {answer!r} about {value}.",
+        why="A policy of torch's must return a bool or a CheckpointPolicy.",
+        do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
     )
 
 
@@ -173,14 +172,13 @@ class SelectiveContext(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         """Refuses, because no other checkpoint can use this context."""
-        raise RuntimeError(
-            explain(
-                where="a context of interop.torch.create_selective_checkpoint_contexts",
-                what="was entered.",
-                why="It only carries a policy to interop.torch.checkpoint, which "
-                "does not enter it.",
-                do="Pass the function that makes it as `context_fn` of that checkpoint.",
-            )
+        raise refusal(
+            RuntimeError,
+            where="a context of interop.torch.create_selective_checkpoint_contexts",
+            what="was entered.",
+            why="It only carries a policy to interop.torch.checkpoint, which "
+            "does not enter it.",
+            do="Pass the function that makes it as `context_fn` of that checkpoint.",
         )
 
     def __exit__(self, *details: object) -> None:
@@ -254,16 +252,15 @@ def _checked(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
         if not isinstance(each, _OVERLOADS):
             is_packet = isinstance(each, _PACKET)
-            raise ValueError(  # noqa: TRY004 - which is what torch raises
-                explain(
-                    where="create_selective_checkpoint_contexts([...])",
-                    what=f"expected an overload of an operator, and got {each!r}.",
-                    why="It is an operator with all its overloads."
-                    if is_packet
-                    else f"It is a {type(each).__name__}.",
-                    do=f"Pass torch.ops.{each}.default, or another of its overloads."
-                    if is_packet
-                    else "Pass torch.ops.aten.mm.default, for example.",
-                )
+            raise refusal(
+                ValueError,  # as in torch
+                where="create_selective_checkpoint_contexts([...])",
+                what=f"expected an overload of an operator, and got {each!r}.",
+                why="It is an operator with all its overloads."
+                if is_packet
+                else f"It is a {type(each).__name__}.",
+                do=f"Pass torch.ops.{each}.default, or another of its overloads."
+                if is_packet
+                else "Pass torch.ops.aten.mm.default, for example.",
             )
     return tuple(operators)

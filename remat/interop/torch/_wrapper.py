@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat._torch import distributed
 from remat.interop.torch._checkpoint import CheckpointOptions, checkpoint, policy_of
 from remat.modules import apply
@@ -71,13 +71,12 @@ def checkpoint_wrapper(
     """
     del checkpoint_impl
     if checkpoint_fn not in (None, checkpoint):
-        raise NotImplementedError(
-            explain(
-                where=f"checkpoint_wrapper(checkpoint_fn={checkpoint_fn!r})",
-                what="asks for another checkpointing function.",
-                why="Then the module would not be a region of this package.",
-                do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
-            )
+        raise refusal(
+            NotImplementedError,
+            where=f"checkpoint_wrapper(checkpoint_fn={checkpoint_fn!r})",
+            what="asks for another checkpointing function.",
+            why="Then the module would not be a region of this package.",
+            do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
         )
     _require_options(checkpoint_fn_kwargs)
     options = CheckpointOptions(**checkpoint_fn_kwargs)
@@ -94,13 +93,12 @@ def _require_options(given: Iterable[str]) -> None:
     known = [field.name for field in dataclasses.fields(CheckpointOptions)]
     for name in given:
         if name not in known:
-            raise TypeError(
-                explain(
-                    where=f"checkpoint_wrapper({name}=...)",
-                    what=f"is no option of checkpoint. The options are {', '.join(known)}.",
-                    why="torch would pass it to the module at each call.",
-                    do="Use one of these, or pass it where the module is called.",
-                )
+            raise refusal(
+                TypeError,
+                where=f"checkpoint_wrapper({name}=...)",
+                what=f"is no option of checkpoint. The options are {', '.join(known)}.",
+                why="torch would pass it to the module at each call.",
+                do="Use one of these, or pass it where the module is called.",
             )
 
 
@@ -241,12 +239,11 @@ def _require_not_of_torch(wrapper: Callable[..., Any]) -> None:
     while isinstance(inner, functools.partial):
         inner = cast("Callable[..., Any]", inner.func)
     if str(getattr(inner, "__module__", "")).startswith("torch."):
-        raise NotImplementedError(
-            explain(
-                where=f"apply_activation_checkpointing(checkpoint_wrapper_fn={wrapper!r})",
-                what="is not supported.",
-                why="It is torch's own wrapper, which torch's own checkpointing runs.",
-                do="Leave it out, or pass interop.torch.checkpoint_wrapper with the "
-                "options, or interop.torch.offload_wrapper.",
-            )
+        raise refusal(
+            NotImplementedError,
+            where=f"apply_activation_checkpointing(checkpoint_wrapper_fn={wrapper!r})",
+            what="is not supported.",
+            why="It is torch's own wrapper, which torch's own checkpointing runs.",
+            do="Leave it out, or pass interop.torch.checkpoint_wrapper with the "
+            "options, or interop.torch.offload_wrapper.",
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat import _captures
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
 from remat._torch import fakes, tensors, trees
 from remat.reporting._held import graph_of, walk
@@ -95,17 +95,16 @@ class MeasuredStep:
         """The error if nothing that is returned has a gradient."""
         found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
         unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
-        return RematError(
-            explain(
-                where=self.name,
-                what=f"returned no tensor that requires grad{unknown}.",
-                why="A report measures a forward and its backward. It finds tensors "
-                "only in containers that torch's pytree knows.",
-                do="Pass floating tensors and return a tensor that depends on them "
-                "(if f returns an object of your own, return its loss: lambda *a: "
-                "f(*a).loss). Take no gradient inside: report the loss, not its "
-                "torch.func.grad, whose bytes `remat.reporting.LiveBytes` counts.",
-            )
+        return refusal(
+            RematError,
+            where=self.name,
+            what=f"returned no tensor that requires grad{unknown}.",
+            why="A report measures a forward and its backward. It finds tensors "
+            "only in containers that torch's pytree knows.",
+            do="Pass floating tensors and return a tensor that depends on them "
+            "(if f returns an object of your own, return its loss: lambda *a: "
+            "f(*a).loss). Take no gradient inside: report the loss, not its "
+            "torch.func.grad, whose bytes `remat.reporting.LiveBytes` counts.",
         )
 
     @staticmethod

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
@@ -217,13 +217,12 @@ def batch_figure(
 def _axes(title: str) -> tuple[Figure, Any]:
     """A figure with one pair of axes, made without pyplot and its global state."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RematError(
-            explain(
-                where="a figure",
-                what="needs matplotlib, which is not installed.",
-                why="It comes with the extra `cli`.",
-                do="pip install 'remat[cli]'",
-            )
+        raise refusal(
+            RematError,
+            where="a figure",
+            what="needs matplotlib, which is not installed.",
+            why="It comes with the extra `cli`.",
+            do="pip install 'remat[cli]'",
         )
     from matplotlib.figure import Figure
 
