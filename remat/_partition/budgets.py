@@ -9,7 +9,6 @@ partition cuts there, and can be counted.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -17,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from remat._errors import BudgetError, PolicyError, explain
+from remat._errors import BudgetError, PolicyError, refusal
 from remat._graph import operators
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
@@ -27,14 +26,12 @@ from remat._partition.cut import Cut, cut, permitted_members, starts
 from remat._partition.flops import step_flops
 from remat._partition.peak import peak_bytes
 from remat._partition.permission import Decisions, decide
-from remat.planners import Option, Outcome, Problem, Solution, Step, solve_cut
+from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
 from remat.policies._budget import Memory
 from remat.storage import AbstractStorage, Keep
 
 _RESERVE = Fraction(1, 10)
-# Parts of what is saved without remat, among which "auto" looks for what fits.
-_STAGES = 16
 
 Solver = Callable[[Problem, int, str], Solution]
 
@@ -100,11 +97,6 @@ class Model:
             outcome.saved_bytes,
             frees=all(type(each) is Keep for each in storages),
         )
-
-    @functools.cached_property
-    def everything(self) -> Outcome:
-        """The outcome of saving everything that may be saved."""
-        return self.problem.outcome(self.problem.everything)
 
 
 def is_recomputed(analysis: Analysis, index: int) -> bool:
@@ -225,27 +217,23 @@ def _solve_for_memory(
     device = _device(model.analysis)
     free = memory(device)
     usable = int(free * (1 - _RESERVE))
-    low, high = model.problem.fixed_bytes, model.everything.saved_bytes
-
     peaks: list[int] = []
     # The peak does not always grow with what is saved: recomputation takes room, too.
-    for stage in range(_STAGES, -1, -1):
-        size = low + (high - low) * stage // _STAGES
+    for size in reversed(model.problem.budgets):
         solution = solver(model.problem, size, where)
         peaks.append(model.predicted_peak_bytes(solution.choice))
         if peaks[-1] <= usable:
             return size, solution
     smallest = min(peaks)
     needed = -(-smallest // (1 - _RESERVE))
-    raise BudgetError(
-        explain(
-            where=where,
-            what=f"no plan fits the {free} bytes that are free on {device}.",
-            why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
-            "bytes at its peak, even if nothing is saved.",
-            do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
-            "the function instead.",
-        )
+    raise refusal(
+        BudgetError,
+        where=where,
+        what=f"no plan fits the {free} bytes that are free on {device}.",
+        why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
+        "bytes at its peak, even if nothing is saved.",
+        do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
+        "the function instead.",
     )
 
 
@@ -279,16 +267,15 @@ def places(analysis: Analysis) -> dict[int, int]:
 def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
     found = fingerprint(analysis)
     if found != policy.fingerprint:
-        raise PolicyError(
-            explain(
-                where=f"a plan with the fingerprint {policy.fingerprint}",
-                what=f"got a different program, with the fingerprint {found}.",
-                why="A plan says for each value of one program whether it is saved. "
-                "Other shapes, dtypes or strides, switches such as autocast, and "
-                "other tensors that require grad give a different program.",
-                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
-                "like these.",
-            )
+        raise refusal(
+            PolicyError,
+            where=f"a plan with the fingerprint {policy.fingerprint}",
+            what=f"got a different program, with the fingerprint {found}.",
+            why="A plan says for each value of one program whether it is saved. "
+            "Other shapes, dtypes or strides, switches such as autocast, and "
+            "other tensors that require grad give a different program.",
+            do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+            "like these.",
         )
     number = {place: number for number, place in places(analysis).items()}
     return {number[place]: Save(storage) for place, storage in policy.saved}

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, cast, final
 
 from remat._calls.decorated import undecided
 from remat._calls.options import require_choice
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
@@ -34,7 +34,6 @@ from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
 _P = ParamSpec("_P")
-_STAGES = 16
 _VERSION = 1
 _SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 
@@ -189,13 +188,9 @@ class Plan:
 
         Laws: costs fall, and bytes grow, from point to point.
         """
-        problem = self.problem
-        low = problem.fixed_bytes
-        high = problem.outcome(problem.everything).saved_bytes
         found: dict[int, FrontierPoint] = {}
-        for stage in range(_STAGES + 1):
-            size = low + (high - low) * stage // _STAGES
-            each = solve_cut(problem, size)
+        for size in self.problem.budgets:
+            each = solve_cut(self.problem, size)
             point = FrontierPoint(size, each.saved_bytes, each.cost, each.lower_bound)
             found.setdefault(each.cost, point)
         return tuple(found.values())
@@ -207,15 +202,14 @@ class Plan:
             PolicyError: the other plan is for another program.
         """
         if other.fingerprint != self.fingerprint:
-            raise PolicyError(
-                explain(
-                    where="Plan.diff(other)",
-                    what=f"the programs differ: {self.fingerprint} and "
-                    f"{other.fingerprint}.",
-                    why="Plans decide about the values of one program.",
-                    do="Compare plans of one function, made with arguments of the "
-                    "same shapes.",
-                )
+            raise refusal(
+                PolicyError,
+                where="Plan.diff(other)",
+                what=f"the programs differ: {self.fingerprint} and "
+                f"{other.fingerprint}.",
+                why="Plans decide about the values of one program.",
+                do="Compare plans of one function, made with arguments of the "
+                "same shapes.",
             )
         theirs = {row.place: row for row in other.rows}
         changes = tuple(
@@ -311,13 +305,12 @@ def _what(row: PlanRow) -> str:
 
 
 def _not_a_plan(why: str) -> ValueError:
-    return ValueError(
-        explain(
-            where="Plan.from_json(text)",
-            what=f"the text is not a plan of version {_VERSION}.",
-            why=why,
-            do="Pass what `Plan.to_json` returned, or plan again.",
-        )
+    return refusal(
+        ValueError,
+        where="Plan.from_json(text)",
+        what=f"the text is not a plan of version {_VERSION}.",
+        why=why,
+        do="Pass what `Plan.to_json` returned, or plan again.",
     )
 
 
@@ -412,13 +405,12 @@ def plan(
 
 def _size(budget: Any) -> Size:
     if isinstance(budget, AbstractPolicy):
-        raise PolicyError(
-            explain(
-                where="plan(budget=...)",
-                what=f"got the policy {budget!r}.",
-                why="A plan is made for a number of bytes.",
-                do="Pass `policies.budget(size, allow=policy)`.",
-            )
+        raise refusal(
+            PolicyError,
+            where="plan(budget=...)",
+            what=f"got the policy {budget!r}.",
+            why="A plan is made for a number of bytes.",
+            do="Pass `policies.budget(size, allow=policy)`.",
         )
     return budget
 

@@ -13,7 +13,9 @@ import functools
 from collections.abc import Sequence
 from typing import final
 
-from remat._errors import BudgetError, explain
+from remat._errors import BudgetError, refusal
+
+_STEPS = 16  # between the budgets of a frontier
 
 Choice = tuple[int | None, ...]
 """For each item the number of the option in which it is saved; None to recompute it."""
@@ -107,6 +109,12 @@ class Problem:
             None if not options else cheapest(options, 0, 1) for options in self.items
         )
 
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Budgets in even steps, from what is held in any case to what saving all takes."""
+        low, high = self.fixed_bytes, self.outcome(self.everything).saved_bytes
+        return tuple(low + (high - low) * k // _STEPS for k in range(_STEPS + 1))
+
     def outcome(self, choice: Sequence[int | None]) -> Outcome:
         """The outcome of a choice: the values that are read, bytes and cost."""
         steps, items = self.steps, self.items
@@ -164,16 +172,15 @@ def require_feasible(problem: Problem, budget: int, where: str) -> None:
     """Raises BudgetError where no choice fits the budget."""
     if budget >= problem.fixed_bytes:
         return
-    raise BudgetError(
-        explain(
-            where=where,
-            what=f"no choice of saved values fits {budget} bytes.",
-            why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
-            "generator states from which the backward draws again, and copies of "
-            "buffers that the function changes.",
-            do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
-            "can be met.",
-        )
+    raise refusal(
+        BudgetError,
+        where=where,
+        what=f"no choice of saved values fits {budget} bytes.",
+        why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
+        "generator states from which the backward draws again, and copies of "
+        "buffers that the function changes.",
+        do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
+        "can be met.",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from remat._errors import BudgetError, explain
+from remat._errors import BudgetError, refusal
 from remat.planners._scipy import optimize
 
 
@@ -63,13 +63,12 @@ def share(
         for points, count in zip(frontiers, counts, strict=True)
     )
     if least > budget:
-        raise BudgetError(
-            explain(
-                where=where,
-                what=f"the {budget} bytes are too few.",
-                why=f"{least} bytes are held even if nothing is saved.",
-                do=f"Give at least {least} bytes.",
-            )
+        raise refusal(
+            BudgetError,
+            where=where,
+            what=f"the {budget} bytes are too few.",
+            why=f"{least} bytes are held even if nothing is saved.",
+            do=f"Give at least {least} bytes.",
         )
     most = budget
     while True:

@@ -138,6 +138,13 @@ def _by_layer(found: Report, plain: Report) -> Check:
     return Check(question, _verdict(found.held_bytes < plain.held_bytes), figure)
 
 
+def _why_without_numbers(found: Facts) -> str:
+    """Why a step has no numbers of regions to compare; "" where it has some."""
+    if not found.regions:
+        return "no region ran"
+    return "nothing is computed on meta tensors" if found.device == "meta" else ""
+
+
 def _verdict(is_good: bool) -> str:
     return PASS if is_good else FAIL
 
@@ -205,10 +212,8 @@ def _overhead(found: Facts) -> Check:
 
 def _determinism(step: MeasuredStep, found: Report) -> Check:
     question = "determinism"
-    if not found.regions:
-        return Check(question, NOT_APPLICABLE, "no region ran")
-    if found.device == "meta":
-        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    if reason := _why_without_numbers(found):
+        return Check(question, NOT_APPLICABLE, reason)
     with step.kept():
         outputs = step.forward()
         leaves = step.leaves(outputs)
@@ -251,10 +256,10 @@ def _is_attention(name: str) -> bool:
 
 def _throughput(step: MeasuredStep, found: Report, plain: Report) -> Check:
     question = "tokens per second, and largest batch"
-    if not found.regions or not step.data:
-        return Check(question, NOT_APPLICABLE, "no region ran, or there is no batch")
-    if found.device == "meta":
-        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    if not step.data:
+        return Check(question, NOT_APPLICABLE, "there is no batch")
+    if reason := _why_without_numbers(found):
+        return Check(question, NOT_APPLICABLE, reason)
     data = max(step.data, key=lambda each: each.nbytes)
     # Of (batch, time, width) the first two count; of whole numbers, each is a token.
     is_embedded = data.is_floating_point()
@@ -326,10 +331,8 @@ def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
 
 def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> Check:
     question = "gradients equal to undecorated"
-    if not found.regions:
-        return Check(question, NOT_APPLICABLE, "no region ran")
-    if found.device == "meta":
-        return Check(question, NOT_APPLICABLE, "nothing is computed on meta tensors")
+    if reason := _why_without_numbers(found):
+        return Check(question, NOT_APPLICABLE, reason)
     with disabled():
         leaves, plain = _step_gradients(step)
     _, region = _step_gradients(step, leaves)
