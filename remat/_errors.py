@@ -2,8 +2,8 @@
 
 Each message has four parts, in this order: where (value, shape, dtype, the user's
 file:line), what happened, why that is refused, and what to do. `explain` joins them, so
-that no message loses one, and `refusal` makes an error of them. Each class also derives from the built-in exception that a
-caller would catch without knowing this package.
+that no message loses one, and `refusal` makes an error of them. Each class also derives
+from the built-in exception that a caller would catch without knowing this package.
 """
 
 from collections.abc import Callable

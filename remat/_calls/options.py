@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from remat._calls.signature import Statics
-from remat._errors import PolicyError, explain, refusal
+from remat._errors import PolicyError, explain
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
 
@@ -184,12 +184,13 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
                 f"Write `{near[0]}`." if near else "Use one of these.",
             ),
         )
-        raise refusal(
-            TypeError,
-            where=f"remat({name}=...)",
-            what="is not an option of remat.",
-            why=why,
-            do=do,
+        raise TypeError(
+            explain(
+                where=f"remat({name}=...)",
+                what="is not an option of remat.",
+                why=why,
+                do=do,
+            )
         )
 
 
@@ -217,26 +218,29 @@ def require_function(fun: Any) -> None:
 
 
 def _is_a_class(fun: type) -> TypeError:
-    return refusal(
-        TypeError,
-        where=f"remat({fun.__qualname__})",
-        what="is a class.",
-        why="Its construction would be recomputed, but not the calls of its objects.",
-        do="Decorate the method, as in `@remat` above `def forward`; wrap an "
-        f"object, remat({fun.__name__}(...)); or give the modules of a model their "
-        "regions with modules.apply.",
+    return TypeError(
+        explain(
+            where=f"remat({fun.__qualname__})",
+            what="is a class.",
+            why="Its construction would be recomputed, but not the calls of its "
+            "objects.",
+            do="Decorate the method, as in `@remat` above `def forward`; wrap an "
+            f"object, remat({fun.__name__}(...)); or give the modules of a model their "
+            "regions with modules.apply.",
+        )
     )
 
 
 def _works_later(fun: Any, made: str, do: str) -> TypeError:
     name = getattr(fun, "__qualname__", repr(fun))
-    return refusal(
-        TypeError,
-        where=f"remat({name})",
-        what=f"makes a {made}.",
-        why="Calling it computes nothing yet: the work would be done after the "
-        "region has ended.",
-        do=do,
+    return TypeError(
+        explain(
+            where=f"remat({name})",
+            what=f"makes a {made}.",
+            why="Calling it computes nothing yet: the work would be done after the "
+            "region has ended.",
+            do=do,
+        )
     )
 
 
@@ -262,12 +266,13 @@ def require_parameters(fun: Any, statics: Statics) -> None:
 
 
 def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
-    return refusal(
-        ValueError,
-        where=f"remat({option}=...)",
-        what=f"{value!r} is not a parameter of the function.",
-        why=f"Its parameters are {', '.join(names)}.",
-        do="Correct the name or the position.",
+    return ValueError(
+        explain(
+            where=f"remat({option}=...)",
+            what=f"{value!r} is not a parameter of the function.",
+            why=f"Its parameters are {', '.join(names)}.",
+            do="Correct the name or the position.",
+        )
     )
 
 
@@ -275,13 +280,14 @@ def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
     """The policy that an option names, if the engine can follow it."""
     found = as_policy(policy)
     if engine == "rerun" and found is not nothing_saveable:
-        raise refusal(
-            PolicyError,
-            where='remat(engine="rerun")',
-            what=f"got the policy {found!r}.",
-            why="This engine runs the whole function again; it has no graph whose "
-            "values could be saved one by one.",
-            do='Leave the policy out, or use engine="trace".',
+        raise PolicyError(
+            explain(
+                where='remat(engine="rerun")',
+                what=f"got the policy {found!r}.",
+                why="This engine runs the whole function again; it has no graph whose "
+                "values could be saved one by one.",
+                do='Leave the policy out, or use engine="trace".',
+            )
         )
     return found
 
@@ -292,24 +298,26 @@ def require_choice(
     """Refuses a value that an option cannot have."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
-        raise refusal(
-            ValueError,
-            where=f"{of}({name}={value!r})",
-            what="is not a value of this option.",
-            why=f"It can be {listed}.",
-            do="Choose one of these.",
+        raise ValueError(
+            explain(
+                where=f"{of}({name}={value!r})",
+                what="is not a value of this option.",
+                why=f"It can be {listed}.",
+                do="Choose one of these.",
+            )
         )
 
 
 def require_traced(dynamic_shapes: bool, engine: str) -> None:
     """Refuses `dynamic_shapes` with an engine that does not trace."""
     if dynamic_shapes and engine == "rerun":
-        raise refusal(
-            ValueError,
-            where='remat(engine="rerun", dynamic_shapes=True)',
-            what="has no effect with this engine.",
-            why="This engine runs the Python function again, for any sizes.",
-            do='Leave `dynamic_shapes` out, or use engine="trace".',
+        raise ValueError(
+            explain(
+                where='remat(engine="rerun", dynamic_shapes=True)',
+                what="has no effect with this engine.",
+                why="This engine runs the Python function again, for any sizes.",
+                do='Leave `dynamic_shapes` out, or use engine="trace".',
+            )
         )
 
 
@@ -318,21 +326,23 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
     if backend is None:
         return
     if engine == "rerun":
-        raise refusal(
-            ValueError,
-            where=f'remat(engine="rerun", backend={backend!r})',
-            what="has no effect with this engine.",
-            why="This engine runs the Python function again; it has no programs.",
-            do='Leave `backend` out, or use engine="trace".',
+        raise ValueError(
+            explain(
+                where=f'remat(engine="rerun", backend={backend!r})',
+                what="has no effect with this engine.",
+                why="This engine runs the Python function again; it has no programs.",
+                do='Leave `backend` out, or use engine="trace".',
+            )
         )
     if verify:
-        raise refusal(
-            ValueError,
-            where=f"remat(verify=True, backend={backend!r})",
-            what="cannot be combined with a backend.",
-            why="verify=True compares bits, and compiled programs round "
-            "differently from single operators.",
-            do="Verify without `backend`.",
+        raise ValueError(
+            explain(
+                where=f"remat(verify=True, backend={backend!r})",
+                what="cannot be combined with a backend.",
+                why="verify=True compares bits, and compiled programs round "
+                "differently from single operators.",
+                do="Verify without `backend`.",
+            )
         )
 
 
@@ -387,13 +397,14 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
                 f"not {storage!r}."
             )
     if engine == "rerun" and any(type(each) is not Keep for each in storages):
-        raise refusal(
-            ValueError,
-            where='remat(engine="rerun", saved_inputs=...)',
-            what=f"got {saved_inputs!r}.",
-            why="This engine runs the Python function again on its arguments as they "
-            "are.",
-            do='Leave saved_inputs out, or use engine="trace".',
+        raise ValueError(
+            explain(
+                where='remat(engine="rerun", saved_inputs=...)',
+                what=f"got {saved_inputs!r}.",
+                why="This engine runs the Python function again on its arguments as they "
+                "are.",
+                do='Leave saved_inputs out, or use engine="trace".',
+            )
         )
     return found
 

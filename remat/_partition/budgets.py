@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from remat._errors import BudgetError, PolicyError, refusal
+from remat._errors import BudgetError, PolicyError, explain
 from remat._graph import operators
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
@@ -226,14 +226,15 @@ def _solve_for_memory(
             return size, solution
     smallest = min(peaks)
     needed = -(-smallest // (1 - _RESERVE))
-    raise refusal(
-        BudgetError,
-        where=where,
-        what=f"no plan fits the {free} bytes that are free on {device}.",
-        why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
-        "bytes at its peak, even if nothing is saved.",
-        do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
-        "the function instead.",
+    raise BudgetError(
+        explain(
+            where=where,
+            what=f"no plan fits the {free} bytes that are free on {device}.",
+            why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
+            "bytes at its peak, even if nothing is saved.",
+            do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
+            "the function instead.",
+        )
     )
 
 
@@ -267,15 +268,16 @@ def places(analysis: Analysis) -> dict[int, int]:
 def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
     found = fingerprint(analysis)
     if found != policy.fingerprint:
-        raise refusal(
-            PolicyError,
-            where=f"a plan with the fingerprint {policy.fingerprint}",
-            what=f"got a different program, with the fingerprint {found}.",
-            why="A plan says for each value of one program whether it is saved. "
-            "Other shapes, dtypes or strides, switches such as autocast, and "
-            "other tensors that require grad give a different program.",
-            do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
-            "like these.",
+        raise PolicyError(
+            explain(
+                where=f"a plan with the fingerprint {policy.fingerprint}",
+                what=f"got a different program, with the fingerprint {found}.",
+                why="A plan says for each value of one program whether it is saved. "
+                "Other shapes, dtypes or strides, switches such as autocast, and "
+                "other tensors that require grad give a different program.",
+                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                "like these.",
+            )
         )
     number = {place: number for number, place in places(analysis).items()}
     return {number[place]: Save(storage) for place, storage in policy.saved}
