@@ -198,7 +198,7 @@ def test_storages_are_shown_where_there_are_some(
     assert shown["w"] == "Keep()"
     assert shown["h"].startswith("Quantize(bits=8")
     lines = {each.name: str(each) for each in saved_residuals(region, *args())}
-    assert "96 bytes in Cast(dtype=torch.bfloat16), an argument" in lines["x"]
+    assert "24 bytes in Cast(dtype=torch.bfloat16), an argument" in lines["x"]
     assert "72 bytes, an argument" in lines["w"]
 
 

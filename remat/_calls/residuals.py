@@ -29,7 +29,8 @@ class Residual:
         op: the operator that made it, "aten.mm"; "input" for an argument.
         shape: the sizes of its dimensions.
         dtype: its dtype.
-        size_bytes: bytes of its elements, before its storage makes them fewer.
+        size_bytes: bytes that it holds on its device while it waits, in the form that its
+            storage gives it; the most that may be, if that depends on the numbers.
         storage: how it waits.
         source: the user's "file.py:line" that made it, "" for an argument.
         reason: why it is held.
@@ -50,7 +51,7 @@ class Residual:
         dtype = str(self.dtype).removeprefix("torch.")
         what = self.path or f'"{self.name}"' if self.name else "unnamed"
         shape = f"{dtype}[{', '.join(map(str, self.shape))}]"
-        stored = "" if type(self.storage) is Keep else f" in {self.storage!r}"
+        stored = "" if self.storage.keeps else f" in {self.storage!r}"
         source = f" at {self.source}" if self.source else ""
         return (
             f"{what}: {self.op} {shape} {self.size_bytes} bytes{stored}{source}, "
@@ -97,8 +98,8 @@ def operand_residual(
     name = ", ".join(graph.values[index].names)
     reason = "an argument that the backward reads" if is_read else SECOND
     return Residual(
-        name or path, path, "input", meta.shape, meta.dtype, meta.size_bytes, storage,
-        "", reason,
+        name or path, path, "input", meta.shape, meta.dtype,
+        storage.held(meta).size_bytes, storage, "", reason,
     )  # fmt: skip
 
 
@@ -114,8 +115,8 @@ def _residual(
     assert isinstance(meta, TensorMeta)
     op = operators.made_by(value, graph.values)
     return Residual(
-        name, "", op, meta.shape, meta.dtype, meta.size_bytes, storage, value.source,
-        reason,
+        name, "", op, meta.shape, meta.dtype, storage.held(meta).size_bytes, storage,
+        value.source, reason,
     )  # fmt: skip
 
 

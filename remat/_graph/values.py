@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -142,6 +142,13 @@ class TensorMeta:
         return self.dtype.itemsize * math.prod(self.hints)
 
     @property
+    def once(self) -> TensorMeta:
+        """The same at the sizes of the traced call, an expanded dimension with one element."""
+        stride = tuple(map(sizes.hint, self.stride))
+        shape = tuple(once(self.hints, stride))
+        return dataclasses.replace(self, shape=shape, stride=stride)
+
+    @property
     def hints(self) -> tuple[int, ...]:
         """The shape, with the size of the traced call for each open size."""
         return tuple(map(sizes.hint, self.shape))
@@ -154,6 +161,13 @@ class TensorMeta:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """A shape without the repetitions of an expanded tensor."""
+    return [
+        size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
+    ]
 
 
 # Shape, strides, dtype, device, whether it is differentiated; the other fields where they say

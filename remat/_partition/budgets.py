@@ -21,7 +21,7 @@ from remat._graph import operators
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis
-from remat._partition.costs import Costs, by_flops, is_free, waiting
+from remat._partition.costs import Costs, by_flops, is_free
 from remat._partition.cut import Cut, cut, permitted_members, starts
 from remat._partition.flops import step_flops
 from remat._partition.peak import peak_bytes
@@ -29,7 +29,7 @@ from remat._partition.permission import Decisions, decide
 from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
 from remat.policies._budget import Memory
-from remat.storage import AbstractStorage, Keep
+from remat.storage import AbstractStorage
 
 _RESERVE = Fraction(1, 10)
 
@@ -95,7 +95,7 @@ class Model:
             self.analysis.joint,
             self.cut(choice),
             outcome.saved_bytes,
-            frees=all(type(each) is Keep for each in storages),
+            frees=all(each.keeps for each in storages),
         )
 
 
@@ -174,7 +174,8 @@ def _options(analysis: Analysis, item: Item) -> tuple[Option, ...]:
     member = analysis.members[item.number]
     meta = analysis.joint.graph.values[member].meta
     assert isinstance(meta, TensorMeta)
-    return tuple(Option(*waiting(storage, meta)) for storage in item.storages)
+    helds = [storage.held(meta) for storage in item.storages]
+    return tuple(Option(held.size_bytes, 2 * held.moved_bytes) for held in helds)
 
 
 def _fixed_bytes(analysis: Analysis) -> int:

@@ -8,7 +8,6 @@ comes beside them by what it reads and writes.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import statistics
 import time
@@ -22,22 +21,11 @@ from remat._errors import PolicyError, explain
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
 from remat._partition.flops import step_flops
-from remat._torch import fakes, isolation
-from remat.storage import (
-    AbstractStorage,
-    Chain,
-    Keep,
-    Offload,
-    Quantize,
-    Shard,
-    Sparse,
-    Stored,
-)
+from remat._torch import isolation
 
 Costs = Callable[[Graph, int], int]
 """From a step of a graph to its cost, a whole number of some unit."""
 
-_BUS = 16  # how much slower a bus is than the memory of a device: PCIe 5 and HBM 3
 _ROUNDS = 5
 
 
@@ -62,22 +50,14 @@ def _moved_bytes(graph: Graph, value: Value) -> int:
     # Without the state of a generator, which is small.
     read = set(refs((value.args, value.kwargs)))
     metas = [graph.values[use].meta for use in read]
-    return sum(sum(map(_stored_bytes, _tensors(meta))) for meta in [*metas, value.meta])
+    tensors = [each for meta in [*metas, value.meta] for each in _tensors(meta)]
+    return sum(each.once.size_bytes for each in tensors)
 
 
 def _tensors(meta: Any) -> list[TensorMeta]:
     if isinstance(meta, TensorMeta):
         return [meta]
     return [each for part in meta or () for each in _tensors(part)]
-
-
-def _stored_bytes(meta: TensorMeta) -> int:
-    """Bytes of the elements, those of an expanded dimension once."""
-    sizes = [
-        size if step else min(size, 1)
-        for size, step in zip(meta.shape, meta.stride, strict=True)
-    ]
-    return meta.dtype.itemsize * torch.Size(sizes).numel()
 
 
 def measured(metas: list[TensorMeta]) -> Costs:
@@ -155,61 +135,3 @@ def _zeros(meta: TensorMeta) -> Tensor:
     return torch.empty_strided(
         meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
     ).zero_()
-
-
-def waiting(storage: AbstractStorage, meta: TensorMeta) -> tuple[int, int]:
-    """Bytes that a value holds on its device while it waits, and the cost of that.
-
-    The cost, in the unit of `by_flops`, is that of the way into the storage and back.
-    Where the bytes depend on the numbers, as with `Sparse`, or on other ranks, they are
-    those of the value as it is: more are never held.
-    """
-    links = storage.links if isinstance(storage, Chain) else (storage,)
-    parts, cost = [meta], 0
-    for link in links:
-        kept: list[TensorMeta] = []
-        for part in parts:
-            found, moved = _through(link, part)
-            kept += found
-            cost += 2 * moved
-        parts = kept
-    return sum(map(_stored_bytes, parts)), cost
-
-
-def _through(link: AbstractStorage, part: TensorMeta) -> tuple[list[TensorMeta], int]:
-    """What one storage leaves of a tensor on its device, and the bytes that it moves."""
-    size_bytes = _stored_bytes(part)
-    if isinstance(link, Keep):
-        return [part], 0
-    if isinstance(link, Offload):
-        is_taken = link.takes(size_bytes, part.device)
-        return ([], _BUS * size_bytes) if is_taken else ([part], 0)
-    found = None if isinstance(link, (Shard, Sparse)) else _rehearsed(link, part)
-    if found is None:
-        return [part], 2 * size_bytes
-    if len(found) == 1 and found[0] == part:
-        return [part], 0
-    return found, size_bytes + sum(map(_stored_bytes, found))
-
-
-def _rehearsed(link: AbstractStorage, part: TensorMeta) -> list[TensorMeta] | None:
-    """What a storage makes of a tensor without data; None where it has to see numbers."""
-    link = keyless(link)
-    with isolation.isolated(), fakes.fake_mode(part.device), torch.no_grad():
-        value = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        try:
-            stored: Stored = link.store(value)
-        except RuntimeError as error:
-            if not fakes.needs_values(error):
-                raise
-            return None
-        if len(stored.tensors) == 1 and stored.tensors[0] is value:
-            return [part]
-        return [TensorMeta.of(tensor) for tensor in stored.tensors]
-
-
-def keyless(link: AbstractStorage) -> AbstractStorage:
-    """The storage without its random key, which has numbers, and no say in the sizes."""
-    if isinstance(link, Quantize):
-        return dataclasses.replace(link, stochastic=False, key=None)
-    return link

@@ -7,7 +7,6 @@ on it. Nothing may compute with it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from remat._errors import RematError, explain
-from remat._graph.values import TensorMeta
+from remat._graph.values import TensorMeta, once
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, levels, tracer
 from remat._torch.tensors import shares_storage, tensor_without_data
-from remat.storage import AbstractStorage, Keep, Place, Stored, stored_in
+from remat.storage import AbstractStorage, Place, Stored, densely, stored_in
 
 _aten: Any = torch.ops.aten
 _PASSED_ON = (_aten.alias.default, _aten.detach.default)
@@ -88,14 +87,14 @@ class Waiting(Tensor):
             part, spread = self.part
             return dtensor.in_place_of(part.as_it_was(restored), spread)
         shape, stride = self.shape, self.stride()
-        once = _once(shape, stride)
+        sizes = once(shape, stride)
         if self.stride_order is None:
             like = torch.empty_strided(
-                once, stride, dtype=self.dtype, device=self.device
+                sizes, stride, dtype=self.dtype, device=self.device
             )
-            return like.copy_(restored.view(once)).expand(shape)
+            return like.copy_(restored.view(sizes)).expand(shape)
         order = self.stride_order
-        permuted = restored.view([once[dim] for dim in order])
+        permuted = restored.view([sizes[dim] for dim in order])
         back = [order.index(dim) for dim in range(len(order))]
         return permuted.permute(back).expand(shape)
 
@@ -141,7 +140,7 @@ def wait(
     Returns:
         What stands for the value.
     """
-    if type(storage) is Keep or tracer.proxy_is_active() or fakes.is_fake(value):
+    if storage.keeps or tracer.proxy_is_active() or fakes.is_fake(value):
         return value
     spread = dtensor.placement(value)
     if spread is not None:
@@ -160,29 +159,6 @@ def wait(
     return Waiting.of(value, stored, order)
 
 
-def densely(
-    value: Tensor, place: Place
-) -> tuple[Tensor, Place, tuple[int, ...] | None]:
-    """A value as a storage is given it: contiguous, and each of its numbers once, as it is.
-
-    Returns:
-        A view of it where that will do, its place with the order of its dimensions, and
-        that order; None for a copy in their own.
-    """
-    stride = value.stride()
-    numbers = value[tuple(slice(size) for size in _once(value.shape, stride))]
-    order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
-    dense = numbers.permute(order)
-    own = iter(range(value.dim()))
-    users = [None if dim in place.mapped else next(own) for dim in range(value.dim())]
-    is_flipped = dense.is_conj() or dense.is_neg()
-    if dense.is_contiguous() and not is_flipped:
-        ordered = tuple([users[dim] for dim in order])
-        return dense, dataclasses.replace(place, order=ordered), tuple(order)
-    place = dataclasses.replace(place, order=tuple(users))
-    return numbers.resolve_conj().resolve_neg().contiguous(), place, None
-
-
 def _store_once(
     dense: Tensor, storage: AbstractStorage, place: Place, twins: Twins
 ) -> Stored:
@@ -193,13 +169,6 @@ def _store_once(
     if stored is None:
         stored = twins[key] = stored_in(storage, dense, place)
     return stored
-
-
-def _once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The shape without the repetitions of an expanded tensor."""
-    return [
-        size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
-    ]
 
 
 def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

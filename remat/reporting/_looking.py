@@ -94,8 +94,8 @@ _HEADINGS = (
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Prints `saved_residuals` as a table with a total.
 
-    The bytes are those of the values themselves. If some are stored in another form, a
-    column says how.
+    If some values are stored in another form, a column says how; the bytes are those that
+    wait on the values' device.
 
     Args:
         f: as in `saved_residuals`.
@@ -114,7 +114,7 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
     rows = [_HEADINGS, *map(_row, residuals)]
     total = sum(residual.size_bytes for residual in residuals)
     rows.append(("total", "", "", "", show_size(total), "", "", ""))
-    if all(type(residual.storage) is storage.Keep for residual in residuals):
+    if all(residual.storage.keeps for residual in residuals):
         rows = [(*row[:5], *row[6:]) for row in rows]
     print("\n".join(aligned(rows)))
 

@@ -19,7 +19,7 @@ from remat.reporting._measure import suggestions
 from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.live_bytes import allocator_peaks
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import Foretold, RegionTrace, foretold
+from remat.reporting._measure.traced import Foretold, RegionTrace, Waits, foretold
 from remat.reporting._measure.watch import Allocation, Event, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
@@ -30,7 +30,6 @@ from remat.reporting._records import (
     Timeline,
 )
 from remat.reporting._report import Report
-from remat.reporting._waits import Waits
 from remat.storage import Keep
 
 OUTSIDE = "outside of regions"

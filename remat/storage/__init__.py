@@ -3,6 +3,7 @@
 from remat.storage._cast import Cast
 from remat.storage._checked import stored_in
 from remat.storage._contract import AbstractStorage, Chain
+from remat.storage._held import Held, densely
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
@@ -15,6 +16,7 @@ __all__ = [
     "AbstractStorage",
     "Cast",
     "Chain",
+    "Held",
     "Keep",
     "Offload",
     "Place",
@@ -23,6 +25,7 @@ __all__ = [
     "Shard",
     "Sparse",
     "Stored",
+    "densely",
     "release_host_memory",
     "stored_in",
 ]

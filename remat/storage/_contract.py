@@ -13,7 +13,8 @@ What each class promises for a value that it stores and gives back:
 - what waits belongs to the storage: the program neither reads nor writes it meanwhile.
 
 `store` is called once for each value, in the forward, with a tensor that no transform has
-wrapped and that requires no gradient; `Stored.restore` once for each backward.
+wrapped and that requires no gradient; `Stored.restore` once for each backward. `held` tells
+before any call what will wait: plans, reports and `saved_residuals` all ask it.
 """
 
 import abc
@@ -24,8 +25,10 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from remat._graph.values import TensorMeta
 from remat.storage._check import require_type
 from remat.storage._checked import stored_in
+from remat.storage._held import Held, rehearsed
 from remat.storage._stored import FIRST, Place, Stored
 
 
@@ -37,6 +40,7 @@ class AbstractStorage(abc.ABC):
 
     Attributes:
         is_exact: whether values come back to the last bit.
+        keeps: whether every value waits as it is, so that nothing has to be done.
 
     Example:
         >>> from remat import storage
@@ -47,6 +51,7 @@ class AbstractStorage(abc.ABC):
     __slots__ = ()
 
     is_exact: ClassVar[bool]
+    keeps: ClassVar[bool] = False
 
     @abc.abstractmethod
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
@@ -66,6 +71,30 @@ class AbstractStorage(abc.ABC):
             >>> storage.Sparse().store(torch.eye(16)).size_bytes
             96
         """
+
+    def held(self, meta: TensorMeta) -> Held:
+        """Tells what a value will hold while it waits, without storing it.
+
+        Unless a class answers otherwise, `store` is called once with a tensor that has no
+        numbers, one of torch's fake tensors, and what it returns is counted. If it has to
+        see numbers, the answer is the whole value, as a bound.
+
+        Args:
+            meta: the value's shape, strides, dtype and device; of a DTensor those of this
+                rank's part.
+
+        Returns:
+            What waits, where, and what the way costs.
+
+        Example:
+            >>> import torch
+            >>> from remat import storage
+            >>> from remat._graph import TensorMeta
+            >>> meta = TensorMeta.of(torch.ones(2, 3))
+            >>> storage.Cast(torch.bfloat16).held(meta).size_bytes
+            12
+        """
+        return rehearsed(self, meta)
 
     def __rshift__(self, other: "AbstractStorage") -> "Chain":
         """Chains storages: first this one, then `other` on what this one keeps.
@@ -112,6 +141,18 @@ class Chain(AbstractStorage):
     def is_exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether every link is exact."""
         return all(link.is_exact for link in self.links)
+
+    @property
+    def keeps(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every link keeps values as they are."""
+        return all(link.keeps for link in self.links)
+
+    def held(self, meta: TensorMeta) -> Held:
+        """What the last link leaves of what the others do."""
+        found = Held.whole(meta)
+        for link in self.links:
+            found = found.through(link, meta.device)
+        return found
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """Stores the value, then each resulting tensor."""

@@ -5,7 +5,9 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from remat._graph.values import TensorMeta
 from remat.storage._contract import AbstractStorage
+from remat.storage._held import Held
 from remat.storage._stored import FIRST, Place, Stored
 
 
@@ -23,7 +25,12 @@ class Keep(AbstractStorage):
     """
 
     is_exact: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """The value itself."""
         return Stored.whole(value)
+
+    def held(self, meta: TensorMeta) -> Held:
+        """The value itself; plans ask this of thousands of values."""
+        return Held.whole(meta)

@@ -11,6 +11,7 @@ References:
     Network Design. M. Rhu et al., 2016. https://arxiv.org/abs/1602.08124, section 3.
 """
 
+import dataclasses
 import os
 import tempfile
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ import torch
 from torch import Tensor
 
 from remat._errors import explain
+from remat._graph.values import TensorMeta
 from remat._messages import warn
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._held import Held
 from remat.storage._stored import FIRST, Place, Stored, first
 from remat.storage._transfer import Fetch, has_streams, lane_of
+
+_BUS = 16  # how much slower a bus is than the memory of a device: PCIe 5 and HBM 3
 
 
 @final
@@ -67,8 +72,7 @@ class Offload(AbstractStorage):
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """Copies the value to where it waits; values of other sizes are kept."""
-        most = value.nbytes if self.max_bytes is None else self.max_bytes
-        if not value.nbytes or not self.min_bytes <= value.nbytes <= most:
+        if not self._takes(value.nbytes):
             return Stored.whole(value)
         home = value.device
         if self.path is not None:
@@ -96,19 +100,20 @@ class Offload(AbstractStorage):
             do="Leave `prefetch` out.",
         )
 
-    def takes(self, size_bytes: int, home: torch.device) -> bool:
-        """Whether `store` moves a value of this size.
+    def held(self, meta: TensorMeta) -> Held:
+        """Nothing on the value's device, if the value is moved."""
+        value = meta.once
+        device = torch.device("cpu" if self.path else self.device)
+        is_near = self.path is None and device == meta.device
+        if is_near or not self._takes(value.size_bytes):
+            return Held.whole(meta)
+        away = dataclasses.replace(value, device=device)
+        return Held((), (away,), _BUS * value.size_bytes)
 
-        Args:
-            size_bytes: of the value.
-            home: the value's device.
-
-        Returns:
-            Whether `store` moves it.
-        """
+    def _takes(self, size_bytes: int) -> bool:
+        """Whether a value of this size is to be moved."""
         most = size_bytes if self.max_bytes is None else self.max_bytes
-        is_away = self.path is not None or torch.device(self.device) != home
-        return is_away and size_bytes > 0 and self.min_bytes <= size_bytes <= most
+        return size_bytes > 0 and self.min_bytes <= size_bytes <= most
 
     def __post_init__(self) -> None:
         """Checks the arguments."""

@@ -17,10 +17,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from remat._graph.values import TensorMeta
 from remat.random import fold_in, uniform
 from remat.storage._bits import pack, unpack
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._held import Held, rehearsed
 from remat.storage._stored import FIRST, Place, Stored
 
 _BITS = (8, 4, 2)
@@ -77,6 +79,10 @@ class Quantize(AbstractStorage):
             return Stored.whole(value)
         rounding = None if self.key is None else fold_in(self.key, place.index)
         return groups.store(value, rounding)
+
+    def held(self, meta: TensorMeta) -> Held:
+        """What waits, for which the key does not matter; it has numbers."""
+        return rehearsed(Quantize(self.bits, self.group_size), meta)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""

@@ -15,6 +15,7 @@ References:
     S. Rajbhandari et al., 2020. https://arxiv.org/abs/1910.02054, section 6.1.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from einops import EinopsError, parsing
 from torch import Tensor
 
 from remat._errors import NotReplicatedError, explain
+from remat._graph.values import TensorMeta
 from remat._messages import warn
 from remat._torch import distributed, dtensor
 from remat.storage._bits import bytes_of
 from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
+from remat.storage._held import Held, rehearsed
 from remat.storage._replicated import require_replicated
 from remat.storage._stored import FIRST, Place, Stored
 
@@ -114,6 +117,13 @@ class Shard(AbstractStorage):
             return Stored.whole(value)
         part = cut.part(value, size, self.mesh.get_local_rank())
         return Stored((part,), cut.joined, _Gather(self.mesh))
+
+    def held(self, meta: TensorMeta) -> Held:
+        """This rank's part; the way back brings the whole value."""
+        found = rehearsed(self, meta)
+        if not found.moved_bytes:
+            return found
+        return dataclasses.replace(found, moved_bytes=2 * meta.once.size_bytes)
 
     def _cut(self, value: Tensor, order: tuple[int | None, ...] | None) -> "_Cut":
         """How the value is cut."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from typing import final
+from typing import NamedTuple, final
 
 from remat import policies
 from remat._graph import operators
@@ -19,8 +19,24 @@ from remat._partition.peak import peak_of_run
 from remat._regions.function import Roots
 from remat._regions.traced import Region
 from remat.policies import Save
-from remat.reporting._waits import Waits, waits
-from remat.storage import AbstractStorage, Keep
+from remat.storage import AbstractStorage, Held, Keep
+
+
+@final
+class Waits(NamedTuple):
+    """Bytes of what waits.
+
+    Attributes:
+        held_bytes: on the device of the value.
+        elsewhere_bytes: in host memory, on another device, or in a file.
+    """
+
+    held_bytes: int = 0
+    elsewhere_bytes: int = 0
+
+    def plus(self, other: Waits) -> Waits:
+        """The bytes of both."""
+        return Waits(*map(sum, zip(self, other, strict=True)))
 
 
 @final
@@ -82,7 +98,7 @@ class RegionTrace:
         self.found: Cut = region.cut(roots)
         self._decisions = region.decisions(roots)
         self._known: dict[frozenset[int], Effect] = {}
-        self._waits: dict[int, Waits | None] = {}
+        self._held: dict[tuple[AbstractStorage, TensorMeta], Held] = {}
 
     @functools.cached_property
     def outcome(self) -> Effect:
@@ -90,10 +106,12 @@ class RegionTrace:
         return Effect(self.found.saved, self._work(self.found.repeats))
 
     def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The class and the bytes, as they are, of each of some values."""
+        """The class of each of some values, and the bytes that it holds if it is saved."""
         for index in saved:
-            size = _size(self.analysis.joint.graph, (index,))
-            yield self._root_number(index), size
+            yield (
+                self._root_number(index),
+                self._held_in(*self._saved(index)).size_bytes,
+            )
 
     @functools.cached_property
     def output_classes(self) -> dict[tuple[int, int], int]:
@@ -119,14 +137,22 @@ class RegionTrace:
         return _size(joint.graph, [state.index for state in joint.states])
 
     def waits(self, position: int) -> Waits | None:
-        """What the saved value or operand at this place holds; see `_waits.waits`.
+        """What the saved value or operand at this place holds.
 
         Args:
             position: its place among the saved values, followed by the operands.
+
+        Returns:
+            The bytes; None where they depend on the numbers, as with `Sparse`.
         """
-        if position not in self._waits:
-            self._waits[position] = waits(*self._waiting(position))
-        return self._waits[position]
+        held = self._held_in(*self._waiting(position))
+        return None if held.is_bound else Waits(held.size_bytes, held.elsewhere_bytes)
+
+    def _held_in(self, storage: AbstractStorage, meta: TensorMeta) -> Held:
+        key = storage, meta
+        if key not in self._held:
+            self._held[key] = storage.held(meta)
+        return self._held[key]
 
     def _waiting(self, position: int) -> tuple[AbstractStorage, TensorMeta]:
         saved = self.found.saved
@@ -134,10 +160,14 @@ class RegionTrace:
             operand = position - len(saved)
             storage = self.region.inputs.get(operand, Keep())
             return storage, self.region.operands[operand]
-        index = saved[position]
+        return self._saved(saved[position])
+
+    def _saved(self, index: int) -> tuple[AbstractStorage, TensorMeta]:
+        """How a value of the joint graph waits, also if it is not saved now, and its form."""
         meta = self.analysis.joint.graph.values[index].meta
         assert isinstance(meta, TensorMeta)
-        return self._decisions[self._root_number(index)].storage, meta
+        decision = self._decisions.get(self._root_number(index), Save())
+        return decision.storage, meta
 
     @property
     def saved_numbers(self) -> frozenset[int]:
