@@ -13,12 +13,10 @@ from remat._regions.traced import Region
 from remat.policies import (
     AbstractPolicy,
     Save,
-    WholeProgram,
     everything_saveable,
     nothing_saveable,
 )
-from remat.policies._contract import Stored
-from remat.storage import Keep
+from remat.policies._everything_or_nothing import idle_storage
 
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
@@ -150,11 +148,11 @@ def _bytes(analysis: Analysis, saved: tuple[int, ...]) -> int:
 def _useless(region: Region, roots: Roots) -> _Advice:
     if region.policy in (everything_saveable, nothing_saveable):
         return
-    if isinstance(region.policy, WholeProgram):
+    if region.policy.is_whole:
         # A budget that everything fits is met by saving everything.
         return
     if region.forward(roots, save=True).storages:
-        # How many bytes a storage keeps is known only when it has stored them.
+        # A storage that makes nothing smaller says so itself.
         return
     analysis = region.analysis(roots)
     saved = _bytes(analysis, region.cut(roots).saved)
@@ -171,15 +169,14 @@ def _useless(region: Region, roots: Roots) -> _Advice:
 
 def _unstored(policy: AbstractPolicy) -> _Advice:
     """Warns of a storage on a policy that saves nothing."""
-    if not isinstance(policy, Stored) or isinstance(policy.storage, Keep):
-        return
-    if policy.policy is nothing_saveable:
+    storage = idle_storage(policy)
+    if storage is not None:
         yield (
             "stored",
             f"the storage in {policy!r} has no effect.",
             "The policy saves no value to store; inputs are stored as `saved_inputs` "
             "says.",
-            f"Write @remat(saved_inputs={policy.storage!r}), or store what another policy "
+            f"Write @remat(saved_inputs={storage!r}), or store what another policy "
             "saves.",
         )
 

@@ -38,7 +38,7 @@ from remat._tracing.side_effects import (
 from remat._tracing.thread import is_taken_whole, substituting
 from remat._tracing.trace import Flat, Joint, Request, Traced, trace
 from remat.policies import AbstractPolicy
-from remat.storage import AbstractStorage, Keep
+from remat.storage import AbstractStorage
 
 
 class InputStorage(Protocol):
@@ -372,7 +372,7 @@ def _input_storages(
         index: options.inputs(name, tensor, is_argument=index < len(arguments))
         for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
     }
-    return {index: each for index, each in found.items() if type(each) is not Keep}
+    return {index: each for index, each in found.items() if not each.keeps}
 
 
 def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:

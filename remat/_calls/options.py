@@ -16,6 +16,7 @@ from remat._calls.signature import Statics
 from remat._errors import PolicyError, explain
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
+from remat.storage._check import require_type
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
@@ -390,13 +391,14 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
             )
     storages = [*(storage for _, storage in found.each), found.others]
     for storage in storages:
-        if not isinstance(storage, AbstractStorage):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                "remat(saved_inputs=...) takes a storage value, such as "
-                "storage.Keep(), or a mapping from argument paths to storage values, "
-                f"not {storage!r}."
-            )
-    if engine == "rerun" and any(type(each) is not Keep for each in storages):
+        require_type(
+            "remat(saved_inputs=...)",
+            storage,
+            AbstractStorage,
+            wanted="a storage value, such as storage.Keep(), or a mapping from argument "
+            "paths to storage values",
+        )
+    if engine == "rerun" and not all(each.keeps for each in storages):
         raise ValueError(
             explain(
                 where='remat(engine="rerun", saved_inputs=...)',

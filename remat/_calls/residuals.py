@@ -13,7 +13,6 @@ from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta
 from remat._partition.analysis import Analysis
 from remat._regions.function import Roots
-from remat.policies import Planned
 from remat.storage import AbstractStorage, Keep
 
 
@@ -71,11 +70,10 @@ def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
     for index in found.saved:
         number = analysis.numbers[_root(analysis, index)]
         view = analysis.views[number]
-        is_planned = isinstance(region.policy, Planned)
-        chosen = "chosen by a plan" if is_planned else f"permitted by {region.policy!r}"
         storage = decisions[number].storage
         name = ", ".join(view.names)
-        values.append(_residual(analysis.joint.graph, index, name, storage, chosen))
+        reason = region.policy.reason
+        values.append(_residual(analysis.joint.graph, index, name, storage, reason))
     operands = [
         operand_residual(
             analysis.joint.graph,

@@ -29,7 +29,6 @@ from remat._messages import with_lines
 from remat._regions.function import Roots
 from remat._switches.switch import is_disabled
 from remat._torch import dynamo, levels, sizes
-from remat.storage import Keep
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -196,7 +195,7 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
             )
         )
     storages = [*entry.region.inputs.values(), *entry.region.storages(roots)]
-    others = [each for each in storages if type(each) is not Keep]
+    others = [each for each in storages if not each.keeps]
     if others:
         raise _NotRecordable(
             explain(

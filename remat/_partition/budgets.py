@@ -253,35 +253,47 @@ def decisions(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
         BudgetError: the policy is a budget that cannot be met.
         PolicyError: the policy belongs to a plan for another program.
     """
-    if isinstance(policy, Planned):
-        return _replayed(analysis, policy)
-    if not isinstance(policy, Budget):
-        return decide(analysis, policy)
-    model = model_of(analysis, policy.storages)
-    return model.decisions(solve(model, policy)[1].choice)
+    return policy.decide_all(_Values(analysis))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The values of a program, for policies of any kind to decide about."""
+
+    analysis: Analysis
+
+    def one_by_one(self, policy: AbstractPolicy) -> Decisions:
+        """A policy's answers about single values."""
+        return decide(self.analysis, policy)
+
+    def within(self, budget: Budget) -> Decisions:
+        """What the default solver chooses."""
+        model = model_of(self.analysis, budget.storages)
+        return model.decisions(solve(model, budget)[1].choice)
+
+    def replayed(self, plan: Planned) -> Decisions:
+        """What was planned, if it was for this program."""
+        found = fingerprint(self.analysis)
+        if found != plan.fingerprint:
+            raise PolicyError(
+                explain(
+                    where=f"a plan with the fingerprint {plan.fingerprint}",
+                    what=f"got a different program, with the fingerprint {found}.",
+                    why="A plan says for each value of one program whether it is saved. "
+                    "Other shapes, dtypes or strides, switches such as autocast, and "
+                    "other tensors that require grad give a different program.",
+                    do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                    "like these.",
+                )
+            )
+        number = {place: number for number, place in places(self.analysis).items()}
+        return {number[place]: Save(storage) for place, storage in plan.saved}
 
 
 def places(analysis: Analysis) -> dict[int, int]:
     """For each value that can be saved, by its class, its place in the forward."""
     return {number: analysis.ranks[number] for number in analysis.views}
-
-
-def _replayed(analysis: Analysis, policy: Planned) -> Decisions:
-    found = fingerprint(analysis)
-    if found != policy.fingerprint:
-        raise PolicyError(
-            explain(
-                where=f"a plan with the fingerprint {policy.fingerprint}",
-                what=f"got a different program, with the fingerprint {found}.",
-                why="A plan says for each value of one program whether it is saved. "
-                "Other shapes, dtypes or strides, switches such as autocast, and "
-                "other tensors that require grad give a different program.",
-                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
-                "like these.",
-            )
-        )
-    number = {place: number for number, place in places(analysis).items()}
-    return {number[place]: Save(storage) for place, storage in policy.saved}
 
 
 def fingerprint(analysis: Analysis) -> str:

@@ -16,7 +16,7 @@ def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
 
 def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
     """How the policy saves named operands, by index; an operand is held in any case."""
-    if isinstance(policy, policies.WholeProgram):
+    if policy.is_whole:
         return {}
     return _permitted(analysis.named_operands, policy)
 

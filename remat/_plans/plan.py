@@ -23,13 +23,8 @@ from remat._plans.text import (
     to_storage,
 )
 from remat.planners import Problem, Solution, solve_cut, solve_milp
-from remat.policies import (
-    AbstractPolicy,
-    Budget,
-    Planned,
-    budget as make_budget,
-)
-from remat.policies._budget import Size
+from remat.policies import AbstractPolicy, Planned
+from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
@@ -376,8 +371,7 @@ def plan(
     """
     require_choice("solver", solver, tuple(_SOLVERS), of="plan")
     require_choice("costs", costs, tuple(_UNITS), of="plan")
-    policy = budget if isinstance(budget, Budget) else make_budget(_size(budget))
-    assert isinstance(policy, Budget)
+    policy = as_budget(budget, "plan(budget=...)")
     region = undecided(fun)
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
@@ -403,19 +397,6 @@ def plan(
         )
 
     return planned
-
-
-def _size(budget: Any) -> Size:
-    if isinstance(budget, AbstractPolicy):
-        raise PolicyError(
-            explain(
-                where="plan(budget=...)",
-                what=f"got the policy {budget!r}.",
-                why="A plan is made for a number of bytes.",
-                do="Pass `policies.budget(size, allow=policy)`.",
-            )
-        )
-    return budget
 
 
 def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:

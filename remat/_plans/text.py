@@ -10,7 +10,7 @@ import torch
 from remat import storage as storages
 from remat._errors import PolicyError, refusal
 from remat.planners import Option, Problem, Step
-from remat.storage import AbstractStorage, Chain
+from remat.storage import AbstractStorage, Chain, links_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -23,8 +23,9 @@ def from_storage(storage: AbstractStorage | None) -> Any:
     """
     if storage is None:
         return None
-    if isinstance(storage, Chain):
-        return [from_storage(link) for link in storage.links]
+    links = links_of(storage)
+    if links != (storage,):
+        return [from_storage(link) for link in links]
     kind = type(storage).__name__
     if getattr(storages, kind, None) is not type(storage):
         raise _not_text(storage)

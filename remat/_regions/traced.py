@@ -174,7 +174,7 @@ class Region:
         """
         named = decide_of_operands(self.analysis(roots), self.policy)
         storages = {index: answer.storage for index, answer in named.items()}
-        found = {k: each for k, each in storages.items() if type(each) is not Keep}
+        found = {k: each for k, each in storages.items() if not each.keeps}
         self.inputs = {**found, **self.inputs}
 
     def cut(self, roots: Roots) -> Cut:
@@ -236,7 +236,7 @@ class Region:
             decisions[analysis.numbers[analysis.roots[index]]].storage
             for index in self.cut(roots).saved
         )
-        return found if any(type(each) is not Keep for each in found) else ()
+        return () if all(each.keeps for each in found) else found
 
     @property
     def num_leading(self) -> int:

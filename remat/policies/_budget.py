@@ -11,6 +11,7 @@ from remat._errors import PolicyError, refusal
 from remat.policies._as_policy import as_policy
 from remat.policies._contract import (
     AbstractPolicy,
+    AnyValues,
     Save,
     Value,
     WholeProgram,
@@ -72,6 +73,10 @@ class Budget(WholeProgram):
                 return several
         decision = decide(self.allow, value)
         return (decision.storage,) if isinstance(decision, Save) else ()
+
+    def decide_all(self, values: AnyValues) -> dict[int, Save]:
+        """What a planner chooses."""
+        return values.within(self)
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
@@ -135,6 +140,26 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
         )
     permitted = None if allow is None else as_policy(allow, where)
     return Budget(_checked(size), permitted)
+
+
+def as_budget(budget: Any, where: str) -> Budget:
+    """Makes a budget of what a user passed as one: a size, or what `budget` returned.
+
+    Raises:
+        PolicyError: it is another policy.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, AbstractPolicy):
+        raise PolicyError(
+            explain(
+                where=where,
+                what=f"got the policy {budget!r}.",
+                why="A plan is made for a number of bytes.",
+                do="Pass `policies.budget(size, allow=policy)`.",
+            )
+        )
+    return Budget(_checked(budget))
 
 
 def _checked(size: Any) -> int | float | str | Memory:

@@ -14,7 +14,7 @@ import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 
@@ -127,6 +127,14 @@ class Recompute:
     """
 
 
+class AnyValues(Protocol):
+    """All values of a program: what a policy of each kind saves of them, by number."""
+
+    def one_by_one(self, policy: "AbstractPolicy") -> dict[int, Save]: ...
+    def within(self, budget: Any) -> dict[int, Save]: ...
+    def replayed(self, plan: Any) -> dict[int, Save]: ...
+
+
 class AbstractPolicy(abc.ABC):
     """The base of all policies that can be combined.
 
@@ -136,6 +144,9 @@ class AbstractPolicy(abc.ABC):
     and `saves(p & q)` the intersection of both sets, `saves(~p)` is the complement, and
     `saves(p.stored(s))` is `saves(p)`. `|` and `&` are associative, storage included.
 
+    Attributes:
+        is_whole: whether it decides about all values of a program together.
+
     Example:
         >>> from remat import policies
         >>> policies.save_matmul_outputs | policies.save_only_these_names("attn")
@@ -143,6 +154,8 @@ class AbstractPolicy(abc.ABC):
     """
 
     __slots__ = ()
+
+    is_whole: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, value: Value, /) -> bool | Save | Recompute:
@@ -156,6 +169,15 @@ class AbstractPolicy(abc.ABC):
     @abc.abstractmethod
     def __repr__(self) -> str:
         """The code that makes this policy."""
+
+    @property
+    def reason(self) -> str:
+        """Why a value that it saves is held, in the words of `saved_residuals`."""
+        return f"permitted by {self!r}"
+
+    def decide_all(self, values: AnyValues) -> dict[int, Save]:
+        """What it saves of a program: by default it is asked about each value alone."""
+        return values.one_by_one(self)
 
     @staticmethod
     def glob_matches(glob: str, name: str) -> bool:
@@ -235,6 +257,8 @@ class WholeProgram(AbstractPolicy):
     """
 
     __slots__ = ()
+
+    is_whole: ClassVar[bool] = True
 
     def __call__(self, value: Value, /) -> NoReturn:
         """Refuses: whether one value is saved depends on the others."""

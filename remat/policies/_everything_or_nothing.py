@@ -1,7 +1,8 @@
 """The two constant policies."""
 
-from remat.policies._contract import Value
+from remat.policies._contract import AbstractPolicy, Stored, Value
 from remat.policies._parameter_free import parameter_free
+from remat.storage import AbstractStorage
 
 
 @parameter_free
@@ -37,3 +38,10 @@ def everything_saveable(_value: Value, /) -> bool:
         JAX has it under the same name in `jax.checkpoint_policies`.
     """
     return True
+
+
+def idle_storage(policy: AbstractPolicy) -> AbstractStorage | None:
+    """The storage of `nothing_saveable.stored(...)`, which stores nothing; else None."""
+    if not isinstance(policy, Stored) or policy.storage.keeps:
+        return None
+    return policy.storage if policy.policy is nothing_saveable else None

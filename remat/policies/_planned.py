@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.policies._budget import Budget
-from remat.policies._contract import AbstractPolicy, WholeProgram
+from remat.policies._contract import AbstractPolicy, AnyValues, Save, WholeProgram
 from remat.storage import AbstractStorage
 
 
@@ -41,6 +41,15 @@ class Planned(WholeProgram):
     def globs(self) -> tuple[str, ...]:
         """None: values are identified by their positions."""
         return ()
+
+    @property
+    def reason(self) -> str:
+        """That a plan chose it: the policy's repr is as long as the program."""
+        return "chosen by a plan"
+
+    def decide_all(self, values: AnyValues) -> dict[int, Save]:
+        """What was planned, if it was planned for this program."""
+        return values.replayed(self)
 
     def __repr__(self) -> str:
         """The code that makes this policy."""

@@ -2,7 +2,7 @@
 
 from remat.storage._cast import Cast
 from remat.storage._checked import stored_in
-from remat.storage._contract import AbstractStorage, Chain
+from remat.storage._contract import AbstractStorage, Chain, links_of
 from remat.storage._held import Held, densely
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
@@ -26,6 +26,7 @@ __all__ = [
     "Sparse",
     "Stored",
     "densely",
+    "links_of",
     "release_host_memory",
     "stored_in",
 ]

@@ -113,7 +113,7 @@ class AbstractStorage(abc.ABC):
             >>> storage.Sparse() >> storage.Keep()
             Sparse(min_saving=0.25) >> Keep()
         """
-        return Chain((*_links(self), *_links(other)))
+        return Chain((*links_of(self), *links_of(other)))
 
 
 @final
@@ -177,5 +177,6 @@ class Chain(AbstractStorage):
         return " >> ".join(map(repr, self.links))
 
 
-def _links(storage: AbstractStorage) -> tuple[AbstractStorage, ...]:
+def links_of(storage: AbstractStorage) -> tuple[AbstractStorage, ...]:
+    """The links of a chain; any other storage by itself."""
     return storage.links if isinstance(storage, Chain) else (storage,)
