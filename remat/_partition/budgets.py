@@ -22,7 +22,7 @@ from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis
 from remat._partition.costs import Costs, by_flops, is_free
-from remat._partition.cut import Cut, cut, permitted_members, starts
+from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.flops import step_flops
 from remat._partition.peak import peak_bytes
 from remat._partition.permission import Decisions, decide
@@ -145,7 +145,7 @@ def model_of(
             for index in steps
         ),
         wanted=tuple(dict.fromkeys(place[use] for use in wanted if use in place)),
-        items=tuple(_options(analysis, item) for item in items),
+        items=_options(analysis, items),
         fixed_bytes=_fixed_bytes(analysis),
         base_cost=sum(map(cost, certain)),
     )
@@ -170,12 +170,25 @@ def _all_members(analysis: Analysis) -> frozenset[int]:
     return permitted_members(analysis, dict.fromkeys(analysis.views, Save()))
 
 
-def _options(analysis: Analysis, item: Item) -> tuple[Option, ...]:
-    member = analysis.members[item.number]
-    meta = analysis.joint.graph.values[member].meta
+def _options(
+    analysis: Analysis, items: Sequence[Item]
+) -> tuple[tuple[Option, ...], ...]:
+    """The bytes and the cost of each way in which each item may wait."""
+    values = analysis.joint.graph.values
+    saved = {
+        product_of(values, member): member for member in sorted(_all_members(analysis))
+    }
+    metas = [values[saved[analysis.members[item.number]]].meta for item in items]
+    return tuple(
+        tuple(_option(storage, meta) for storage in item.storages)
+        for item, meta in zip(items, metas, strict=True)
+    )
+
+
+def _option(storage: AbstractStorage, meta: Meta) -> Option:
     assert isinstance(meta, TensorMeta)
-    helds = [storage.held(meta) for storage in item.storages]
-    return tuple(Option(held.size_bytes, 2 * held.moved_bytes) for held in helds)
+    held = storage.held(meta)
+    return Option(held.size_bytes, 2 * held.moved_bytes)
 
 
 def _fixed_bytes(analysis: Analysis) -> int:

@@ -18,6 +18,7 @@ import torch
 from remat._graph import operators
 from remat._graph.values import (
     Ref,
+    Value,
 )
 from remat._partition.analysis import Analysis
 from remat._partition.permission import Decisions
@@ -47,15 +48,22 @@ class Cut:
     repeats: dict[int, int]
 
 
+def product_of(values: Sequence[Value], member: int) -> int:
+    """The product that a value is a view of; any other value itself.
+
+    matmul of more dimensions than two ends with `_unsafe_view`: a view in all but name.
+    """
+    while values[member].op is _UNSAFE_VIEW:
+        member = values[member].args[0].index
+    return member
+
+
 def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int]:
     """The forward values that may be saved, given the permitted classes."""
     values = analysis.joint.graph.values
     found: set[int] = set()
     for member in analysis.members.values():
-        # matmul of more dimensions than two ends with `_unsafe_view`: a view in all but name.
-        root = member
-        while values[root].op is _UNSAFE_VIEW:
-            root = values[root].args[0].index
+        root = product_of(values, member)
         is_own = analysis.roots[root] == root
         if is_own and analysis.numbers[root] in permitted:
             found.add(member)

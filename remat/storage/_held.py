@@ -130,7 +130,9 @@ def densely(
         that order; None for a copy in their own.
     """
     stride = value.stride()
-    numbers = value[tuple(slice(size) for size in once(value.shape, stride))]
+    sizes = once(value.shape, stride)
+    is_repeated = sizes != [*value.shape]
+    numbers = value[tuple(map(slice, sizes))] if is_repeated else value
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
     own = iter(range(value.dim()))
