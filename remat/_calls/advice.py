@@ -152,7 +152,7 @@ def _useless(region: Region, roots: Roots) -> _Advice:
         # A budget that everything fits is met by saving everything.
         return
     if region.forward(roots, save=True).storages:
-        # A storage that makes nothing smaller says so itself.
+        # What waits in another form is smaller, or elsewhere.
         return
     analysis = region.analysis(roots)
     saved = _bytes(analysis, region.cut(roots).saved)

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, cast, final
+from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, cast, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -383,6 +383,11 @@ _ANSWERS = (
     "cache_info",
     "cache_clear",
 )
+
+
+def is_region(fun: object) -> TypeGuard[Region[..., Any]]:
+    """Whether `remat` made it: of a function, a method or a module."""
+    return isinstance(fun, (Region, BoundRegion, RematModule))
 
 
 def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:

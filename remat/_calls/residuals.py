@@ -68,7 +68,7 @@ def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
     decisions = region.decisions(roots)
     values: list[Residual] = []
     for index in found.saved:
-        number = analysis.numbers[_root(analysis, index)]
+        number = analysis.numbers[analysis.roots[index]]
         view = analysis.views[number]
         storage = decisions[number].storage
         name = ", ".join(view.names)
@@ -101,10 +101,6 @@ def operand_residual(
     )  # fmt: skip
 
 
-def _root(analysis: Analysis, index: int) -> int:
-    return analysis.roots[index]
-
-
 def _residual(
     graph: Graph, index: int, name: str, storage: AbstractStorage, reason: str
 ) -> Residual:
@@ -128,7 +124,7 @@ def made_values(
         _residual(
             graph,
             index,
-            names.get(analysis.numbers[_root(analysis, index)], ""),
+            names.get(analysis.numbers[analysis.roots[index]], ""),
             Keep(),
             reason,
         )

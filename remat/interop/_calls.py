@@ -15,7 +15,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from remat._calls import torch_compile
-from remat._calls.decorated import BoundRegion, Region, RematModule, kind_of
+from remat._calls.decorated import Region, is_region, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain, refusal
@@ -89,10 +89,7 @@ def end_graph_for_storage(is_wanted: bool) -> None:
 
 
 def _runs_again(function: Callable[..., Any]) -> bool:
-    return (
-        isinstance(function, (Region, BoundRegion, RematModule))
-        and function.settings.engine == "rerun"
-    )
+    return is_region(function) and function.settings.engine == "rerun"
 
 
 @dynamo.constant_for_dynamo

@@ -10,11 +10,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from remat import policies
 from remat._api import remat
-from remat._calls.decorated import Region
+from remat._calls.decorated import is_region
 from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
 from remat._switches.switch import disabled
@@ -203,9 +203,8 @@ def _ways(f: Any) -> dict[str, Callable[..., Any]]:
 
     ways: dict[str, Callable[..., Any]] = {"no remat": without}
     ways |= {repr(policy): remat(plain, policy=policy) for policy in rows}
-    if isinstance(f, Region):
-        region = cast("Region[..., Any]", f)
-        ways.setdefault(repr(region.settings.policy), region)
+    if is_region(f):
+        ways.setdefault(repr(f.settings.policy), f)
     return ways
 
 

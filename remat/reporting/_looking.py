@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from remat import storage
-from remat._calls.decorated import BoundRegion, Region, RematModule, plain_region
+from remat._calls.decorated import is_region, plain_region
 from remat._calls.entry import Entry
 from remat._calls.residuals import Residual, made_values, operand_residual
 from remat._partition.analysis import Analysis
@@ -45,7 +45,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     References:
         `jax.ad_checkpoint.print_saved_residuals`.
     """
-    if isinstance(f, (Region, BoundRegion, RematModule)):
+    if is_region(f):
         return f.saved_residuals(*args, **kwargs)
     region = plain_region(f)
     entry, roots = region.entry_of(args, kwargs)
