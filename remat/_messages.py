@@ -19,6 +19,7 @@ from remat._errors import (
     RematWarning,
     TraceError,
     explain,
+    refusal,
 )
 from remat._torch.frames import caller
 
@@ -108,14 +109,13 @@ def _user_frame() -> tuple[FrameType | None, int]:
 
 def mutates(line: str) -> MutationError:
     """The error for an in-place change, on this line, of a differentiated argument."""
-    return MutationError(
-        explain(
-            where=line or "the function",
-            what="an argument that is to be differentiated is changed in place.",
-            why="The recomputation would start from the changed value, and the "
-            "tensor belongs to the caller.",
-            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-        )
+    return refusal(
+        MutationError,
+        where=line or "the function",
+        what="an argument that is to be differentiated is changed in place.",
+        why="The recomputation would start from the changed value, and the "
+        "tensor belongs to the caller.",
+        do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
     )
 
 
@@ -123,15 +123,14 @@ def untraceable(error: Exception) -> TraceError:
     """The error for a trace that needs the values of a tensor."""
     checks = any(name.startswith(_TORCHS_DISTRIBUTIONS) for name, _ in _frames(error))
     instead = "validate_args=False for the distribution" if checks else "torch.where"
-    return TraceError(
-        explain(
-            where=line_of(error) or "the function",
-            what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
-            why="A trace sees shapes and types, not values: it cannot branch on a "
-            "tensor's values, call .item(), or run a kernel that hides its work.",
-            do=f'Use {instead}, or engine="rerun", which runs the function again in '
-            "the backward.",
-        )
+    return refusal(
+        TraceError,
+        where=line_of(error) or "the function",
+        what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
+        why="A trace sees shapes and types, not values: it cannot branch on a "
+        "tensor's values, call .item(), or run a kernel that hides its work.",
+        do=f'Use {instead}, or engine="rerun", which runs the function again in '
+        "the backward.",
     )
 
 
@@ -139,59 +138,55 @@ def checkpointed_by_torch(error: Exception) -> TraceError | None:
     """The error for torch's own checkpoint inside a trace; None if that is not the cause."""
     if not any(name == _TORCHS_CHECKPOINT for name, _ in _frames(error)):
         return None
-    return TraceError(
-        explain(
-            where=line_of(error) or "the function",
-            what="the function calls torch.utils.checkpoint, which cannot be traced here.",
-            why="Its backward runs the Python function again, on the real tensors "
-            "instead of those of the trace.",
-            do="Remove it (for a model of transformers, by "
-            "model.gradient_checkpointing_disable()), because the region recomputes "
-            "anyway; or import checkpoint from remat.interop.torch, which makes a "
-            "region inside the region.",
-        )
+    return refusal(
+        TraceError,
+        where=line_of(error) or "the function",
+        what="the function calls torch.utils.checkpoint, which cannot be traced here.",
+        why="Its backward runs the Python function again, on the real tensors "
+        "instead of those of the trace.",
+        do="Remove it (for a model of transformers, by "
+        "model.gradient_checkpointing_disable()), because the region recomputes "
+        "anyway; or import checkpoint from remat.interop.torch, which makes a "
+        "region inside the region.",
     )
 
 
 def freed(error: Exception) -> TraceError:
     """The error for a backward inside the function that frees the graph of its forward."""
-    return TraceError(
-        explain(
-            where=line_of(error) or "the function",
-            what="an autograd.Function differentiates a graph that its forward has kept.",
-            why="A trace runs the backward for several layouts of cotangents, and the first "
-            "run frees that graph.",
-            do='Pass retain_graph=True there, or use engine="rerun", which runs the '
-            "function again in the backward.",
-        )
+    return refusal(
+        TraceError,
+        where=line_of(error) or "the function",
+        what="an autograd.Function differentiates a graph that its forward has kept.",
+        why="A trace runs the backward for several layouts of cotangents, and the first "
+        "run frees that graph.",
+        do='Pass retain_graph=True there, or use engine="rerun", which runs the '
+        "function again in the backward.",
     )
 
 
 def reached_in_backward(error: Exception) -> CapturedTensorError:
     """What is raised where a backward of the user's reaches a tensor past the trace."""
-    return CapturedTensorError(
-        explain(
-            where=line_of(error) or "the function",
-            what="the backward of an autograd.Function uses a tensor that its "
-            "forward did not save.",
-            why="It would be stale, or lose its gradient, at the next call.",
-            do="Pass it to the forward, and save it with ctx.save_for_backward.",
-        )
+    return refusal(
+        CapturedTensorError,
+        where=line_of(error) or "the function",
+        what="the backward of an autograd.Function uses a tensor that its "
+        "forward did not save.",
+        why="It would be stale, or lose its gradient, at the next call.",
+        do="Pass it to the forward, and save it with ctx.save_for_backward.",
     )
 
 
 def higher_order(error: Exception) -> TraceError:
     """The error for an operator of torch that takes functions, such as `torch.cond`."""
-    return TraceError(
-        explain(
-            where=line_of(error) or "the function",
-            what="an operator that takes functions, such as torch.cond or flex_attention, "
-            "cannot be traced.",
-            why="A region decides what to save value by value, and cannot look into "
-            "the functions of an operator.",
-            do="Use torch.where for a branch, call the operator between two regions, or use "
-            'engine="rerun".',
-        )
+    return refusal(
+        TraceError,
+        where=line_of(error) or "the function",
+        what="an operator that takes functions, such as torch.cond or flex_attention, "
+        "cannot be traced.",
+        why="A region decides what to save value by value, and cannot look into "
+        "the functions of an operator.",
+        do="Use torch.where for a branch, call the operator between two regions, or use "
+        'engine="rerun".',
     )
 
 

@@ -18,7 +18,7 @@ from remat import _captures
 from remat._calls.entry import Entry, Output
 from remat._calls.signature import Layout, Signature
 from remat._captures.hooked import put_back
-from remat._errors import ImplicitRandomnessError, MutationError, explain
+from remat._errors import ImplicitRandomnessError, MutationError, refusal
 from remat._generators import host, streams
 from remat._graph import operators
 from remat._graph.values import TensorMeta, label
@@ -384,14 +384,13 @@ def _require_random_by_keys(joint: Joint, rng: str) -> None:
     for index, value in enumerate(joint.graph.values):
         explicit = operators.draws_from(value)
         if explicit is not None and rng == "preserve":
-            raise ImplicitRandomnessError(
-                explain(
-                    where=label(joint.graph, index),
-                    what=f"the function draws from a generator of its own, {explicit!r}.",
-                    why='rng="preserve" records the default generators; this one '
-                    "would draw other numbers in the recomputation.",
-                    do='Draw from the default generator, or use engine="rerun".',
-                )
+            raise refusal(
+                ImplicitRandomnessError,
+                where=label(joint.graph, index),
+                what=f"the function draws from a generator of its own, {explicit!r}.",
+                why='rng="preserve" records the default generators; this one '
+                "would draw other numbers in the recomputation.",
+                do='Draw from the default generator, or use engine="rerun".',
             )
         if value.stream == streams.UNKNOWN and rng == "preserve":
             raise streams.unregistered(label(joint.graph, index))
@@ -409,12 +408,11 @@ def _require_only_buffers_change(
         if not operands[operand].requires_grad or is_buffer[operand]:
             continue
         source = joint.graph.values[new.index].source
-        raise MutationError(
-            explain(
-                where=f"`{names[operand]}` ({operands[operand]}) at {source}",
-                what="is changed in place by the function.",
-                why="The recomputation would start from the changed value, and the "
-                "tensor belongs to the caller.",
-                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-            )
+        raise refusal(
+            MutationError,
+            where=f"`{names[operand]}` ({operands[operand]}) at {source}",
+            what="is changed in place by the function.",
+            why="The recomputation would start from the changed value, and the "
+            "tensor belongs to the caller.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from remat._calls.signature import Statics
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, explain, refusal
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
 from remat.storage._check import require_type
@@ -185,13 +185,12 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
                 f"Write `{near[0]}`." if near else "Use one of these.",
             ),
         )
-        raise TypeError(
-            explain(
-                where=f"remat({name}=...)",
-                what="is not an option of remat.",
-                why=why,
-                do=do,
-            )
+        raise refusal(
+            TypeError,
+            where=f"remat({name}=...)",
+            what="is not an option of remat.",
+            why=why,
+            do=do,
         )
 
 
@@ -219,29 +218,26 @@ def require_function(fun: Any) -> None:
 
 
 def _is_a_class(fun: type) -> TypeError:
-    return TypeError(
-        explain(
-            where=f"remat({fun.__qualname__})",
-            what="is a class.",
-            why="Its construction would be recomputed, but not the calls of its "
-            "objects.",
-            do="Decorate the method, as in `@remat` above `def forward`; wrap an "
-            f"object, remat({fun.__name__}(...)); or give the modules of a model their "
-            "regions with modules.apply.",
-        )
+    return refusal(
+        TypeError,
+        where=f"remat({fun.__qualname__})",
+        what="is a class.",
+        why="Its construction would be recomputed, but not the calls of its objects.",
+        do="Decorate the method, as in `@remat` above `def forward`; wrap an "
+        f"object, remat({fun.__name__}(...)); or give the modules of a model their "
+        "regions with modules.apply.",
     )
 
 
 def _works_later(fun: Any, made: str, do: str) -> TypeError:
     name = getattr(fun, "__qualname__", repr(fun))
-    return TypeError(
-        explain(
-            where=f"remat({name})",
-            what=f"makes a {made}.",
-            why="Calling it computes nothing yet: the work would be done after the "
-            "region has ended.",
-            do=do,
-        )
+    return refusal(
+        TypeError,
+        where=f"remat({name})",
+        what=f"makes a {made}.",
+        why="Calling it computes nothing yet: the work would be done after the "
+        "region has ended.",
+        do=do,
     )
 
 
@@ -267,13 +263,12 @@ def require_parameters(fun: Any, statics: Statics) -> None:
 
 
 def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
-    return ValueError(
-        explain(
-            where=f"remat({option}=...)",
-            what=f"{value!r} is not a parameter of the function.",
-            why=f"Its parameters are {', '.join(names)}.",
-            do="Correct the name or the position.",
-        )
+    return refusal(
+        ValueError,
+        where=f"remat({option}=...)",
+        what=f"{value!r} is not a parameter of the function.",
+        why=f"Its parameters are {', '.join(names)}.",
+        do="Correct the name or the position.",
     )
 
 
@@ -281,14 +276,13 @@ def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
     """The policy that an option names, if the engine can follow it."""
     found = as_policy(policy)
     if engine == "rerun" and found is not nothing_saveable:
-        raise PolicyError(
-            explain(
-                where='remat(engine="rerun")',
-                what=f"got the policy {found!r}.",
-                why="This engine runs the whole function again; it has no graph whose "
-                "values could be saved one by one.",
-                do='Leave the policy out, or use engine="trace".',
-            )
+        raise refusal(
+            PolicyError,
+            where='remat(engine="rerun")',
+            what=f"got the policy {found!r}.",
+            why="This engine runs the whole function again; it has no graph whose "
+            "values could be saved one by one.",
+            do='Leave the policy out, or use engine="trace".',
         )
     return found
 
@@ -299,26 +293,24 @@ def require_choice(
     """Refuses a value that an option cannot have."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
-        raise ValueError(
-            explain(
-                where=f"{of}({name}={value!r})",
-                what="is not a value of this option.",
-                why=f"It can be {listed}.",
-                do="Choose one of these.",
-            )
+        raise refusal(
+            ValueError,
+            where=f"{of}({name}={value!r})",
+            what="is not a value of this option.",
+            why=f"It can be {listed}.",
+            do="Choose one of these.",
         )
 
 
 def require_traced(dynamic_shapes: bool, engine: str) -> None:
     """Refuses `dynamic_shapes` with an engine that does not trace."""
     if dynamic_shapes and engine == "rerun":
-        raise ValueError(
-            explain(
-                where='remat(engine="rerun", dynamic_shapes=True)',
-                what="has no effect with this engine.",
-                why="This engine runs the Python function again, for any sizes.",
-                do='Leave `dynamic_shapes` out, or use engine="trace".',
-            )
+        raise refusal(
+            ValueError,
+            where='remat(engine="rerun", dynamic_shapes=True)',
+            what="has no effect with this engine.",
+            why="This engine runs the Python function again, for any sizes.",
+            do='Leave `dynamic_shapes` out, or use engine="trace".',
         )
 
 
@@ -327,23 +319,21 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
     if backend is None:
         return
     if engine == "rerun":
-        raise ValueError(
-            explain(
-                where=f'remat(engine="rerun", backend={backend!r})',
-                what="has no effect with this engine.",
-                why="This engine runs the Python function again; it has no programs.",
-                do='Leave `backend` out, or use engine="trace".',
-            )
+        raise refusal(
+            ValueError,
+            where=f'remat(engine="rerun", backend={backend!r})',
+            what="has no effect with this engine.",
+            why="This engine runs the Python function again; it has no programs.",
+            do='Leave `backend` out, or use engine="trace".',
         )
     if verify:
-        raise ValueError(
-            explain(
-                where=f"remat(verify=True, backend={backend!r})",
-                what="cannot be combined with a backend.",
-                why="verify=True compares bits, and compiled programs round "
-                "differently from single operators.",
-                do="Verify without `backend`.",
-            )
+        raise refusal(
+            ValueError,
+            where=f"remat(verify=True, backend={backend!r})",
+            what="cannot be combined with a backend.",
+            why="verify=True compares bits, and compiled programs round "
+            "differently from single operators.",
+            do="Verify without `backend`.",
         )
 
 
@@ -399,14 +389,13 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
             "paths to storage values",
         )
     if engine == "rerun" and not all(each.keeps for each in storages):
-        raise ValueError(
-            explain(
-                where='remat(engine="rerun", saved_inputs=...)',
-                what=f"got {saved_inputs!r}.",
-                why="This engine runs the Python function again on its arguments as they "
-                "are.",
-                do='Leave saved_inputs out, or use engine="trace".',
-            )
+        raise refusal(
+            ValueError,
+            where='remat(engine="rerun", saved_inputs=...)',
+            what=f"got {saved_inputs!r}.",
+            why="This engine runs the Python function again on its arguments as they "
+            "are.",
+            do='Leave saved_inputs out, or use engine="trace".',
         )
     return found
 

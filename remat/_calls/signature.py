@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._errors import StaticArgumentError, TraceError, explain
+from remat._errors import StaticArgumentError, TraceError, refusal
 from remat._graph.values import TensorMeta, layout_of
 from remat._torch import dtensor, levels, trees
 from remat._torch.tensors import overrides_functions
@@ -296,26 +296,24 @@ def _wrapped(
 
 def _static(value: Any, name: str) -> _Static:
     if isinstance(value, Tensor):
-        raise StaticArgumentError(
-            explain(
-                where=f"the static argument `{name}`",
-                what=f"is a tensor, {TensorMeta.of(value)}.",
-                why="Static arguments are compared by == and hash; a tensor would "
-                "become a constant of the trace and lose its gradient.",
-                do="Take it out of static_argnums and static_argnames.",
-            )
+        raise refusal(
+            StaticArgumentError,
+            where=f"the static argument `{name}`",
+            what=f"is a tensor, {TensorMeta.of(value)}.",
+            why="Static arguments are compared by == and hash; a tensor would "
+            "become a constant of the trace and lose its gradient.",
+            do="Take it out of static_argnums and static_argnames.",
         )
     try:
         hash(value)
     except TypeError as error:
-        raise StaticArgumentError(
-            explain(
-                where=f"the static argument `{name}` of type {type(value).__name__}",
-                what=f"cannot be hashed ({error}).",
-                why="Static arguments are compared by == and hash at each call.",
-                do="Pass a tuple instead of a list, a frozen dataclass instead of a "
-                "dict, or leave it out of static_argnums and static_argnames.",
-            )
+        raise refusal(
+            StaticArgumentError,
+            where=f"the static argument `{name}` of type {type(value).__name__}",
+            what=f"cannot be hashed ({error}).",
+            why="Static arguments are compared by == and hash at each call.",
+            do="Pass a tuple instead of a list, a frozen dataclass instead of a "
+            "dict, or leave it out of static_argnums and static_argnames.",
         ) from error
     return _Static(value)
 
@@ -370,27 +368,25 @@ def _whole_key(value: object) -> Hashable:
 
 
 def _numpy(leaf: Any, label: str) -> StaticArgumentError:
-    return StaticArgumentError(
-        explain(
-            where=f"the argument `{label}`",
-            what=f"is a numpy {type(leaf).__name__}.",
-            why="It is not a tensor and cannot be compared at each call, so its "
-            "contents would become constants of the trace.",
-            do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
-            "constant, pass a Python number or a tuple of numbers.",
-        )
+    return refusal(
+        StaticArgumentError,
+        where=f"the argument `{label}`",
+        what=f"is a numpy {type(leaf).__name__}.",
+        why="It is not a tensor and cannot be compared at each call, so its "
+        "contents would become constants of the trace.",
+        do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
+        "constant, pass a Python number or a tuple of numbers.",
     )
 
 
 def _unseen(leaf: Any, label: str) -> StaticArgumentError:
-    return StaticArgumentError(
-        explain(
-            where=f"the argument `{label}`",
-            what=f"is a {type(leaf).__name__}, which hides its contents.",
-            why="Its contents can be neither traced nor compared at each call: "
-            "gradients would be lost, and changes would not be seen.",
-            do="Pass its contents as a tuple, a list or a dict.",
-        )
+    return refusal(
+        StaticArgumentError,
+        where=f"the argument `{label}`",
+        what=f"is a {type(leaf).__name__}, which hides its contents.",
+        why="Its contents can be neither traced nor compared at each call: "
+        "gradients would be lost, and changes would not be seen.",
+        do="Pass its contents as a tuple, a list or a dict.",
     )
 
 

@@ -21,7 +21,7 @@ from remat._captures.rules import (
     Spot,
     visit,
 )
-from remat._errors import RecomputationError, explain
+from remat._errors import RecomputationError, refusal
 
 
 @final
@@ -119,11 +119,10 @@ def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> Non
             case _:
                 raise TypeError("only simple values can be restored")
     except NOT_THERE as error:
-        raise RecomputationError(
-            explain(
-                where=spot.label,
-                what=f"changed after the forward: {_difference(spot, value)}.",
-                why=f"The backward needs the old value, but {error}.",
-                do="Change it after the backward, or pass it as an argument.",
-            )
+        raise refusal(
+            RecomputationError,
+            where=spot.label,
+            what=f"changed after the forward: {_difference(spot, value)}.",
+            why=f"The backward needs the old value, but {error}.",
+            do="Change it after the backward, or pass it as an argument.",
         ) from error

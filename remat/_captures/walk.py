@@ -45,7 +45,7 @@ from remat._captures.places import (
     put,
     same,
 )
-from remat._errors import RecomputationError, explain
+from remat._errors import RecomputationError, refusal
 from remat._torch.tensors import refresh_second_places
 
 # Among the names that were read: all that the object holds.
@@ -261,13 +261,12 @@ def survey(roots: tuple[object, ...]) -> Survey:
 
 
 def _gone(node: Node, step: Step) -> RecomputationError:
-    return RecomputationError(
-        explain(
-            where=str(node.label.then(node.value, step)),
-            what="cannot be restored to its value in the forward.",
-            why="The function runs again in the backward, and would see another value.",
-            do="Change it after backward(), or pass the tensor as an argument.",
-        )
+    return refusal(
+        RecomputationError,
+        where=str(node.label.then(node.value, step)),
+        what="cannot be restored to its value in the forward.",
+        why="The function runs again in the backward, and would see another value.",
+        do="Change it after backward(), or pass the tensor as an argument.",
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import ImplicitRandomnessError, SideEffectError, explain
+from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
 from remat._generators import recorded, trackers
 from remat._generators.trackers import Tracker
 from remat._torch import schemas, tracer
@@ -187,15 +187,14 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
                 if _restored(state, device)
             ]
     if changed:
-        raise SideEffectError(
-            explain(
-                where=changed[0],
-                what="was set to another state by a function while it was traced, or "
-                "forked while it was in a fork of that name.",
-                why="A trace runs Python once, and is valid only if each fork "
-                "continues where the last one of that name ended.",
-                do='Set states outside the region, or use engine="rerun".',
-            )
+        raise refusal(
+            SideEffectError,
+            where=changed[0],
+            what="was set to another state by a function while it was traced, or "
+            "forked while it was in a fork of that name.",
+            why="A trace runs Python once, and is valid only if each fork "
+            "continues where the last one of that name ended.",
+            do='Set states outside the region, or use engine="rerun".',
         )
 
 
@@ -252,29 +251,27 @@ def is_state(tensor: Tensor) -> bool:
 
 def implicit(where: str) -> ImplicitRandomnessError:
     """The error for a function that must draw from keys and draws from a generator."""
-    return ImplicitRandomnessError(
-        explain(
-            where=where,
-            what="the function draws from a torch.Generator.",
-            why='Under rng="keys" all randomness comes from keys, so that a '
-            "recomputation needs no generator state.",
-            do='Pass rng="preserve" to have generator states recorded, or set the rate '
-            "to 0.",
-        )
+    return refusal(
+        ImplicitRandomnessError,
+        where=where,
+        what="the function draws from a torch.Generator.",
+        why='Under rng="keys" all randomness comes from keys, so that a '
+        "recomputation needs no generator state.",
+        do='Pass rng="preserve" to have generator states recorded, or set the rate '
+        "to 0.",
     )
 
 
 def unregistered(where: str) -> ImplicitRandomnessError:
     """The error for a function that sets a generator to a state of no stream."""
-    return ImplicitRandomnessError(
-        explain(
-            where=where,
-            what="the function sets a generator's state.",
-            why="A trace cannot see where that state comes from, and would draw from "
-            "the generator's own state.",
-            do="If a tracker swaps the states, register it with "
-            'random.register_tracker(tracker); otherwise use engine="rerun".',
-        )
+    return refusal(
+        ImplicitRandomnessError,
+        where=where,
+        what="the function sets a generator's state.",
+        why="A trace cannot see where that state comes from, and would draw from "
+        "the generator's own state.",
+        do="If a tracker swaps the states, register it with "
+        'random.register_tracker(tracker); otherwise use engine="rerun".',
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from remat._errors import BudgetError, PolicyError, explain
+from remat._errors import BudgetError, PolicyError, refusal
 from remat._graph import operators
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
@@ -240,15 +240,14 @@ def _solve_for_memory(
             return size, solution
     smallest = min(peaks)
     needed = -(-smallest // (1 - _RESERVE))
-    raise BudgetError(
-        explain(
-            where=where,
-            what=f"no plan fits the {free} bytes that are free on {device}.",
-            why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
-            "bytes at its peak, even if nothing is saved.",
-            do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
-            "the function instead.",
-        )
+    raise refusal(
+        BudgetError,
+        where=where,
+        what=f"no plan fits the {free} bytes that are free on {device}.",
+        why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
+        "bytes at its peak, even if nothing is saved.",
+        do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
+        "the function instead.",
     )
 
 
@@ -289,16 +288,15 @@ class _Values:
         """What was planned, if it was for this program."""
         found = fingerprint(self.analysis)
         if found != plan.fingerprint:
-            raise PolicyError(
-                explain(
-                    where=f"a plan with the fingerprint {plan.fingerprint}",
-                    what=f"got a different program, with the fingerprint {found}.",
-                    why="A plan says for each value of one program whether it is saved. "
-                    "Other shapes, dtypes or strides, switches such as autocast, and "
-                    "other tensors that require grad give a different program.",
-                    do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
-                    "like these.",
-                )
+            raise refusal(
+                PolicyError,
+                where=f"a plan with the fingerprint {plan.fingerprint}",
+                what=f"got a different program, with the fingerprint {found}.",
+                why="A plan says for each value of one program whether it is saved. "
+                "Other shapes, dtypes or strides, switches such as autocast, and "
+                "other tensors that require grad give a different program.",
+                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                "like these.",
             )
         number = {place: number for number, place in places(self.analysis).items()}
         return {number[place]: Save(storage) for place, storage in plan.saved}

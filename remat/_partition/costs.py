@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
 from remat._partition.flops import step_flops
@@ -72,13 +72,12 @@ def measured(metas: list[TensorMeta]) -> Costs:
         PolicyError: an argument is on the meta device.
     """
     if any(meta.device.type == "meta" for meta in metas):
-        raise PolicyError(
-            explain(
-                where='plan(costs="measured")',
-                what="got arguments without data, on the meta device.",
-                why="An operator must run to be timed.",
-                do='Pass real tensors, or costs="flops".',
-            )
+        raise refusal(
+            PolicyError,
+            where='plan(costs="measured")',
+            what="got arguments without data, on the meta device.",
+            why="An operator must run to be timed.",
+            do='Pass real tensors, or costs="flops".',
         )
     known: dict[str, int] = {}
 

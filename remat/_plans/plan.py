@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, cast, final
 
 from remat._calls.decorated import undecided
 from remat._calls.options import require_choice
-from remat._errors import PolicyError, explain
+from remat._errors import PolicyError, refusal
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
@@ -197,15 +197,14 @@ class Plan:
             PolicyError: the other plan is for another program.
         """
         if other.fingerprint != self.fingerprint:
-            raise PolicyError(
-                explain(
-                    where="Plan.diff(other)",
-                    what=f"the programs differ: {self.fingerprint} and "
-                    f"{other.fingerprint}.",
-                    why="Plans decide about the values of one program.",
-                    do="Compare plans of one function, made with arguments of the "
-                    "same shapes.",
-                )
+            raise refusal(
+                PolicyError,
+                where="Plan.diff(other)",
+                what=f"the programs differ: {self.fingerprint} and "
+                f"{other.fingerprint}.",
+                why="Plans decide about the values of one program.",
+                do="Compare plans of one function, made with arguments of the "
+                "same shapes.",
             )
         theirs = {row.place: row for row in other.rows}
         changes = tuple(
@@ -301,13 +300,12 @@ def _what(row: PlanRow) -> str:
 
 
 def _not_a_plan(why: str) -> ValueError:
-    return ValueError(
-        explain(
-            where="Plan.from_json(text)",
-            what=f"the text is not a plan of version {_VERSION}.",
-            why=why,
-            do="Pass what `Plan.to_json` returned, or plan again.",
-        )
+    return refusal(
+        ValueError,
+        where="Plan.from_json(text)",
+        what=f"the text is not a plan of version {_VERSION}.",
+        why=why,
+        do="Pass what `Plan.to_json` returned, or plan again.",
     )
 
 

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._errors import RecomputationError, explain
+from remat._errors import RecomputationError, refusal
 from remat._graph.values import Ref, label
 from remat._partition.analysis import Analysis
 from remat._partition.cut import cut
@@ -64,16 +64,15 @@ def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:
         int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
     )
     values = first.flatten()[place].item(), second.flatten()[place].item()
-    return RecomputationError(
-        explain(
-            where=name,
-            what=f"the recomputation differs from the forward in {different} of "
-            f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
-            f"saved, {values[1]!r} is recomputed.",
-            why="A tensor that the region reads was changed where autograd does not "
-            "see it (through .data, or under no_grad in a custom operator), or the "
-            "operator is not deterministic.",
-            do="Change tensors in place only after backward(), and see "
-            "torch.use_deterministic_algorithms.",
-        )
+    return refusal(
+        RecomputationError,
+        where=name,
+        what=f"the recomputation differs from the forward in {different} of "
+        f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
+        f"saved, {values[1]!r} is recomputed.",
+        why="A tensor that the region reads was changed where autograd does not "
+        "see it (through .data, or under no_grad in a custom operator), or the "
+        "operator is not deterministic.",
+        do="Change tensors in place only after backward(), and see "
+        "torch.use_deterministic_algorithms.",
     )

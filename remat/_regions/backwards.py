@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import SavedTensorModifiedError, SecondDerivativeError, explain
+from remat._errors import SavedTensorModifiedError, SecondDerivativeError, refusal
 from remat._graph.values import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
@@ -91,28 +91,26 @@ def require_recordable(cotangents: Sequence[Tensor]) -> None:
     if torch.is_grad_enabled() and any(
         map(autograd.is_batched_by_autograd, cotangents)
     ):
-        raise NotImplementedError(
-            explain(
-                where="a region under torch.autograd.grad(is_grads_batched=True, "
-                "create_graph=True)",
-                what="would give gradients that cannot be differentiated again.",
-                why="autograd records them on a wrapper that it then discards.",
-                do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
-            )
+        raise refusal(
+            NotImplementedError,
+            where="a region under torch.autograd.grad(is_grads_batched=True, "
+            "create_graph=True)",
+            what="would give gradients that cannot be differentiated again.",
+            why="autograd records them on a wrapper that it then discards.",
+            do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
         )
 
 
 def second_derivative(call: Call) -> SecondDerivativeError:
     """The error of differentiating a gradient that was taken under `first_order()`."""
     labels = ", ".join(call.labels) or "none"
-    return SecondDerivativeError(
-        explain(
-            where=f"the gradient of a region with the operands {labels}",
-            what="is differentiated in reverse mode.",
-            why="The region was called under first_order(), which keeps nothing that a "
-            "second derivative reads.",
-            do="Call it outside first_order(), or use forward mode over the gradient.",
-        )
+    return refusal(
+        SecondDerivativeError,
+        where=f"the gradient of a region with the operands {labels}",
+        what="is differentiated in reverse mode.",
+        why="The region was called under first_order(), which keeps nothing that a "
+        "second derivative reads.",
+        do="Call it outside first_order(), or use forward mode over the gradient.",
     )
 
 
@@ -123,15 +121,14 @@ def _modified(
     others = (
         f", like {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
     )
-    return SavedTensorModifiedError(
-        explain(
-            where=f"{_named(ctx, changed)}, which waits for the backward of the region "
-            f"{out_of_memory.name_of(call.roots[0])}",
-            what=f"was changed in place since the forward{others}.",
-            why="The recomputation would start from other numbers.",
-            do="Change a copy (x = x + 1 instead of x += 1), or do it after "
-            "backward(), as an optimizer's step does.",
-        )
+    return refusal(
+        SavedTensorModifiedError,
+        where=f"{_named(ctx, changed)}, which waits for the backward of the region "
+        f"{out_of_memory.name_of(call.roots[0])}",
+        what=f"was changed in place since the forward{others}.",
+        why="The recomputation would start from other numbers.",
+        do="Change a copy (x = x + 1 instead of x += 1), or do it after "
+        "backward(), as an optimizer's step does.",
     )
 
 

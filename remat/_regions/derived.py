@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-from remat._errors import RecomputationError, TraceError, explain
+from remat._errors import RecomputationError, TraceError, refusal
 from remat._graph.values import Graph, Ref, TensorMeta, is_spread
 from remat._partition.analysis import Analysis
 from remat._partition.cut import cut
@@ -177,14 +177,12 @@ def require_parts(placements: Sequence[Any], asked: Asked) -> None:
 
 def mapped_in_parts() -> TraceError:
     """The error of a region that is mapped after its DTensors were traced."""
-    return TraceError(
-        explain(
-            where="a region that computes with DTensors",
-            what="is mapped by vmap, or its backward is, after it was traced outside "
-            "vmap.",
-            why="vmap's wrappers hide the placements of a DTensor.",
-            do='Use engine="rerun", or call the region inside the mapped function.',
-        )
+    return refusal(
+        TraceError,
+        where="a region that computes with DTensors",
+        what="is mapped by vmap, or its backward is, after it was traced outside vmap.",
+        why="vmap's wrappers hide the placements of a DTensor.",
+        do='Use engine="rerun", or call the region inside the mapped function.',
     )
 
 
@@ -197,15 +195,14 @@ def found_again(
         RecomputationError: if the forwards of the two traces differ.
     """
     if _operators(first) != _operators(again):
-        raise RecomputationError(
-            explain(
-                where="a region's backward",
-                what="the function ran other operators than when it was first traced.",
-                why="The backward for these cotangents is traced anew, and must find "
-                "the forward that ran.",
-                do="Make the function depend on nothing but its arguments and the state "
-                "that the documentation lists as covered.",
-            )
+        raise refusal(
+            RecomputationError,
+            where="a region's backward",
+            what="the function ran other operators than when it was first traced.",
+            why="The backward for these cotangents is traced anew, and must find "
+            "the forward that ran.",
+            do="Make the function depend on nothing but its arguments and the state "
+            "that the documentation lists as covered.",
         )
     place = {index: rank for rank, index in enumerate(first.forward)}
     return tuple(again.forward[place[index]] for index in saved)

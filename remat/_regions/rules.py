@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat._errors import explain
+from remat._errors import refusal
 from remat._graph.values import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
 from remat._regions.backwards import (
@@ -112,14 +112,13 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         case "vmap":
             return _run_under_vmap(call, tensors, save, interpreter)
         case _:
-            raise NotImplementedError(
-                explain(
-                    where=f"a region under torch.func.{kind}",
-                    what="cannot be differentiated there.",
-                    why="remat has rules for grad, vjp, jvp and vmap, and for "
-                    "transforms built from these.",
-                    do="Apply the transform inside the region.",
-                )
+            raise refusal(
+                NotImplementedError,
+                where=f"a region under torch.func.{kind}",
+                what="cannot be differentiated there.",
+                why="remat has rules for grad, vjp, jvp and vmap, and for "
+                "transforms built from these.",
+                do="Apply the transform inside the region.",
             )
 
 

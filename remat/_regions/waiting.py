@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._graph.values import TensorMeta, once
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, levels, tracer
@@ -62,15 +62,12 @@ class Waiting(Tensor):
         if func in _PASSED_ON:
             (value,) = args
             return cls.of(value, value.stored, value.stride_order, value.part)
-        raise RematError(
-            explain(
-                where=f"{func} on a saved value of a region",
-                what="reads a value while it waits in its storage.",
-                why="Saved-tensor hooks see a region's saved values in their stored "
-                "form.",
-                do="Remove the hooks around the region, or the storage from its "
-                "policy.",
-            )
+        raise refusal(
+            RematError,
+            where=f"{func} on a saved value of a region",
+            what="reads a value while it waits in its storage.",
+            why="Saved-tensor hooks see a region's saved values in their stored form.",
+            do="Remove the hooks around the region, or the storage from its policy.",
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

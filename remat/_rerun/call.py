@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures
-from remat._errors import MutationError, SavedTensorModifiedError, explain
+from remat._errors import MutationError, SavedTensorModifiedError, refusal
 from remat._messages import mutates, user_line
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
@@ -426,23 +426,21 @@ def _has_version(tensor: Tensor) -> bool:
 
 
 def _unseen(label: str) -> MutationError:
-    return MutationError(
-        explain(
-            where=f"the region reaches {label}",
-            what="a tensor that the function changes in place, hidden from remat.",
-            why="The function runs again, and would start from the changed numbers.",
-            do="Register it as a buffer of a module, or write to it with its own "
-            "method (x.copy_(y)).",
-        )
+    return refusal(
+        MutationError,
+        where=f"the region reaches {label}",
+        what="a tensor that the function changes in place, hidden from remat.",
+        why="The function runs again, and would start from the changed numbers.",
+        do="Register it as a buffer of a module, or write to it with its own "
+        "method (x.copy_(y)).",
     )
 
 
 def _modified(label: str) -> SavedTensorModifiedError:
-    return SavedTensorModifiedError(
-        explain(
-            where=f"the backward of a region that reaches {label}",
-            what="a tensor that the function reads was changed in place since the forward.",
-            why="The function runs again, and would start from other numbers.",
-            do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
-        )
+    return refusal(
+        SavedTensorModifiedError,
+        where=f"the backward of a region that reaches {label}",
+        what="a tensor that the function reads was changed in place since the forward.",
+        why="The function runs again, and would start from other numbers.",
+        do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import CapturedTensorError, explain, out_of_reach
+from remat._errors import CapturedTensorError, out_of_reach, refusal
 from remat._graph.values import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import isolation
@@ -143,15 +143,14 @@ def _is_guarded(node: Any) -> bool:
 
 
 def _lost(gradient: Tensor) -> Tensor:
-    raise CapturedTensorError(
-        explain(
-            where=f"a gradient {TensorMeta.of(gradient)}",
-            what="reaches a region through a tensor that the function stored "
-            "somewhere instead of returning it.",
-            why="The gradient cannot get from there to the region's inputs, and "
-            "would be lost.",
-            do="Return the tensor from the function.",
-        )
+    raise refusal(
+        CapturedTensorError,
+        where=f"a gradient {TensorMeta.of(gradient)}",
+        what="reaches a region through a tensor that the function stored "
+        "somewhere instead of returning it.",
+        why="The gradient cannot get from there to the region's inputs, and "
+        "would be lost.",
+        do="Return the tensor from the function.",
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._errors import SecondDerivativeError, TraceError, explain
+from remat._errors import SecondDerivativeError, TraceError, refusal
 from remat._torch import autograd, fully_shard
 from remat._tracing import engines
 
@@ -127,15 +127,14 @@ def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     Raises:
         SecondDerivativeError: always.
     """
-    raise SecondDerivativeError(
-        explain(
-            where=f"the gradient of a region with {len(tensors)} operands",
-            what="is differentiated or mapped, and the region calls a module of "
-            "fully_shard.",
-            why="Its parameters are gathered for a single backward, which records no "
-            "graph.",
-            do="Put the region inside: remat.modules.apply to the module's blocks.",
-        )
+    raise refusal(
+        SecondDerivativeError,
+        where=f"the gradient of a region with {len(tensors)} operands",
+        what="is differentiated or mapped, and the region calls a module of "
+        "fully_shard.",
+        why="Its parameters are gathered for a single backward, which records no "
+        "graph.",
+        do="Put the region inside: remat.modules.apply to the module's blocks.",
     )
 
 
@@ -154,26 +153,24 @@ def _running() -> list[Engine]:
 
 
 def _in_part(module: nn.Module) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"a {type(module).__name__}",
-            what="is called inside a region, but others of its group are not.",
-            why="fully_shard gathers and reduces a group of modules together.",
-            do="Put the region around all of them, or regions inside each. Call "
-            "reset_iter_state() of the root to restore the modules.",
-        )
+    return refusal(
+        TraceError,
+        where=f"a {type(module).__name__}",
+        what="is called inside a region, but others of its group are not.",
+        why="fully_shard gathers and reduces a group of modules together.",
+        do="Put the region around all of them, or regions inside each. Call "
+        "reset_iter_state() of the root to restore the modules.",
     )
 
 
 def _transformed(module: nn.Module | None) -> TraceError:
     name = "module of fully_shard" if module is None else type(module).__name__
-    return TraceError(
-        explain(
-            where=f"a {name}",
-            what="is called inside a region that is transformed, or whose backward is "
-            "not one of .backward() or torch.autograd.grad.",
-            why="Its hooks reduce only the gradients that plain autograd leaves on "
-            "gathered parameters.",
-            do="Put the regions inside, or call .backward().",
-        )
+    return refusal(
+        TraceError,
+        where=f"a {name}",
+        what="is called inside a region that is transformed, or whose backward is "
+        "not one of .backward() or torch.autograd.grad.",
+        why="Its hooks reduce only the gradients that plain autograd leaves on "
+        "gathered parameters.",
+        do="Put the regions inside, or call .backward().",
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import TraceError, explain
+from remat._errors import TraceError, refusal
 from remat._torch import distributed
 
 _functional: Any = torch.ops._c10d_functional
@@ -65,13 +65,12 @@ def _gather_list(
 
 def _unlike(shapes: Sequence[Sequence[int]]) -> TraceError:
     """On each rank: one that went on would wait for the others."""
-    return TraceError(
-        explain(
-            where="a call of torch.distributed.all_gather",
-            what=f"gathers parts of unlike shapes, {', '.join(map(str, shapes))}.",
-            why="A trace gathers all parts as one tensor, to which each rank adds as much.",
-            do='Pad the parts to one shape, or use engine="rerun".',
-        )
+    return refusal(
+        TraceError,
+        where="a call of torch.distributed.all_gather",
+        what=f"gathers parts of unlike shapes, {', '.join(map(str, shapes))}.",
+        why="A trace gathers all parts as one tensor, to which each rank adds as much.",
+        do='Pad the parts to one shape, or use engine="rerun".',
     )
 
 
@@ -131,14 +130,13 @@ _TWINS: dict[str, Callable[..., Any]] = {
 
 def _refusal(op: Any) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise TraceError(
-            explain(
-                where=f"a call of torch.distributed that runs {op}",
-                what="cannot be traced.",
-                why="It overwrites or sends tensors in a way that a graph cannot show.",
-                do="Use all_reduce, broadcast, all_gather, all_gather_single, "
-                'reduce_scatter_single or all_to_all_single, or engine="rerun".',
-            )
+        raise refusal(
+            TraceError,
+            where=f"a call of torch.distributed that runs {op}",
+            what="cannot be traced.",
+            why="It overwrites or sends tensors in a way that a graph cannot show.",
+            do="Use all_reduce, broadcast, all_gather, all_gather_single, "
+            'reduce_scatter_single or all_to_all_single, or engine="rerun".',
         )
 
     return refuse

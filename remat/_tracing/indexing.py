@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from remat._errors import TraceError, explain
+from remat._errors import TraceError, refusal
 from remat._messages import user_line
 from remat._torch import fakes
 
@@ -55,15 +55,14 @@ class LookUps:
         """
         for found, version, line in self._made:
             if found._version != version:
-                raise TraceError(
-                    explain(
-                        where=line,
-                        what="the result of `x[i]`, where `i` is a tensor, is changed "
-                        "in place.",
-                        why="In a trace `x[i]` is a gather and not a view, so `x` "
-                        "would not change.",
-                        do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
-                    )
+                raise refusal(
+                    TraceError,
+                    where=line,
+                    what="the result of `x[i]`, where `i` is a tensor, is changed "
+                    "in place.",
+                    why="In a trace `x[i]` is a gather and not a view, so `x` "
+                    "would not change.",
+                    do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
                 )
 
 

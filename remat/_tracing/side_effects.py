@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._captures import Reads, Survey, survey
-from remat._errors import SideEffectError, explain
+from remat._errors import SideEffectError, refusal
 from remat._graph.values import TensorMeta
 from remat._tracing.trace import Traced
 
@@ -59,15 +59,14 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
     changed = found.changes(reads)
     if changed is None:
         return
-    raise SideEffectError(
-        explain(
-            where=where,
-            what=f"{changed} while it was traced.",
-            why="A trace runs Python once: at the next call the change would not "
-            "happen, and code that depends on it would see a stale value.",
-            do="Return the new value instead, write it into a buffer in place "
-            '(self.buffer.copy_(value)), or use engine="rerun".',
-        )
+    raise refusal(
+        SideEffectError,
+        where=where,
+        what=f"{changed} while it was traced.",
+        why="A trace runs Python once: at the next call the change would not "
+        "happen, and code that depends on it would see a stale value.",
+        do="Return the new value instead, write it into a buffer in place "
+        '(self.buffer.copy_(value)), or use engine="rerun".',
     )
 
 
@@ -113,15 +112,14 @@ def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
     name = type(returned).__name__
-    return SideEffectError(
-        explain(
-            where=where,
-            what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
-            why="torch's pytree does not know that class, so the tensor would not be "
-            "an output and would have no data.",
-            do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
-            "or return a tuple, a dict or a named tuple.",
-        )
+    return refusal(
+        SideEffectError,
+        where=where,
+        what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
+        why="torch's pytree does not know that class, so the tensor would not be "
+        "an output and would have no data.",
+        do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
+        "or return a tuple, a dict or a named tuple.",
     )
 
 
@@ -148,13 +146,12 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
             f"Call `{name}.__wrapped__` inside the function, which makes the tensor "
             f"anew, or call `{name}` outside and pass what it returns."
         )
-    return SideEffectError(
-        explain(
-            where=where,
-            what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
-            why="It has no data, so its next use would fail.",
-            do=do,
-        )
+    return refusal(
+        SideEffectError,
+        where=where,
+        what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
+        why="It has no data, so its next use would fail.",
+        do=do,
     )
 
 

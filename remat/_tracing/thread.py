@@ -22,8 +22,8 @@ from remat._errors import (
     CapturedTensorError,
     RematError,
     TraceError,
-    explain,
     out_of_reach,
+    refusal,
 )
 from remat._generators import streams, trackers
 from remat._graph.values import TensorMeta
@@ -268,55 +268,51 @@ def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
 
 def uninitialized(which: str) -> TraceError:
     """The error for a parameter that a lazy module has yet to make."""
-    return TraceError(
-        explain(
-            where=f"a lazy module's parameter, {which}",
-            what="has no shape yet.",
-            why="A lazy module makes its parameters in its first call, but a trace "
-            "has no real tensors for that.",
-            do="Call the model once first, inside `with remat.disabled():`.",
-        )
+    return refusal(
+        TraceError,
+        where=f"a lazy module's parameter, {which}",
+        what="has no shape yet.",
+        why="A lazy module makes its parameters in its first call, but a trace "
+        "has no real tensors for that.",
+        do="Call the model once first, inside `with remat.disabled():`.",
     )
 
 
 def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
-    return CapturedTensorError(
-        explain(
-            where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-            what="is used by TorchScript, whose operators a trace cannot see.",
-            why="Its gradient would be lost.",
-            do="Use the function or module from before torch.jit.script, or pass the "
-            "tensor as an argument.",
-        )
+    return refusal(
+        CapturedTensorError,
+        where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+        what="is used by TorchScript, whose operators a trace cannot see.",
+        why="Its gradient would be lost.",
+        do="Use the function or module from before torch.jit.script, or pass the "
+        "tensor as an argument.",
     )
 
 
 def _distributed(tensor: Tensor) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
-            f"{user_line()}",
-            what="is combined with others in a region, where some are given and some "
-            "are made inside.",
-            why="Under vmap, and for subclasses other than DTensor, the trace "
-            "replaces a given one by a plain tensor of the global shape, which "
-            "cannot be combined with local parts.",
-            do='Use engine="rerun", which runs the function again in the backward, or '
-            "pass local tensors and make all of them inside.",
-        )
+    return refusal(
+        TraceError,
+        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
+        f"{user_line()}",
+        what="is combined with others in a region, where some are given and some "
+        "are made inside.",
+        why="Under vmap, and for subclasses other than DTensor, the trace "
+        "replaces a given one by a plain tensor of the global shape, which "
+        "cannot be combined with local parts.",
+        do='Use engine="rerun", which runs the function again in the backward, or '
+        "pass local tensors and make all of them inside.",
     )
 
 
 def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
     """The error for a function that makes a tensor, `made`, from a numpy array."""
-    return CapturedTensorError(
-        explain(
-            where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
-            what=f"makes a tensor{_described(made)} from a numpy array.",
-            why="The contents of an array cannot be checked at the next call, so the "
-            "tensor would become a constant of the trace.",
-            do="Make the tensor outside, and pass it as an argument or capture it.",
-        )
+    return refusal(
+        CapturedTensorError,
+        where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+        what=f"makes a tensor{_described(made)} from a numpy array.",
+        why="The contents of an array cannot be checked at the next call, so the "
+        "tensor would become a constant of the trace.",
+        do="Make the tensor outside, and pass it as an argument or capture it.",
     )
 
 
@@ -327,14 +323,13 @@ def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _sets_data(tensor: Tensor) -> TraceError:
-    return TraceError(
-        explain(
-            where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
-            what="replaces a tensor's data, which neither autograd nor a trace sees.",
-            why="The trace would go on with the old data.",
-            do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
-            'engine="rerun".',
-        )
+    return refusal(
+        TraceError,
+        where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
+        what="replaces a tensor's data, which neither autograd nor a trace sees.",
+        why="The trace would go on with the old data.",
+        do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
+        'engine="rerun".',
     )
 
 

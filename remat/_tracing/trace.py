@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat._errors import RematError, TraceError, explain
+from remat._errors import RematError, TraceError, refusal
 from remat._generators import streams
 from remat._graph.values import Graph, Ref, TensorMeta, Value, check
 from remat._messages import (
@@ -134,14 +134,13 @@ def _require_known(returned: Sequence[Tensor | None]) -> None:
             and wraps_fakes(tensor)
             and dtensor.placement(tensor) is None
         ):
-            raise TraceError(
-                explain(
-                    where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
-                    what="is made inside the region and returned.",
-                    why="A program can return only plain tensors and DTensors.",
-                    do='Return plain tensors, or use engine="rerun", which runs the '
-                    "function again in the backward.",
-                )
+            raise refusal(
+                TraceError,
+                where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
+                what="is made inside the region and returned.",
+                why="A program can return only plain tensors and DTensors.",
+                do='Return plain tensors, or use engine="rerun", which runs the '
+                "function again in the backward.",
             )
 
 

@@ -151,13 +151,12 @@ def as_budget(budget: Any, where: str) -> Budget:
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, AbstractPolicy):
-        raise PolicyError(
-            explain(
-                where=where,
-                what=f"got the policy {budget!r}.",
-                why="A plan is made for a number of bytes.",
-                do="Pass `policies.budget(size, allow=policy)`.",
-            )
+        raise refusal(
+            PolicyError,
+            where=where,
+            what=f"got the policy {budget!r}.",
+            why="A plan is made for a number of bytes.",
+            do="Pass `policies.budget(size, allow=policy)`.",
         )
     return Budget(_checked(budget))
 

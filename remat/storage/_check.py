@@ -1,6 +1,6 @@
 """Checks of arguments, with messages in four parts, shared by the storage values."""
 
-from remat._errors import explain
+from remat._errors import refusal
 
 
 def require_type(
@@ -17,14 +17,13 @@ def require_type(
     is_stray_bool = isinstance(answer, bool) and expected is int
     if isinstance(answer, expected) and not is_stray_bool:
         return
-    raise TypeError(
-        explain(
-            where=argument,
-            what=f"got {answer!r}, of type {type(answer).__name__}.",
-            why="A storage value is compared, hashed and printed, so its arguments "
-            "are not converted.",
-            do=f"Pass {wanted}.",
-        )
+    raise refusal(
+        TypeError,
+        where=argument,
+        what=f"got {answer!r}, of type {type(answer).__name__}.",
+        why="A storage value is compared, hashed and printed, so its arguments "
+        "are not converted.",
+        do=f"Pass {wanted}.",
     )
 
 
@@ -40,7 +39,13 @@ def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
     Returns:
         The error, for the caller to raise.
     """
-    return ValueError(explain(where=argument, what=f"got {answer!r}.", why=why, do=do))
+    return refusal(
+        ValueError,
+        where=argument,
+        what=f"got {answer!r}.",
+        why=why,
+        do=do,
+    )
 
 
 def require_count(argument: str, answer: int, *, at_least: int) -> None:

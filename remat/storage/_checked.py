@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._torch import levels
 from remat.storage._stored import Decode, Place, Stored
 
@@ -76,14 +76,13 @@ class _Checked:
             came = _form(found.shape, found.dtype, found.device)
         else:
             came = type(found).__name__
-        raise RematError(
-            explain(
-                where=f"a value {_form(self.shape, self.dtype, self.device)} in {self.name}",
-                what=f"came back from its storage as {came}.",
-                why="The backward needs the value as it was stored.",
-                do="Have `decode` return the shape, dtype and device of the value that "
-                "`store` was given.",
-            )
+        raise refusal(
+            RematError,
+            where=f"a value {_form(self.shape, self.dtype, self.device)} in {self.name}",
+            what=f"came back from its storage as {came}.",
+            why="The backward needs the value as it was stored.",
+            do="Have `decode` return the shape, dtype and device of the value that "
+            "`store` was given.",
         )
 
 
@@ -105,24 +104,22 @@ def _require_stored(storage: _Stores, found: object) -> None:
         if not wrong:
             return
         what = f"returned Stored with a {type(wrong[0]).__name__} among its parts."
-    raise RematError(
-        explain(
-            where=f"{type(storage).__name__}.store",
-            what=what,
-            why="A stored value is a tuple of tensors and a function that decodes them.",
-            do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
-            "is kept as it is.",
-        )
+    raise refusal(
+        RematError,
+        where=f"{type(storage).__name__}.store",
+        what=what,
+        why="A stored value is a tuple of tensors and a function that decodes them.",
+        do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
+        "is kept as it is.",
     )
 
 
 def _changed(storage: _Stores, value: Tensor) -> RematError:
-    return RematError(
-        explain(
-            where=f"{type(storage).__name__}.store",
-            what=f"changed the value {_form(value.shape, value.dtype, value.device)} that "
-            "it was given.",
-            why="It belongs to the caller, or the region still computes with it.",
-            do="Change a copy: value.clone().",
-        )
+    return refusal(
+        RematError,
+        where=f"{type(storage).__name__}.store",
+        what=f"changed the value {_form(value.shape, value.dtype, value.device)} that "
+        "it was given.",
+        why="It belongs to the caller, or the region still computes with it.",
+        do="Change a copy: value.clone().",
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from remat._errors import NotReplicatedError, explain
+from remat._errors import NotReplicatedError, refusal
 from remat._torch import distributed
 from remat.storage._bits import bytes_of
 from remat.storage._stored import Place
@@ -51,15 +51,14 @@ def _differs(
         differ = f"holds other numbers on rank {rank} of the mesh than on rank 0."
     else:
         differ = f"is {_shown(other)} on rank {rank} of the mesh."
-    return NotReplicatedError(
-        explain(
-            where=f"value {place.index} of a region, {_shown(one)} on rank 0, kept by `Shard`",
-            what=differ,
-            why="Each rank would keep its part, and the backward would read a mix of the ranks' "
-            "values.",
-            do="Make the ranks' inputs equal (one seed, one batch, a broadcast), or leave "
-            "this value out of what is sharded.",
-        )
+    return refusal(
+        NotReplicatedError,
+        where=f"value {place.index} of a region, {_shown(one)} on rank 0, kept by `Shard`",
+        what=differ,
+        why="Each rank would keep its part, and the backward would read a mix of the ranks' "
+        "values.",
+        do="Make the ranks' inputs equal (one seed, one batch, a broadcast), or leave "
+        "this value out of what is sharded.",
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat._errors import NotReplicatedError, explain
+from remat._errors import NotReplicatedError, refusal
 from remat._graph.values import TensorMeta
 from remat._messages import warn
 from remat._torch import distributed, dtensor
@@ -162,13 +162,12 @@ class Shard(AbstractStorage):
 def _check_mesh(mesh: object) -> None:
     num_dimensions = getattr(mesh, "ndim", None)
     if num_dimensions is None or not hasattr(mesh, "mesh_dim_names"):
-        raise TypeError(
-            explain(
-                where="Shard(mesh=...)",
-                what=f"got {mesh!r}, of type {type(mesh).__name__}.",
-                why="The ranks that share a value are those of a device mesh.",
-                do='Pass `init_device_mesh(...)["tp"]` of `torch.distributed`.',
-            )
+        raise refusal(
+            TypeError,
+            where="Shard(mesh=...)",
+            what=f"got {mesh!r}, of type {type(mesh).__name__}.",
+            why="The ranks that share a value are those of a device mesh.",
+            do='Pass `init_device_mesh(...)["tp"]` of `torch.distributed`.',
         )
     if num_dimensions != 1:
         raise refuse(
@@ -369,12 +368,11 @@ def _meet(one: Any, other: Any) -> bool:
 
 def _partial(shard: Shard, place: Place) -> NotReplicatedError:
     spread = place.spread
-    return NotReplicatedError(
-        explain(
-            where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
-            f"placed as {spread.placements}, stored by {shard!r}",
-            what="is partial: each rank holds one term of a sum.",
-            why="No rank holds the whole value, so none can keep a part of it.",
-            do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
-        )
+    return refusal(
+        NotReplicatedError,
+        where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
+        f"placed as {spread.placements}, stored by {shard!r}",
+        what="is partial: each rank holds one term of a sum.",
+        why="No rank holds the whole value, so none can keep a part of it.",
+        do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
     )

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._torch import levels
 
 
@@ -179,13 +179,12 @@ class Restoration:
         value = self._value(stored)
         if levels.versions_below(stored.tensors) == before:
             return value
-        raise RematError(
-            explain(
-                where="the `decode` of a storage",
-                what="changed one of the stored parts.",
-                why="A second backward would read the changed part.",
-                do="Change a copy: parts[0].clone().",
-            )
+        raise refusal(
+            RematError,
+            where="the `decode` of a storage",
+            what="changed one of the stored parts.",
+            why="A second backward would read the changed part.",
+            do="Change a copy: parts[0].clone().",
         )
 
     def _start(self) -> None:
