@@ -10,7 +10,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from remat._calls import made_in_graph
-from remat._calls.decorated import MethodRegion, Region, RematModule, is_of_module
+from remat._calls.decorated import (
+    DecoratedFunction,
+    MethodRegion,
+    RematModule,
+    is_of_module,
+)
 from remat._calls.options import (
     PolicyLike,
     SavedInputs,
@@ -39,7 +44,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
-) -> Region[_P, _R]: ...
+) -> DecoratedFunction[_P, _R]: ...
 
 
 @overload
@@ -56,7 +61,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
-) -> Callable[[Callable[_P, _R]], Region[_P, _R]]: ...
+) -> Callable[[Callable[_P, _R]], DecoratedFunction[_P, _R]]: ...
 
 
 @dynamo.unseen_by_dynamo
@@ -171,4 +176,4 @@ def _decorate(fun: Any, settings: Settings) -> Any:
         return RematModule(fun, settings)
     if is_of_module(fun):
         return MethodRegion(fun, settings)
-    return Region(fun, settings)
+    return DecoratedFunction(fun, settings)

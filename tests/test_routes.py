@@ -64,13 +64,13 @@ class Layer(nn.Module):
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each call that is looked up."""
     seen: list[int] = []
-    call = decorated.Region._call
+    call = decorated.DecoratedFunction._call
 
     def counted(region: Any, args: Any, kwargs: Any) -> Any:
         seen.append(1)
         return call(region, args, kwargs)
 
-    monkeypatch.setattr(decorated.Region, "_call", counted)
+    monkeypatch.setattr(decorated.DecoratedFunction, "_call", counted)
     return seen
 
 
@@ -364,9 +364,9 @@ def test_where_regions_are_off_it_is_not_taken(
     with context():
         found = region(leaf())
     assert len(looked_up) == 1
-    assert "Straight" not in type(found.grad_fn).__name__
+    assert "FastPath" not in type(found.grad_fn).__name__
 
-    assert "Straight" in type(region(leaf()).grad_fn).__name__
+    assert "FastPath" in type(region(leaf()).grad_fn).__name__
     assert len(looked_up) == 1
 
 
@@ -419,7 +419,7 @@ def test_another_threads_blocks_do_not_switch_this_one_off() -> None:
         leave.set()
         thread.join()
 
-    assert "Straight" in type(found.grad_fn).__name__
+    assert "FastPath" in type(found.grad_fn).__name__
 
 
 def test_first_order_holds_for_calls_like_those_before() -> None:

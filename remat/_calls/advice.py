@@ -9,7 +9,7 @@ from remat._messages import warn
 from remat._partition.analysis import Analysis
 from remat._partition.cut import cut, permitted_members
 from remat._regions.function import Roots
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat.policies import (
     AbstractPolicy,
     Save,
@@ -23,7 +23,7 @@ _matched: set[tuple[AbstractPolicy, str]] = set()
 
 
 def advise(
-    region: Region, roots: Roots, function: Hashable, where: str, verify: bool
+    region: TracedRegion, roots: Roots, function: Hashable, where: str, verify: bool
 ) -> None:
     """Warns of a policy that does less than its author may expect.
 
@@ -87,7 +87,7 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             )
 
 
-def _bypassed(region: Region, roots: Roots) -> _Advice:
+def _bypassed(region: TracedRegion, roots: Roots) -> _Advice:
     """Named values that the policy saves and that no backward step reads."""
     analysis, found = region.analysis(roots), region.cut(roots)
     joint, policy = analysis.joint, region.policy
@@ -129,7 +129,7 @@ def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
     return False
 
 
-def _held(region: Region, roots: Roots, policy: AbstractPolicy) -> int:
+def _held(region: TracedRegion, roots: Roots, policy: AbstractPolicy) -> int:
     """Bytes of intermediate values that a policy would save."""
     analysis = region.analysis(roots)
     permitted = {
@@ -145,7 +145,7 @@ def _bytes(analysis: Analysis, saved: tuple[int, ...]) -> int:
     return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
 
-def _useless(region: Region, roots: Roots) -> _Advice:
+def _useless(region: TracedRegion, roots: Roots) -> _Advice:
     if region.policy in (everything_saveable, nothing_saveable):
         return
     if region.policy.is_whole:
@@ -181,7 +181,7 @@ def _unstored(policy: AbstractPolicy) -> _Advice:
         )
 
 
-def _unverified(region: Region, roots: Roots) -> _Advice:
+def _unverified(region: TracedRegion, roots: Roots) -> _Advice:
     if not region.cut(roots).saved:
         yield (
             "verify",
@@ -192,7 +192,7 @@ def _unverified(region: Region, roots: Roots) -> _Advice:
         )
 
 
-def _uncompiled(region: Region, roots: Roots) -> _Advice:
+def _uncompiled(region: TracedRegion, roots: Roots) -> _Advice:
     program = region.forward(roots, save=True).program
     if program.backend is not None and not program.is_compiled:
         yield (

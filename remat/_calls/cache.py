@@ -8,7 +8,7 @@ from typing import Any, final
 
 from remat._calls.entry import Entry
 from remat._calls.families import Family
-from remat._calls.guards import Told, is_simple, told_here
+from remat._calls.guards import TensorGuard, is_simple, tensor_guard_here
 from remat._calls.routes import Found, Route, holding, route_of
 from remat._calls.signature import Signature
 from remat._regions.forwards import Calls
@@ -59,7 +59,7 @@ class Cache:
         """Tries a route first: the next layer is likely to be called like this one."""
         # The function that ran may have cleared the cache.
         if route in self.routes:
-            self.routes = [route, *self._others(route.entries, route.told)]
+            self.routes = [route, *self._others(route.entries, route.tensor_guard)]
 
     def learn(
         self,
@@ -70,26 +70,32 @@ class Cache:
     ) -> None:
         """Adds a route for calls like this one, if there is room for it."""
         entries = self.entries.get((signature.key, numerics))
-        told = told_here()
-        if entries is None or not signature.tensors or told is None:
+        tensor_guard = tensor_guard_here()
+        if entries is None or not signature.tensors or tensor_guard is None:
             return
         if Numerics.current() != numerics:
             # Tracing has run code that sets a switch and leaves it set.
             return
-        others = self._others(entries, told)
+        others = self._others(entries, tensor_guard)
         # A route that a change of the number of threads has broken is replaced.
         is_known = any(
-            route.serves(entries, told) and route.same_thread() for route in self.routes
+            route.serves(entries, tensor_guard) and route.same_thread()
+            for route in self.routes
         )
         if (
             not is_known
             and len(others) < _MOST_ROUTES
-            and is_simple((args, kwargs), signature.objects, told)
+            and is_simple((args, kwargs), signature.objects, tensor_guard)
         ):
-            self.routes = [*others, route_of(args, kwargs, numerics, entries, told)]
+            self.routes = [
+                *others,
+                route_of(args, kwargs, numerics, entries, tensor_guard),
+            ]
 
-    def _others(self, entries: list[Entry], told: Told) -> list[Route]:
-        return [route for route in self.routes if not route.serves(entries, told)]
+    def _others(self, entries: list[Entry], tensor_guard: TensorGuard) -> list[Route]:
+        return [
+            route for route in self.routes if not route.serves(entries, tensor_guard)
+        ]
 
 
 _MOST_ROUTES = 8  # a heuristic: each route that misses costs half a microsecond

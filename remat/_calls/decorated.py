@@ -42,7 +42,7 @@ _caches: dict[Hashable, Cache] = {}
 _NOTHING_KNOWN = Cache()
 
 
-class Region(Generic[_P, _R]):
+class DecoratedFunction(Generic[_P, _R]):
     """A function decorated with `remat`."""
 
     def __init__(
@@ -223,7 +223,7 @@ class Region(Generic[_P, _R]):
             return self._fun.__qualname__
         return type(self), (self._fun, self.settings)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region[_P, _R]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecoratedFunction[_P, _R]:
         """Copies what is wrapped; options are values, and may hold a device mesh."""
         if _by_name(self) is self:
             return self
@@ -236,11 +236,11 @@ class Region(Generic[_P, _R]):
 
 # A decorator would hide from type checkers that these are methods.
 for _name in ("__call__", "__get__"):
-    dynamo.unseen_by_dynamo(vars(Region)[_name])
+    dynamo.unseen_by_dynamo(vars(DecoratedFunction)[_name])
 
 
 @final
-class MethodRegion(Region[_P, _R]):
+class MethodRegion(DecoratedFunction[_P, _R]):
     """A region around a method of one module, such as its `forward`.
 
     `torch.compile(module)` skips torch's own frames around `forward` and begins a graph at
@@ -274,11 +274,11 @@ def kind_of(settings: Settings, where: str, *classes: type) -> str:
 
 def _around_graph(
     settings: Settings, where: str, function: Callable[..., Any]
-) -> Region[..., Any]:
+) -> DecoratedFunction[..., Any]:
     """A region around a graph of torch.compile, with a cache that it shares with no other."""
     # Dynamo has guarded what is static; a graph takes tensors alone.
     settings = dataclasses.replace(settings, statics=Statics())
-    region = Region(function, settings, where)
+    region = DecoratedFunction(function, settings, where)
     region.__dict__["_cache"] = Cache()
     return region
 
@@ -297,7 +297,7 @@ def _where(function: Callable[..., Any]) -> str:
     return f"the region {name} ({file}:{code.co_firstlineno})"
 
 
-def _by_name(region: Region[..., Any]) -> object:
+def _by_name(region: DecoratedFunction[..., Any]) -> object:
     found: Any = sys.modules.get(getattr(region, "__module__", ""))
     for name in getattr(region, "__qualname__", "<none>").split("."):
         found = getattr(found, name, None)
@@ -308,7 +308,7 @@ def _by_name(region: Region[..., Any]) -> object:
 class BoundRegion:
     """A decorated method of one object."""
 
-    def __init__(self, region: Region[..., Any], instance: object) -> None:
+    def __init__(self, region: DecoratedFunction[..., Any], instance: object) -> None:
         self._region = region
         self.__self__ = instance
         self.__wrapped__ = region.__wrapped__.__get__(instance)
@@ -346,7 +346,7 @@ class RematModule(nn.Module):
         for name in shared:
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["__wrapped__"] = module
-        self.__dict__["_region"] = Region(module, settings)
+        self.__dict__["_region"] = DecoratedFunction(module, settings)
         self.__dict__["settings"] = settings
 
     @property
@@ -385,26 +385,26 @@ _ANSWERS = (
 )
 
 
-def is_region(fun: object) -> TypeGuard[Region[..., Any]]:
+def is_region(fun: object) -> TypeGuard[DecoratedFunction[..., Any]]:
     """Whether `remat` made it: of a function, a method or a module."""
-    return isinstance(fun, (Region, BoundRegion, RematModule))
+    return isinstance(fun, (DecoratedFunction, BoundRegion, RematModule))
 
 
-def plain_region(fun: Callable[..., Any]) -> Region[..., Any]:
+def plain_region(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
     """A region for looking at a plain function; it is never called and never warns."""
     settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
-    return Region(fun, settings)
+    return DecoratedFunction(fun, settings)
 
 
-def undecided(fun: Callable[..., Any]) -> Region[..., Any]:
+def undecided(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
     """The region of a function, or of what another region runs, without its policy."""
     if isinstance(fun, RematModule):
         fun = fun.__dict__["_region"]
-    if not isinstance(fun, (Region, BoundRegion)):
+    if not isinstance(fun, (DecoratedFunction, BoundRegion)):
         return plain_region(fun)
     settings: Settings = fun.settings
     rng = settings.rng or fun.rng_default
-    return Region(
+    return DecoratedFunction(
         fun.__wrapped__,
         dataclasses.replace(settings, policy=nothing_saveable, rng=rng),
     )

@@ -18,11 +18,11 @@ from remat._captures.hooked import refresh
 from remat._generators.streams import exists
 from remat._graph.values import TensorMeta, layout_of
 from remat._programs.barriers import kept
-from remat._regions.fast_path import Straight
+from remat._regions.fast_path import FastPath
 from remat._regions.function import Roots
 from remat._regions.protocol import Call
-from remat._regions.rules import apply_straight, bind_all
-from remat._regions.traced import Region
+from remat._regions.rules import apply_fast_path, bind_all
+from remat._regions.traced import TracedRegion
 from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._switches.orders import is_first_order
@@ -72,7 +72,7 @@ class Entry:
     covered: _captures.Covered
     captured: tuple[TensorMeta, ...]
     guard: Callable[..., bool] | None
-    region: Region
+    region: TracedRegion
     output: Output
     labels: tuple[str, ...]
     written: tuple[int, ...]
@@ -83,7 +83,7 @@ class Entry:
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
         init=False, repr=False
     )
-    _straight: Any = dataclasses.field(default=..., init=False, repr=False)
+    _fast_path: Any = dataclasses.field(default=..., init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_covered = not self.streams and not self.captured
@@ -104,17 +104,17 @@ class Entry:
         self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
     ) -> Any:
         """`call` where no transform and no mode is active, and a gradient is wanted."""
-        straight = self.straight(roots, numerics)
-        if straight is None:
+        fast_path = self.fast_path(roots, numerics)
+        if fast_path is None:
             return self.call(roots, tensors, numerics)
         call = Call(
             *(self.region, roots, numerics, self.labels),
             is_first_order=is_first_order(),
-            straight=straight,
+            fast_path=fast_path,
         )
-        outputs = apply_straight(call, *levels.unwrap_dead(tensors))
-        if straight.views is not None:
-            outputs = make_views(straight.views, outputs, tensors)
+        outputs = apply_fast_path(call, *levels.unwrap_dead(tensors))
+        if fast_path.views is not None:
+            outputs = make_views(fast_path.views, outputs, tensors)
         return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
 
     @property
@@ -122,19 +122,19 @@ class Entry:
         """Whether some operand is to be differentiated by plain autograd."""
         return any(meta.requires_grad for meta in self.region.operands)
 
-    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
+    def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """What runs for a call that wants a gradient, if it needs no more than one program.
 
         It is the same at every call: a trace holds for one set of switches.
         """
-        found = self._straight
+        found = self._fast_path
         if found is ...:
             is_more = self.written or self.hooked or not self.wants_gradient
             # Without a guard some captured tensor may be wrapped.
             is_guarded = self.guard is not None or not self.captured
-            is_straight = is_guarded and not is_more
-            found = self.region.straight(roots, numerics) if is_straight else None
-            self._straight = found
+            is_one_run = is_guarded and not is_more
+            found = self.region.fast_path(roots, numerics) if is_one_run else None
+            self._fast_path = found
         return found
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:

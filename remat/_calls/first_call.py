@@ -24,7 +24,7 @@ from remat._graph import operators
 from remat._graph.values import TensorMeta, label
 from remat._regions.forwards import Calls
 from remat._regions.function import Function, Roots
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat._switches.numerics import Numerics
 from remat._torch import guards, trees
 from remat._tracing import engines
@@ -338,8 +338,8 @@ def _region(
     options: Options,
     joints: tuple[Joint, ...],
     inputs: dict[int, AbstractStorage],
-) -> Region:
-    return Region(
+) -> TracedRegion:
+    return TracedRegion(
         function,
         operands,
         options.policy,

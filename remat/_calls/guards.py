@@ -32,7 +32,7 @@ Guard = Callable[
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class TensorGuard:
     """How a guard tells tensors apart.
 
     Attributes:
@@ -45,38 +45,42 @@ class Told:
 
 
 #: Where neither a transform nor a mode is active.
-PLAINLY = Told(guards.is_plain, guards.tensor_guard)
+PLAINLY = TensorGuard(guards.is_plain, guards.tensor_guard)
 
 #: Where reverse mode of torch.func is the innermost transform.
-BY_WRAPPERS = Told(guards.is_told_by_wrapper, guards.wrapped_guard)
+BY_WRAPPERS = TensorGuard(guards.is_told_by_wrapper, guards.wrapped_guard)
 
 
-def told_here() -> Told | None:
+def tensor_guard_here() -> TensorGuard | None:
     """How guards tell tensors apart in this thread's state; None if they cannot."""
     if guards.is_quiet():
         return PLAINLY
     return BY_WRAPPERS if guards.is_under_reverse_mode() else None
 
 
-def guard_of(args: _Args, kwargs: Mapping[str, Any], told: Told = PLAINLY) -> Guard:
+def guard_of(
+    args: _Args, kwargs: Mapping[str, Any], tensor_guard: TensorGuard = PLAINLY
+) -> Guard:
     """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
-    return _Writer(told).function(args, kwargs)
+    return _Writer(tensor_guard).function(args, kwargs)
 
 
-def is_simple(tree: Any, objects: Sequence[object] = (), told: Told = PLAINLY) -> bool:
+def is_simple(
+    tree: Any, objects: Sequence[object] = (), tensor_guard: TensorGuard = PLAINLY
+) -> bool:
     """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart.
 
     Args:
         tree: of a call's arguments.
         objects: the leaves of which the signature holds nothing but the type.
-        told: how it tells tensors apart.
+        tensor_guard: how it tells tensors apart.
     """
     if isinstance(tree, Tensor):
-        return told.is_told(tree)
+        return tensor_guard.is_told(tree)
     if type(tree) in {tuple, list}:
-        return all(is_simple(each, objects, told) for each in tree)
+        return all(is_simple(each, objects, tensor_guard) for each in tree)
     if type(tree) is dict:
-        return all(is_simple(each, objects, told) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return all(is_simple(each, objects, tensor_guard) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if static_key(tree) is not None:
         return True
     is_object = any(tree is each for each in objects) and not isinstance(tree, type)
@@ -87,8 +91,8 @@ def is_simple(tree: Any, objects: Sequence[object] = (), told: Told = PLAINLY) -
 class _Writer:
     """Writes the guard of a call."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, tensor_guard: TensorGuard) -> None:
+        self._told = tensor_guard
         self.tensors: list[Tensor] = []
         self._places: list[str] = []
         self._objects: list[str] = []

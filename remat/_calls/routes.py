@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat._calls.entry import Entry
-from remat._calls.guards import PLAINLY, Told, guard_of
-from remat._regions.rules import Call, apply_straight
+from remat._calls.guards import PLAINLY, TensorGuard, guard_of
+from remat._regions.rules import Call, apply_fast_path
 from remat._regions.views import make_views
 from remat._switches.departures import departures
 from remat._switches.numerics import Numerics
@@ -33,18 +33,18 @@ class Route(NamedTuple):
     Attributes:
         run: from the function and its (args, kwargs) to what the call returns, or `MISSED`.
         entries: the traces of such calls.
-        told: how their tensors are told apart: plainly, or under reverse mode.
+        tensor_guard: how their tensors are told apart: plainly, or under reverse mode.
         same_thread: whether the switches are those that were in force.
     """
 
     run: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
     entries: list[Entry]
-    told: Told
+    tensor_guard: TensorGuard
     same_thread: Callable[[], bool]
 
-    def serves(self, entries: list[Entry], told: Told) -> bool:
+    def serves(self, entries: list[Entry], tensor_guard: TensorGuard) -> bool:
         """Whether it is that of the calls of these traces, with tensors told apart so."""
-        return self.entries is entries and self.told is told
+        return self.entries is entries and self.tensor_guard is tensor_guard
 
 
 def route_of(
@@ -52,15 +52,15 @@ def route_of(
     kwargs: Mapping[str, Any],
     numerics: Numerics,
     entries: list[Entry],
-    told: Told,
+    tensor_guard: TensorGuard,
 ) -> Route:
     """The route of a call that `_calls.guards.is_simple` accepts, some tensor among its leaves.
 
     Other transforms and dispatch modes are not asked for: the check of its tensors fails
     there.
     """
-    take, same_thread = guard_of(args, kwargs, told), guards.thread_guard()
-    is_quiet = told is PLAINLY
+    take, same_thread = guard_of(args, kwargs, tensor_guard), guards.thread_guard()
+    is_quiet = tensor_guard is PLAINLY
 
     def run(
         fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -76,21 +76,21 @@ def route_of(
             if found is None:
                 return MISSED
             entry, captured = found
-        straight = entry.straight(roots, numerics) if is_quiet else None
-        if straight is not None:
+        fast_path = entry.fast_path(roots, numerics) if is_quiet else None
+        if fast_path is not None:
             region, labels = entry.region, entry.labels
-            call = Call(region, roots, numerics, labels, False, False, straight)
+            call = Call(region, roots, numerics, labels, False, False, fast_path)
             operands = (*tensors, *captured)
-            outputs = apply_straight(call, *operands)
-            if straight.views is not None:
-                outputs = make_views(straight.views, outputs, operands)
+            outputs = apply_fast_path(call, *operands)
+            if fast_path.views is not None:
+                outputs = make_views(fast_path.views, outputs, operands)
             output = entry.output
             return outputs[0] if output.is_leaf else output.tree(outputs)
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED
 
-    return Route(run, entries, told, same_thread)
+    return Route(run, entries, tensor_guard, same_thread)
 
 
 def holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:

@@ -138,8 +138,8 @@ def _named(ctx: Any, changed: Sequence[tuple[int, Tensor]]) -> str:
         return "an output"
     place, tensor = changed[0]
     labels = out_of_memory.labels_of(ctx.call)
-    straight = ctx.call.straight
-    num_states = ctx.num_states if straight is None else straight.num_states
+    fast_path = ctx.call.fast_path
+    num_states = ctx.num_states if fast_path is None else fast_path.num_states
     if len(labels) + num_states != autograd.num_saved(ctx):
         labels = []  # a derivative of the region, whose operands have no names
     label = labels[place][0] if place < len(labels) else ""

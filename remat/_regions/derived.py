@@ -27,7 +27,7 @@ from remat.storage import AbstractStorage
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Given:
+class DerivedForward:
     """A forward made from another region's program, and what the derived region returns.
 
     Attributes:
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 
 def backward_given(
     function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
-) -> Given:
+) -> DerivedForward:
     """The backward: (saved, operands, generator states, cotangents) -> gradients.
 
     Args:
@@ -100,7 +100,7 @@ def backward_given(
         ),
         placements=spread if is_spread else None,
     )
-    return Given(forward, views, _origins(kept))
+    return DerivedForward(forward, views, _origins(kept))
 
 
 def _origins(kept: Kept) -> Graph | None:
@@ -119,7 +119,7 @@ def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> G
 
 def mapped_given(
     forward: Forward, batch: Batch
-) -> tuple[Given, tuple[int | None, ...]]:
+) -> tuple[DerivedForward, tuple[int | None, ...]]:
     """The per-example forward, mapped, and the mapped dimension of each of its results."""
     program, dims = map_program(forward, batch)
     first = forward.shape[0] + forward.shape[1]
@@ -132,7 +132,7 @@ def mapped_given(
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
     )
-    return Given(over, _outputs_alone(forward.shape[0])), dims
+    return DerivedForward(over, _outputs_alone(forward.shape[0])), dims
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ _MOST_FOLLOWED = 4
 
 
 class Followed(NamedTuple):
-    """A backward that followed a straight forward.
+    """A backward that followed a forward on the fast path.
 
     Attributes:
         check: whether cotangents have the metadata of those that it was for; fails under
@@ -39,7 +39,7 @@ class Followed(NamedTuple):
 
 
 @final
-class Straight:
+class FastPath:
     """A forward that is one program, and the backwards that followed it.
 
     Attributes:

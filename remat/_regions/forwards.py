@@ -146,7 +146,7 @@ class Forward:
     placements: tuple[Any, ...] | None = None
 
     @property
-    def is_straight(self) -> bool:
+    def is_one_run(self) -> bool:
         """Whether a call is one run of the program, all of whose outputs have gradients."""
         return (
             self.is_alone

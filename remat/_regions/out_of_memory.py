@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat._graph.values import TensorMeta
 from remat._regions.protocol import Call
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat._regions.waiting import storages
 from remat._torch import tensors
 from remat.policies._sizes import show_size
@@ -134,7 +134,7 @@ def labels_of(call: Call) -> list[tuple[str, bool]]:
     """What the tensors that a call saved are called, and whether each is an operand."""
     region = call.region
     saved: list[tuple[str, bool]] = []
-    if isinstance(region, Region) and region.keeps:
+    if isinstance(region, TracedRegion) and region.keeps:
         analysis = region.analysis(call.roots)
         for index in region.cut(call.roots).saved:
             view = analysis.views[analysis.numbers[analysis.roots[index]]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from remat._graph.values import Layout, TensorMeta, whole_layout
 from remat._programs.program import Program
-from remat._regions.fast_path import Straight
+from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch
@@ -67,7 +67,7 @@ class Batched:
             the first of each.
     """
 
-    region: AnyRegion
+    region: Region
     dims: tuple[int | None, ...] | None
 
 
@@ -81,11 +81,11 @@ class Pushed:
         moved: which outputs have a tangent.
     """
 
-    region: AnyRegion
+    region: Region
     moved: tuple[int, ...]
 
 
-class AnyRegion(Protocol):
+class Region(Protocol):
     """A region: a traced one, one that runs again, or a scheduled stack."""
 
     @property
@@ -102,16 +102,16 @@ class AnyRegion(Protocol):
     def calls(self) -> Calls: ...
     @property
     def program(self) -> Program | None: ...
-    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None: ...
+    def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None: ...
     def views(self, roots: Roots) -> tuple[View, ...] | None: ...
     def num_draws(self, roots: Roots) -> int: ...
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
-    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion: ...
+    def vjp(self, roots: Roots, asked: Asked) -> Region: ...
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[AnyRegion, tuple[int, ...] | None]: ...
+    ) -> tuple[Region, tuple[int, ...] | None]: ...
     def pushed(
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
     ) -> Pushed | None: ...
@@ -128,20 +128,20 @@ class Call(NamedTuple):
         labels: what messages call the operands.
         is_last: whether its own reverse derivative is refused, so nothing is saved for it.
         is_first_order: whether the reverse derivative of its gradient is refused.
-        straight: what runs if the call needs no more than one program; else None.
+        fast_path: what runs if the call needs no more than one program; else None.
     """
 
-    region: AnyRegion
+    region: Region
     roots: Roots
     numerics: Numerics
     labels: tuple[str, ...] = ()
     is_last: bool = False
     is_first_order: bool = False
-    straight: Straight | None = None
+    fast_path: FastPath | None = None
 
-    def of(self, region: AnyRegion) -> Call:
+    def of(self, region: Region) -> Call:
         """The call of a region derived from this one's."""
-        return self._replace(region=region, straight=None)
+        return self._replace(region=region, fast_path=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +173,8 @@ class WithoutProgram:
         """None: it runs Python."""
         return
 
-    def straight(self, roots: Roots, numerics: Numerics) -> None:
-        """None: there is no program to run straight."""
+    def fast_path(self, roots: Roots, numerics: Numerics) -> None:
+        """None: there is no program to run fast_path."""
         return
 
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:

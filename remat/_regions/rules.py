@@ -32,10 +32,10 @@ from remat._regions.backwards import (
     spread,
     versions,
 )
-from remat._regions.fast_path import Straight
+from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Results
 from remat._regions.functions import Batch
-from remat._regions.protocol import AnyRegion, Asked, Call
+from remat._regions.protocol import Asked, Call, Region
 from remat._regions.views import make_views
 from remat._regions.waiting import (
     Twins,
@@ -66,14 +66,16 @@ def bind_all(
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
-        straight = call.region.straight(call.roots, call.numerics)
+        fast_path = call.region.fast_path(call.roots, call.numerics)
         if (
-            straight is not None
+            fast_path is not None
             and not call.is_last
             and _is_differentiated(call, tensors)
         ):
-            call = call._replace(is_first_order=_wants_first_order(), straight=straight)
-            outputs = apply_straight(call, *levels.unwrap_dead(tensors))
+            call = call._replace(
+                is_first_order=_wants_first_order(), fast_path=fast_path
+            )
+            outputs = apply_fast_path(call, *levels.unwrap_dead(tensors))
             return _returned(call, outputs, tensors), ()
         results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
     else:
@@ -163,15 +165,15 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     """Runs the forward where the only rule left is to record a backward, if one is wanted."""
     if _is_differentiated(call, tensors):
         skip = call.region.num_leading
-        ticket = _Ticket(call, tensors[:skip], None)
+        recording = _Recording(call, tensors[:skip], None)
         operands = list(tensors[skip:])
         if call.region.inputs and not tracer.proxy_is_active():
             with call.region.calls.inputs.next() as number:
                 _store_inputs(call, operands, number)
-        ticket.operands = tensors[skip:]
+        recording.operands = tensors[skip:]
         if call.region.runs_first and not dual_level_is_active():
-            operands = ticket.run_ahead(operands)
-        return ticket.redeem(_apply_plainly(ticket, *operands))
+            operands = recording.run_ahead(operands)
+        return recording.redeem(_apply_plainly(recording, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
 
 
@@ -199,11 +201,11 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        ticket = _Ticket(call, leading, interpreter)
+        recording = _Recording(call, leading, interpreter)
         single: Any = _LevelFunction
         with levels.enable_single_level():
-            outputs = single.apply(ticket, *operands)
-        return ticket.redeem(outputs)
+            outputs = single.apply(recording, *operands)
+        return recording.redeem(outputs)
     below = [levels.unwrap_at(tensor, level) for tensor in operands]
     with levels.lowered(interpreter):
         results = _run(call, [*leading, *below], save=True)
@@ -347,7 +349,7 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 @final
-class _Ticket:
+class _Recording:
     """Carries a call into an `autograd.Function`, and its other results out of it."""
 
     __slots__ = ("call", "interpreter", "leading", "operands", "results")
@@ -398,17 +400,17 @@ class _Ticket:
 
 
 @dynamo.unseen_by_dynamo
-def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]:
-    call = ticket.call
+def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor, ...]:
+    call = recording.call
     try:
-        results = ticket.results or ticket.run(operands)
+        results = recording.results or recording.run(operands)
     except RuntimeError as error:
         if call.region.keeps:  # a backward adds its own note
             out_of_memory.note(error, "forward", call, _made_by(operands))
         raise
     outputs = results.outputs
-    if ticket.interpreter is not None:
-        level = ticket.interpreter.level()
+    if recording.interpreter is not None:
+        level = recording.interpreter.level()
         outputs = [levels.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
     kept = () if call.is_last else (*own, *operands)
@@ -416,10 +418,10 @@ def _forward(ctx: Any, ticket: _Ticket, *operands: Tensor) -> tuple[Tensor, ...]
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
-    ctx.versions = versions(kept, is_transformed=ticket.interpreter is not None)
+    ctx.versions = versions(kept, is_transformed=recording.interpreter is not None)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
-    if ticket.interpreter is None and dual_level_is_active():
+    if recording.interpreter is None and dual_level_is_active():
         flows = results.flows or (True,) * len(outputs)
         ctx.for_jvp = (call, operands, results.states, flows)
     if results.flows is not None:
@@ -454,7 +456,7 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
     return _through(_pulled_back(ctx, cotangents), ctx, cotangents)
 
 
-def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
+def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
     """The region of the gradients that are wanted for these cotangents."""
     call: Call = ctx.call
     if call.is_last:
@@ -466,7 +468,7 @@ def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> AnyRegion:
 
 
 def _through(
-    derived: AnyRegion, ctx: Any, cotangents: Sequence[Tensor | None]
+    derived: Region, ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region: by its program alone where nothing records them."""
     present = [each for each in cotangents if each is not None]
@@ -515,33 +517,31 @@ class _PlainFunction(torch.autograd.Function):
 
 
 @dynamo.unseen_by_dynamo
-def _forward_straight(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
+def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]:
     """`_regions.forwards` for a call that needs no more than one program."""
     ctx.call = call
-    straight: Any = call.straight
-    around, run = straight.quiet
+    fast_path: Any = call.fast_path
+    around, run = fast_path.quiet
     try:
         with around():
             found = run([*operands])
     except RuntimeError as error:
         out_of_memory.note(error, "forward", call, _made_by(operands))
         raise
-    first, last = straight.num_outputs, straight.num_kept
+    first, last = fast_path.num_outputs, fast_path.num_kept
     ctx.save_for_backward(*found[first:last], *operands, *found[last:])
     ctx.set_materialize_grads(False)
-    for index in straight.untracked:
+    for index in fast_path.untracked:
         found[index] = autograd.untracked_alias(found[index])
     return tuple(found[:first])
 
 
 @dynamo.unseen_by_dynamo
-def _gradients_straight(
-    ctx: Any, *cotangents: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """`_gradients` after a straight forward: most often by the program of a backward before."""
-    straight: Straight = ctx.call.straight
+def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """`_gradients` after a fast forward: most often by the program of a backward before."""
+    fast_path: FastPath = ctx.call.fast_path
     wanted: tuple[bool, ...] = ctx.needs_input_grad
-    for check, was_wanted, same_thread, quiet in straight.followed:
+    for check, was_wanted, same_thread, quiet in fast_path.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
             # Inlines `consumed`.
             try:
@@ -560,8 +560,8 @@ def _gradients_looked_up(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The same for a backward unlike all before; it is remembered for the next one."""
-    straight: Straight = ctx.call.straight
-    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, straight.num_states
+    fast_path: FastPath = ctx.call.fast_path
+    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
     ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)
@@ -569,21 +569,21 @@ def _gradients_looked_up(
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = not is_recorded and Numerics.current() == numerics
     if derived.program is not None and is_as_asked:
-        straight.learn(ctx.needs_input_grad, cotangents, derived.program)
+        fast_path.learn(ctx.needs_input_grad, cotangents, derived.program)
     return _through(derived, ctx, cotangents)
 
 
-class _StraightFunction(torch.autograd.Function):
+class _FastPathFunction(torch.autograd.Function):
     """Plain autograd over one program."""
 
-    forward = staticmethod(_forward_straight)
-    backward = staticmethod(_gradients_straight)
+    forward = staticmethod(_forward_fast)
+    backward = staticmethod(_gradients_fast)
 
 
 _apply_plainly = autograd.plain_apply(_PlainFunction)
 
-# (a call with a `straight`, *operands) -> the outputs.
-apply_straight = autograd.plain_apply(_StraightFunction)
+# (a call with a `fast_path`, *operands) -> the outputs.
+apply_fast_path = autograd.plain_apply(_FastPathFunction)
 
 
 class _LevelFunction(levels.SingleLevelFunction):

@@ -30,7 +30,7 @@ from remat._partition.halves import forward_graph
 from remat._partition.permission import decide_of_operands
 from remat._programs.program import Program
 from remat._regions.derived import (
-    Given,
+    DerivedForward,
     Kept,
     are_outputs,
     backward_given,
@@ -41,7 +41,7 @@ from remat._regions.derived import (
     require_parts,
     state_metas,
 )
-from remat._regions.fast_path import Straight
+from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
 from remat._regions.function import Function, Roots
 from remat._regions.functions import (
@@ -65,7 +65,7 @@ _FORWARDS = ("forward", "forward that saves")
 
 
 @final
-class Region:
+class TracedRegion:
     """One function at one signature; see the module's docstring."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Region:
         policy: AbstractPolicy,
         *,
         joints: tuple[Joint, ...] = (),
-        given: Given | None = None,
+        given: DerivedForward | None = None,
         states: tuple[int, ...] = (),
         verify: bool = False,
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
@@ -103,7 +103,7 @@ class Region:
         self.given = given
         self.states = states
         self.program: Program | None = None
-        self._latest: tuple[Asked, Region] | None = None
+        self._latest: tuple[Asked, TracedRegion] | None = None
         self._made: dict[Any, Any] = {}
         # Inside a trace with open sizes its operands' sizes are symbols.
         self._is_open = any(map(is_open, operands))
@@ -266,15 +266,15 @@ class Region:
         """How each tensor that the function returns is made from the outputs and operands."""
         return self._light(roots).views if self.given is None else self.given.views
 
-    def straight(self, roots: Roots, numerics: Numerics) -> Straight | None:
+    def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
-        found = self._made.get("straight", ...)
+        found = self._made.get("fast_path", ...)
         if found is ...:
             forward = self.forward(roots, save=True)
             found = None
-            if forward.is_straight and not self.inputs:
-                found = Straight(forward, self.views(roots))
-            self._made["straight"] = found
+            if forward.is_one_run and not self.inputs:
+                found = FastPath(forward, self.views(roots))
+            self._made["fast_path"] = found
         if found is None or not found.numerics.are_met_by(numerics):
             return None
         return found
@@ -296,7 +296,7 @@ class Region:
             return self._light(roots).chosen
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
-    def vjp(self, roots: Roots, asked: Asked) -> Region:
+    def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         """The region of the gradients of what is wanted.
 
         It is differentiable only with respect to the cotangents that require grad. Some
@@ -314,7 +314,7 @@ class Region:
         self._latest = (asked, found)
         return found
 
-    def _vjp(self, roots: Roots, asked: Asked) -> Region:
+    def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         if not self.is_spread(roots):
             asked = asked.taken_whole()
         require_parts(self._spread(roots) or (), asked)
@@ -323,7 +323,7 @@ class Region:
             ("backward", still), lambda: self._backward(roots, still)
         )
         cotangents = [meta for meta in asked.cotangents if meta is not None]
-        derived = Region(
+        derived = TracedRegion(
             self._pulled_back(roots, asked),
             (*self.operands, *states, *cotangents),
             nothing_saveable,
@@ -344,7 +344,9 @@ class Region:
             derived.program = forward.program
         return derived
 
-    def _backward(self, roots: Roots, asked: Asked) -> tuple[Given, list[TensorMeta]]:
+    def _backward(
+        self, roots: Roots, asked: Asked
+    ) -> tuple[DerivedForward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
         analysis, saved = self._backward_analysis(
             roots, asked.cotangents, asked.numerics
@@ -390,7 +392,7 @@ class Region:
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[Region, tuple[int, ...]]:
+    ) -> tuple[TracedRegion, tuple[int, ...]]:
         """The region of the outputs' tangents, and which outputs have one.
 
         Its operands: this region's, `num_states` generator states, the tangents.
@@ -402,7 +404,7 @@ class Region:
 
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[Region, tuple[int, ...]]:
+    ) -> tuple[TracedRegion, tuple[int, ...]]:
         chosen = self.chosen(roots)
         moved = moved_outputs(self.forward(roots, save=False))
         outputs = tuple(chosen[index] for index in moved)
@@ -412,7 +414,7 @@ class Region:
             *states,
             *tangent_metas(self.operands, has_tangent),
         )
-        region = Region(
+        region = TracedRegion(
             self.function.derive(
                 lambda f: pushforward(f, outputs, has_tangent),
                 *("jvp", outputs, has_tangent),
@@ -442,7 +444,7 @@ class Region:
         given = None
         if moved and (save or self.given is not None):
             given = self._pushed_forward(roots, has_tangent, save)
-        region = Region(
+        region = TracedRegion(
             self.function.derive(
                 lambda f: with_pushforward(f, chosen, moved, has_tangent),
                 *("values and jvp", chosen, moved, has_tangent),
@@ -459,7 +461,7 @@ class Region:
 
     def _pushed_forward(
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
-    ) -> Given:
+    ) -> DerivedForward:
         forward = self.forward(roots, save)
         num_states = forward.shape[3]
         region = self.jvp(roots, has_tangent, num_states)[0]
@@ -470,7 +472,7 @@ class Region:
             num_states,
         )
         origins = self.given.origins if self.given else None
-        return Given(*push(forward, tangents, origins), origins)
+        return DerivedForward(*push(forward, tangents, origins), origins)
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
@@ -478,16 +480,16 @@ class Region:
             ("batched", batch, save), lambda: self._batched(roots, batch, save)
         )
 
-    def mapped_whole(self, batch: Batch) -> Region:
+    def mapped_whole(self, batch: Batch) -> TracedRegion:
         """The region of the mapped function, each result mapped over its first dimension.
 
         Unlike the region of `batched`, it returns views too, and takes physical tensors.
         """
         return self._once(("whole", batch), lambda: self._mapped_whole(batch))
 
-    def _mapped_whole(self, batch: Batch) -> Region:
+    def _mapped_whole(self, batch: Batch) -> TracedRegion:
         function = self._mapped(None, batch, 0)
-        return Region(function, batch.metas, self.policy, calls=self.calls)
+        return TracedRegion(function, batch.metas, self.policy, calls=self.calls)
 
     def _mapped(
         self,
@@ -510,7 +512,7 @@ class Region:
         if self.given is None and not save:
             # Reverse mode is taken below this level: the policy sees batched values.
             function = self._mapped(chosen, batch, 0)
-            region = Region(
+            region = TracedRegion(
                 function,
                 batch.metas,
                 for_derived(self.policy),
@@ -524,7 +526,7 @@ class Region:
         forward = self.forward(roots, save)
         skip = forward.num_leading
         given, dims = mapped_given(forward, batch)
-        region = Region(
+        region = TracedRegion(
             self._mapped(chosen, batch, skip, are_apart=True),
             batch.metas[skip:],
             nothing_saveable,

@@ -23,7 +23,7 @@ from remat._torch import isolation
 ALL = -1
 
 
-def resting(
+def dependent_outputs(
     outputs: Sequence[Tensor],
     leaves: Sequence[Tensor],
     engine: fully_shard.Engine | None = None,
@@ -122,7 +122,7 @@ def require_own(
         CapturedTensorError: an output depends on a leaf that was not given.
     """
     if all(each.is_leaf for each in given):
-        resting(outputs, given, engine)
+        dependent_outputs(outputs, given, engine)
 
 
 def guard_against_others(leaves: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from remat._regions.function import Roots
 from remat._regions.functions import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._regions.protocol import Asked, Batched, WithoutProgram
 from remat._rerun import fully_shard
-from remat._rerun.dependence import guard_against_others, resting, variables
+from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, isolation, modes
@@ -42,7 +42,7 @@ class Rerun(WithoutProgram):
         returned: how what it returns is made from the outputs; None means they are it.
         all_flow: whether every output has a gradient, whatever a run's graph says.
         is_primal: whether it returns what the user's function does, or that in tangents
-            or mapped: what `state.resting` tells of. Gradients rest on others.
+            or mapped: what `state.dependent_outputs` tells of. Gradients rest on others.
         num_leading: nothing comes before the operands.
     """
 
@@ -86,10 +86,10 @@ class Rerun(WithoutProgram):
                 with self.state.around(), torch.enable_grad():
                     # None, which `Flat` allows, is not an output: `_zeros_for_none`, `_Result`.
                     outputs = [each for each in self.run(leaves) if each is not None]
-            bits = resting(outputs, leaves, self.state.engine)
+            bits = dependent_outputs(outputs, leaves, self.state.engine)
             guard_against_others(leaves)
-            if self.state.resting is None and self.is_primal:
-                self.state.resting = bits
+            if self.state.dependent_outputs is None and self.is_primal:
+                self.state.dependent_outputs = bits
             # Unseen by a trace around it, which would take these for the user's own.
             with modes.without_torch_function():
                 found = [autograd.detached(each) for each in outputs]
@@ -104,7 +104,7 @@ class Rerun(WithoutProgram):
         """The region of the gradients; an operand that no output depends on has none."""
         outputs = tuple(k for k, meta in enumerate(asked.layouts) if meta is not None)
         wanted = [index for index, each in enumerate(asked.wanted) if each]
-        rests = self.state.resting if self.is_primal else None
+        rests = self.state.dependent_outputs if self.is_primal else None
         pulled = sum(1 << index for index in outputs)
         # What follows the operands, such as tangents, is always reached.
         unreached = {k for k, each in enumerate(rests or ()) if not each & pulled}
@@ -153,17 +153,17 @@ class Rerun(WithoutProgram):
 
 
 def rerun_of(
-    function: Flat, requires_grad: tuple[bool, ...], resting: tuple[int, ...]
+    function: Flat, requires_grad: tuple[bool, ...], dependent_outputs: tuple[int, ...]
 ) -> Rerun:
     """The region of a flat function that changes nothing and draws from keys alone.
 
     Args:
         function: tensors in, tensors out; regions that it binds stay regions.
         requires_grad: for each tensor that it takes whether it is differentiated.
-        resting: for each the outputs that rest on it, a bit for each.
+        dependent_outputs: for each the outputs that depend on it, a bit for each.
     """
     state = RunState((), ())
-    state.resting = resting
+    state.dependent_outputs = dependent_outputs
     return Rerun(function, function, requires_grad, state)
 
 

@@ -84,7 +84,7 @@ class RunState:
         explicit: generators that were passed to an operator, with their states then.
         found: the buffers, and captured constants, that the first run changed, with what
             they held.
-        resting: for each leaf the outputs that rest on it, a bit for each.
+        dependent_outputs: for each leaf the outputs that depend on it, a bit for each.
         torch_functions: whether subclasses of tensors handle functions of torch.
         used: the ids of the tensors that operators are given, while the first run runs.
     """
@@ -107,7 +107,7 @@ class RunState:
         self.host: tuple[Any, ...] | None = None
         self.explicit: dict[torch.Generator, Tensor] = {}
         self.found: list[tuple[Tensor, Tensor]] = []
-        self.resting: tuple[int, ...] | None = None
+        self.dependent_outputs: tuple[int, ...] | None = None
         self.torch_functions = modes.torch_function_state()
         self.used: set[int] = set()
         self._kept: list[tuple[Tensor, Tensor]] = []

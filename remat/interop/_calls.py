@@ -15,7 +15,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from remat._calls import torch_compile
-from remat._calls.decorated import Region, is_region, kind_of
+from remat._calls.decorated import DecoratedFunction, is_region, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain, refusal
@@ -79,7 +79,7 @@ def call_as_region(
         return function(*args, **kwargs)
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))
-    return Region(function, _settings(storage))(*args, **kwargs)
+    return DecoratedFunction(function, _settings(storage))(*args, **kwargs)
 
 
 def end_graph_for_storage(is_wanted: bool) -> None:

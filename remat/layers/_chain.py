@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, final
 from torch import Tensor
 
 from remat._api import remat
-from remat._calls.decorated import Region, RematModule, is_of_module
+from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, refusal
 from remat._graph.values import TensorMeta
 from remat._torch import dynamo, trees
@@ -33,7 +33,7 @@ from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage
 from remat.schedules._contract import require_schedule
 
-AnyStage = Region[..., Any] | RematModule
+AnyStage = DecoratedFunction[..., Any] | RematModule
 _Tree = Callable[[list[Tensor]], Any]
 _R = TypeVar("_R")
 
@@ -168,7 +168,7 @@ class _ChainStage:
     def region(self) -> AnyStage:
         """The function itself as a region."""
         f = self._f
-        if isinstance(f, (Region, RematModule)):
+        if isinstance(f, (DecoratedFunction, RematModule)):
             return cast("AnyStage", f)
         if self._policy is None:
             return remat(f)
@@ -197,7 +197,7 @@ class _ChainStage:
             try:
                 return run(self.region)
             except MutationError:
-                if isinstance(f, (Region, RematModule)):
+                if isinstance(f, (DecoratedFunction, RematModule)):
                     raise
         found = run(self.on_copies)
         with contextlib.suppress(

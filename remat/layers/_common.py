@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from remat import _captures
-from remat._calls.decorated import Region, RematModule
+from remat._calls.decorated import DecoratedFunction, RematModule
 from remat._calls.entry import Entry
 from remat._errors import (
     ImplicitRandomnessError,
@@ -84,7 +84,7 @@ class Captured:
 
 
 def link_of(
-    region: Region[..., Any] | RematModule,
+    region: DecoratedFunction[..., Any] | RematModule,
     args: tuple[Any, ...],
     num_state: int,
     captured: Captured,
@@ -126,7 +126,9 @@ def link_of(
     return link, entry
 
 
-def _draws(region: Region[..., Any] | RematModule) -> ImplicitRandomnessError:
+def _draws(
+    region: DecoratedFunction[..., Any] | RematModule,
+) -> ImplicitRandomnessError:
     return refusal(
         ImplicitRandomnessError,
         where=f"a stage of a scheduled stack, {region!r}",

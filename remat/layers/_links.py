@@ -21,7 +21,7 @@ from remat._regions.function import Roots
 from remat._regions.functions import Pull, pullback
 from remat._regions.protocol import Asked, Call
 from remat._regions.rules import bind, bind_all, run_saving
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._torch import isolation, levels
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
     """Remembers what is computed of a link for all links of its region."""
-    known: weakref.WeakKeyDictionary[Region, _T] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[TracedRegion, _T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)
     def remembered(link: Link) -> _T:
@@ -128,7 +128,7 @@ class Link:
         written: those of these places whose tensors it changes: its buffers.
     """
 
-    region: Region
+    region: TracedRegion
     roots: Roots
     labels: tuple[str, ...]
     num_state: int
@@ -209,7 +209,7 @@ class Link:
         cotangents: Sequence[Tensor | None],
         wanted: tuple[bool, ...],
         numerics: Numerics,
-    ) -> Region:
+    ) -> TracedRegion:
         """The region of the gradients that are wanted for these cotangents."""
         layouts = tuple(
             None if each is None else layout_of(each) for each in cotangents
@@ -242,7 +242,7 @@ class Link:
 
     @property
     @once_a_region
-    def resting(self) -> tuple[int, ...]:
+    def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, which of the returned tensors depend on it."""
         joint = self.region.joint(self.roots)
         read_by = _outputs_of_gradients(joint)

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from remat._programs.program import Quiet
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat._regions.views import make_views
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
@@ -58,7 +58,7 @@ class _BackwardProgram(NamedTuple):
 
 
 #: The latest backwards of each region.
-_latest: weakref.WeakKeyDictionary[Region, tuple[_BackwardProgram, ...]] = (
+_latest: weakref.WeakKeyDictionary[TracedRegion, tuple[_BackwardProgram, ...]] = (
     weakref.WeakKeyDictionary()
 )
 

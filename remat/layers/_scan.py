@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from remat._api import remat
-from remat._calls.decorated import Region, is_of_module
+from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import CarryError, refusal
 from remat._graph.values import TensorMeta
@@ -233,7 +233,7 @@ class _Scan(NamedTuple):
         stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
         return carry, tree.put_together(stacked)
 
-    def by_regions(self, region: Region[..., Any]) -> tuple[Any, Any]:
+    def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
         """Each step a region of one trace."""
         args = self._arguments(stand_ins(self.metas()))
         entry, roots, captured = region.found_for(args, {})
@@ -251,7 +251,7 @@ class _Scan(NamedTuple):
         return self.loop(step)
 
     def by_schedule(
-        self, region: Region[..., Any], schedule: AbstractSchedule
+        self, region: DecoratedFunction[..., Any], schedule: AbstractSchedule
     ) -> tuple[Any, Any]:
         """All steps one region, which keeps what the schedule says."""
         args = self._arguments(stand_ins(self.metas()))

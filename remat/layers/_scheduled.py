@@ -26,7 +26,7 @@ from remat._errors import SavedTensorModifiedError, refusal
 from remat._regions.forwards import Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch, mapped
-from remat._regions.protocol import AnyRegion, Asked, Batched, WithoutProgram
+from remat._regions.protocol import Asked, Batched, Region, WithoutProgram
 from remat._rerun.region import Rerun, rerun_of
 from remat._switches.numerics import Numerics
 from remat._tracing.trace import View
@@ -141,7 +141,7 @@ class Swept(WithoutProgram):
 
         return run
 
-    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion:
+    def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region that carries out the rest of the schedule."""
         again = self.plain.vjp(roots, asked)
         if self.replay is None:
@@ -150,7 +150,7 @@ class Swept(WithoutProgram):
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[AnyRegion, None]:
+    ) -> tuple[Region, None]:
         """The region of the outputs' tangents."""
         return self.plain.jvp(roots, has_tangent, num_states)
 
@@ -210,13 +210,13 @@ class Pulled(WithoutProgram):
 
         return run
 
-    def vjp(self, roots: Roots, asked: Asked) -> AnyRegion:
+    def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region of second derivatives."""
         return self.again.vjp(roots, asked)
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[AnyRegion, None]:
+    ) -> tuple[Region, None]:
         """The region of the gradients' tangents."""
         return self.again.jvp(roots, has_tangent, num_states)
 
@@ -267,7 +267,7 @@ def scheduled(
         return stack.run(tensors, Numerics.current())
 
     requires_grad = tuple(meta.requires_grad for meta in stack.operands)
-    resting = stack.resting()
+    dependent_outputs = stack.dependent_outputs()
 
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
         num_rows = len(flows) - stack.num_last
@@ -277,12 +277,12 @@ def scheduled(
 
     return Swept(
         _sweep(stack, forward),
-        rerun_of(run, requires_grad, resting),
+        rerun_of(run, requires_grad, dependent_outputs),
         len(flows),
         len(stack.written),
         flows,
         held,
-        _replays(stack, forward, backward, held, resting),
+        _replays(stack, forward, backward, held, dependent_outputs),
         batch_of,
     )
 
@@ -307,13 +307,13 @@ def _replays(
     forward: Sequence[Action],
     backward: Sequence[Action],
     held: Held,
-    resting: tuple[int, ...],
+    dependent_outputs: tuple[int, ...],
 ) -> Callable[[Asked], Replayed]:
     def replays(asked: Asked) -> Replayed:
         pulled = sum(1 << k for k, each in enumerate(asked.layouts) if each is not None)
         wanted = [
             each and bool(bits & pulled)
-            for each, bits in zip(asked.wanted, resting, strict=True)
+            for each, bits in zip(asked.wanted, dependent_outputs, strict=True)
         ]
         count = len(stack.operands)
 

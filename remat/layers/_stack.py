@@ -105,11 +105,13 @@ class Stack:
         }
         return found | {id(self.links[-1]): self.num_last}
 
-    def resting(self) -> tuple[int, ...]:
+    def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, the outputs that may depend on it."""
         found = [0] * len(self.operands)
         distinct = {id(link): link for link in self.links}
-        resting = {key: _places_of_bits(link) for key, link in distinct.items()}
+        dependent_outputs = {
+            key: _places_of_bits(link) for key, link in distinct.items()
+        }
         # From the last stage back: which outputs rest on each leaf of its state.
         state = [1 << place for place in range(self.num_last)]
         behind: tuple[Link | None, list[int]] = None, []
@@ -119,7 +121,7 @@ class Stack:
             behind = link, state
             rows = range(self.num_last, self.num_last + len(link.returned()))
             after = [*state, *(1 << place for place in rows)]
-            bits = [_united(after, places) for places in resting[id(link)]]
+            bits = [_united(after, places) for places in dependent_outputs[id(link)]]
             state, others = bits[: link.num_state], bits[link.num_state :]
             for place, each in zip(self._places_after(link), others, strict=True):
                 found[place] |= each
@@ -181,7 +183,8 @@ def _united(bits: Sequence[int], places: Sequence[int]) -> int:
 def _places_of_bits(link: Link) -> list[list[int]]:
     count = len(link.returned())
     return [
-        [place for place in range(count) if bits >> place & 1] for bits in link.resting
+        [place for place in range(count) if bits >> place & 1]
+        for bits in link.dependent_outputs
     ]
 
 

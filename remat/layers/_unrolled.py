@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from remat._calls import torch_compile
-from remat._calls.decorated import Region, RematModule, is_of_module
+from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
 from remat._calls.options import Settings
 from remat._calls.signature import Statics
 from remat._errors import explain
@@ -25,7 +25,7 @@ from remat.policies import nothing_saveable
 
 # The kinds of regions that they are made of: around modules, and around functions.
 _KINDS = {
-    rng: Region(
+    rng: DecoratedFunction(
         lambda *args: args,
         Settings(nothing_saveable, rng, "trace", Statics(), verify=False),
         "a step of a stack",
@@ -83,7 +83,7 @@ def _stage(f: Callable[[Any], Any], state: Any) -> Any:
 
 
 def _is_region(f: object) -> bool:
-    return isinstance(f, (Region, RematModule))
+    return isinstance(f, (DecoratedFunction, RematModule))
 
 
 def _region(f: Callable[..., Any], *args: Any) -> Any:

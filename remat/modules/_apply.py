@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from remat._api import remat
-from remat._calls.decorated import Region
+from remat._calls.decorated import DecoratedFunction
 from remat._errors import TraceError, refusal
 from remat._messages import warn
 from remat.modules._where import Where, matching
@@ -115,13 +115,15 @@ def _require_count(every: Any) -> None:
         )
 
 
-def region_of(module: nn.Module) -> Region[..., Any] | None:
+def region_of(module: nn.Module) -> DecoratedFunction[..., Any] | None:
     """The region that `apply` put into a module, None where there is none."""
     found = module.__dict__.get("forward")
-    return found if isinstance(found, Region) else None  # pyright: ignore[reportUnknownVariableType]
+    return found if isinstance(found, DecoratedFunction) else None  # pyright: ignore[reportUnknownVariableType]
 
 
-def _wrapped_by(region: Region[..., Any], module: nn.Module) -> Callable[..., Any]:
+def _wrapped_by(
+    region: DecoratedFunction[..., Any], module: nn.Module
+) -> Callable[..., Any]:
     """The function that a module's region runs; a shallow copy shares the original's."""
     own = region.__wrapped__
     method = getattr(own, "__func__", None)

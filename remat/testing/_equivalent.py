@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat._calls.decorated import BoundRegion, Region, RematModule
+from remat._calls.decorated import BoundRegion, DecoratedFunction, RematModule
 from remat._errors import refusal
 from remat._torch.tensors import storage_key
 from remat.testing._calls import CallArguments, FlatFunction
@@ -136,7 +136,7 @@ def assert_equivalent(
 
 
 def _promises_bits(g: object) -> bool:
-    regions = (Region, BoundRegion, RematModule)
+    regions = (DecoratedFunction, BoundRegion, RematModule)
     return isinstance(g, regions) and g.settings.backend is None
 
 

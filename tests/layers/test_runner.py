@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import chain, remat, scan
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat.layers import _chain, _executor
 from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
 from tests.support import seeded
@@ -41,13 +41,13 @@ def loop(w: Tensor, h: Tensor) -> Tensor:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was asked of regions that have a backward."""
     found: list[Any] = []
-    vjp = Region.vjp
+    vjp = TracedRegion.vjp
 
-    def noting(self: Region, roots: Any, asked: Any) -> Region:
+    def noting(self: TracedRegion, roots: Any, asked: Any) -> TracedRegion:
         found.append(asked)
         return vjp(self, roots, asked)
 
-    monkeypatch.setattr(Region, "vjp", noting)
+    monkeypatch.setattr(TracedRegion, "vjp", noting)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
-from remat._calls.decorated import Region, kind_of
+from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
 from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, refusal
@@ -72,11 +72,11 @@ class CheckpointOptions:
         is_plain = self.context_fn is noop_context_fn and not self.debug
         return is_plain and self.respect_saved_tensors_hooks is None
 
-    def region(self, function: Callable[..., Any]) -> Region[..., Any]:
+    def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
         policy = policy_of(self.context_fn)
         rng = "preserve" if self.preserve_rng_state else "keys"
-        return Region(function, _settings(policy, rng, self.engine))
+        return DecoratedFunction(function, _settings(policy, rng, self.engine))
 
     def run(
         self,

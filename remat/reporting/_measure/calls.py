@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 
 from remat import _captures
 from remat._regions.out_of_memory import name_of
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat._rerun.region import Rerun
 from remat.reporting._held import Node
 from remat.reporting._measure.traced import RegionTrace
@@ -49,7 +49,7 @@ class RegionCall:
     def policy(self) -> str:
         """Its policy as code."""
         region = self.call.region
-        if isinstance(region, Region):
+        if isinstance(region, TracedRegion):
             return repr(region.policy)
         return "engine='rerun'" if isinstance(region, Rerun) else "a schedule"
 
@@ -77,7 +77,7 @@ class RegionCalls:
             call.number = len(row)
             row.append(call)
             region = call.call.region
-            if isinstance(region, Region) and region.keeps:
+            if isinstance(region, TracedRegion) and region.keeps:
                 if id(region) not in traces:
                     traces[id(region)] = RegionTrace(region, call.call.roots), []
                 call.traced, calls = traces[id(region)]

@@ -17,7 +17,7 @@ from remat._partition.flops import step_flops
 from remat._partition.halves import backward_graph
 from remat._partition.peak import peak_of_run
 from remat._regions.function import Roots
-from remat._regions.traced import Region
+from remat._regions.traced import TracedRegion
 from remat.policies import Save
 from remat.storage import AbstractStorage, Held, Keep
 
@@ -91,7 +91,7 @@ class RegionTrace:
         found: where forward and backward part.
     """
 
-    def __init__(self, region: Region, roots: Roots) -> None:
+    def __init__(self, region: TracedRegion, roots: Roots) -> None:
         self.region = region
         self._roots = roots
         self.analysis: Analysis = region.analysis(roots)
