@@ -27,7 +27,7 @@ SINGLE = (
     "tests/laws/test_law_01_zoo_under_transforms.py",
     "tests/laws/test_law_02_random_graphs.py",
     "tests/test_examples.py",
-    "tests/test_operator_sweep.py",
+    "tests/sweep/test_operator_sweep.py",
     "tests/test_planted_bugs.py",
     "tests/test_properties.py",
 )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import checkpoint_name, policies, remat
-from tests.regions import assert_saves, split_residuals
+from tests.inspection import assert_saves, split_residuals
 from tests.support import backward_operators, held_bytes, seeded
 from tests.zoo import attention, attention_args, mlp, tensors
 

@@ -12,7 +12,7 @@ import torch
 from torch.func import grad, jacrev, vjp, vmap
 
 from remat import checkpoint_name, policies, remat
-from tests.regions import assert_saves, split_residuals
+from tests.inspection import assert_saves, split_residuals
 from tests.support import backward_operators, count_operators, seeded
 
 NAMED = policies.save_only_these_names

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat import checkpoint_name, policies, remat
-from tests.regions import warned
+from tests.inspection import warned
 from tests.support import seeded
 
 names = policies.save_only_these_names

@@ -22,7 +22,7 @@ from remat import (
     scan,
     storage,
 )
-from tests.regions import warned
+from tests.inspection import warned
 from tests.support import seeded
 
 names = policies.save_only_these_names

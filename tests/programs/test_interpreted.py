@@ -12,7 +12,7 @@ from remat._graph.values import Graph, Ref, TensorMeta, Value
 from remat._programs.interpreted import function_of
 from remat._programs.overhead import dominates
 from remat._torch import modes, tensors
-from tests.regions import inputs_of, programs
+from tests.inspection import inputs_of, programs
 from tests.support import Heard, LiveBytes
 from tests.zoo import FUNCTIONS
 

@@ -17,7 +17,7 @@ from remat._programs.bindings import bindings_of
 from remat._programs.overwriting import reusing
 from remat._torch import schemas, tensors, trees
 from tests.benchmarks.memory import allocated
-from tests.regions import inputs_of, programs
+from tests.inspection import inputs_of, programs
 from tests.support import (
     Heard,
     assert_bitwise,
