@@ -45,8 +45,13 @@ def test_init_only_exports(path: Path):
 
 
 def test_public_names_are_documented():
-    """Each public name says in a docstring what it is."""
-    silent = [name for name, value in public_values() if not inspect.getdoc(value)]
+    """Each public name says in a docstring what it is; what torch says of its own is torch's."""
+    silent = [
+        name
+        for name, value in public_values()
+        if not inspect.getdoc(value)
+        and not str(getattr(value, "__module__", "")).startswith("torch.")
+    ]
 
     assert not silent
 

@@ -13,7 +13,6 @@ from torch._dynamo.exc import Unsupported
 
 from remat import (
     CarryError,
-    PolicyError,
     chain,
     checkpoint_name,
     modules,
@@ -22,16 +21,19 @@ from remat import (
     remat,
     scan,
     schedules,
-    storage,
 )
 from tests.benchmarks.memory import allocated
-from tests.support import (
-    assert_bitwise,
-    assert_close,
-    graphs_of_torch_compile,
-    seeded,
-    tensors_in,
+from tests.calls.graphs import (
+    OUTSIDE,
+    compiled,
+    gradients,
+    layer,
+    loss,
+    named,
+    settings,
+    weight,
 )
+from tests.support import assert_bitwise, assert_close, seeded, tensors_in
 
 pytestmark = [
     pytest.mark.contract,
@@ -40,15 +42,6 @@ pytestmark = [
     # Dynamo's own, of what is between two graphs.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
-
-weight = seeded(4, 4).requires_grad_()
-settings = {"scale": 2.0}
-
-
-@remat(policy=policies.save_matmul_outputs)
-def layer(x: Tensor) -> Tensor:
-    """A region that reaches a parameter and a number beyond its arguments."""
-    return torch.sin(x @ weight).cos() * settings["scale"]
 
 
 class Model(nn.Module):
@@ -67,11 +60,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.inner(x) + 1)
-
-
-def loss(x: Tensor) -> Tensor:
-    """Regions between operators."""
-    return (layer(layer(x.exp())) + 1).sum()
 
 
 @remat(policy=policies.save_only_these_names("hidden"))
@@ -135,15 +123,6 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: sum(each.sum() for each in in_place(x)),  # type: ignore[return-value]
 }
 each_loss = pytest.mark.parametrize("fun", LOSSES.values(), ids=LOSSES)
-
-
-def compiled(fun: Any, *, fullgraph: bool = True) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(fun, backend="aot_eager", fullgraph=fullgraph)
-
-
-def gradients(fun: Any, x: Tensor) -> Any:
-    return torch.autograd.grad(fun(x), [x, weight], allow_unused=True)
 
 
 @each_loss
@@ -481,143 +460,6 @@ def test_a_graph_keeps_states_of_generators_and_no_masks() -> None:
     assert sum(each.nbytes for each in saved) == 5056
 
 
-class Named:
-    """A policy of the user's own, with what it was made with."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, value: policies.Value) -> bool:
-        return value.names == (self.name,)
-
-
-def named(x: Tensor) -> Tensor:
-    """A function, of which each recomputation has one product of matrices."""
-    return checkpoint_name(x @ weight, "hidden").sin().exp().sin()
-
-
-class Plain(nn.Module):
-    """The same as a module, which draws."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(named(x), 0.5)
-
-
-plain = Plain()
-OUTSIDE = policies.save_only_these_names("hidden")
-OF_THE_USER = Named("hidden")
-
-
-def decorated_inside(x: Tensor) -> Tensor:
-    """The decorator with an option."""
-
-    @remat(policy=policies.save_matmul_outputs)
-    def scaled(x: Tensor, scale: float) -> Tensor:
-        return named(x) * scale
-
-    return scaled(x, 2.0)
-
-
-def loop_inside(x: Tensor) -> Tensor:
-    """A region for each step."""
-    for _ in range(2):
-        x = remat(named)(x)
-    return x
-
-
-# What is called, and how many of the forward's products the backward has again.
-MADE_INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "a function": (lambda x: remat(named)(x), 1),
-    "a policy": (lambda x: remat(named, policy=OUTSIDE)(x), 0),
-    "a policy of the user's": (lambda x: remat(named, policy=OF_THE_USER)(x), 0),
-    "a rule": (lambda x: remat(named, policy=lambda v: bool(v.names))(x), 0),
-    "a decorator": (decorated_inside, 0),
-    "a module": (lambda x: remat(plain)(x), 1),
-    "a method": (lambda x: remat(plain.forward)(x), 1),
-    "a static argument": (
-        lambda x: remat(lambda n, x: named(x) * n, static_argnums=0)(2, x),
-        1,
-    ),
-    "a loop": (loop_inside, 2),
-    "in a region": (lambda x: remat(lambda x: remat(named)(x))(x), 1),
-}
-
-
-@pytest.mark.parametrize(("fun", "count"), MADE_INSIDE.values(), ids=MADE_INSIDE)
-def test_regions_that_are_made_in_a_graph(fun: Any, count: int) -> None:
-    """They recompute as those that are made outside, under their own policies."""
-    x, found = seeded(4, 4).requires_grad_(), list[Any]()
-
-    def loss(x: Tensor) -> Tensor:
-        return fun(x.exp()).sum()
-
-    torch._dynamo.reset()
-    backend, graphs = graphs_of_torch_compile()
-    for run in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
-        torch.manual_seed(3)
-        found.append((*gradients(run, x), torch.get_rng_state()))
-
-    assert_close(*found)
-    forward, backward = [each["aten.mm.default"] for each in graphs]
-    # Two of each product's in the backward are the derivative's own.
-    assert backward - 2 * forward == count
-
-
-MADE_APART: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "an option that keeps it apart": (
-        lambda x: remat(named, engine="rerun")(x),
-        "has engine=",
-    ),
-    "a storage": (
-        lambda x: remat(named, saved_inputs=storage.Cast(torch.float32))(x),
-        "an option that is made there",
-    ),
-    "storages": (
-        lambda x: remat(named, saved_inputs={"x": storage.Keep()})(x),
-        "an option that is made there",
-    ),
-    "a policy that is made there": (
-        lambda x: remat(named, policy=policies.save_only_these_names("hidden"))(x),
-        "Make policies and storages, or the region itself, outside",
-    ),
-    "a policy of the user's that is made there": (
-        lambda x: remat(named, policy=Named("hidden"))(x),
-        "an option that is made there",
-    ),
-}
-each_made_apart = pytest.mark.parametrize(
-    ("fun", "why"), MADE_APART.values(), ids=MADE_APART
-)
-
-
-@each_made_apart
-def test_what_is_made_apart(fun: Any, why: str) -> None:
-    """It runs between two graphs, and a single graph refuses it and says why."""
-    x = seeded(3, 4).requires_grad_()
-
-    def loss(x: Tensor) -> Tensor:
-        return fun(x.exp()).sum()
-
-    assert_close(gradients(compiled(loss, fullgraph=False), x), gradients(loss, x))
-    with pytest.raises(Unsupported, match=why):
-        compiled(loss)(x)
-
-
-@pytest.mark.parametrize(
-    ("fun", "error"),
-    [
-        (lambda x: remat(named, policy=3)(x), PolicyError),  # type: ignore[call-overload]
-        (lambda x: remat(named, use_reentrant=True)(x), TypeError),  # type: ignore[call-overload]
-        (lambda x: remat(nn.Linear)(4, 4)(x), TypeError),
-    ],
-    ids=["policy", "option", "class"],
-)
-def test_what_is_made_wrongly_in_a_graph_says_so(fun: Any, error: Any) -> None:
-    """As it does outside."""
-    with pytest.raises(error):
-        compiled(fun, fullgraph=False)(seeded(3, 4).requires_grad_())
-
-
 def test_another_policy_compiles_again() -> None:
     """The one that is in force decides what waits."""
     settings["policy"] = OUTSIDE  # type: ignore[assignment]
@@ -645,63 +487,6 @@ def test_static_arguments_in_a_graph(options: Any) -> None:
         return region(2, x.exp(), x).sum()
 
     assert_close(gradients(compiled(fun), x), gradients(fun, x))
-
-
-offloaded = remat(lambda x: x.sin().sin(), saved_inputs=storage.Cast(torch.float32))
-by_name = remat(
-    lambda x: x.sin().sin(), saved_inputs={"x": storage.Cast(torch.float32)}
-)
-run_again = remat(lambda x: x.sin().sin(), engine="rerun")
-compared = remat(
-    lambda x: x.sin().sin(), verify=True, policy=policies.everything_saveable
-)
-APART: dict[str, tuple[Any, str]] = {
-    "storage": (offloaded, "stores values in Cast"),
-    "storage by name": (by_name, "saved_inputs"),
-    "rerun": (run_again, "rerun"),
-    "verify": (compared, "verify"),
-}
-each_apart = pytest.mark.parametrize(("region", "why"), APART.values(), ids=APART)
-
-
-@each_apart
-def test_what_stays_apart_runs_between_graphs(region: Any, why: str) -> None:
-    """As it does outside: the same draws, the same gradients."""
-    x = seeded(3, 4).requires_grad_()
-    found: list[Any] = []
-
-    def fun(x: Tensor) -> Tensor:
-        return region(x.exp()).sum() + 1
-
-    for each in (fun, compiled(fun, fullgraph=False)):
-        torch.manual_seed(3)
-        out = each(x)
-        found.append((out, torch.autograd.grad(out, x), torch.get_rng_state()))
-
-    assert_close(found[1], found[0])
-
-
-@each_apart
-def test_what_stays_apart_is_refused_in_one_graph(region: Any, why: str) -> None:
-    """The error says what to do."""
-    with pytest.raises(Unsupported, match=why):
-        compiled(lambda x: region(x.exp()).sum())(seeded(3, 4).requires_grad_())
-
-
-def test_side_effects_stay_apart() -> None:
-    """Dynamo does not take a region that changes what is outside of it."""
-    log: list[int] = []
-    region = remat(lambda x: x.sin() if log.append(1) else x.cos(), engine="rerun")  # type: ignore[func-returns-value]
-
-    with pytest.raises(Unsupported):
-        compiled(lambda x: region(x).sum())(seeded(3, 4).requires_grad_())
-
-
-def test_names_outside_of_regions_are_nothing() -> None:
-    """They leave no trace in a compiled graph."""
-    fun = compiled(lambda x: checkpoint_name(x.sin(), "a").sum())
-
-    assert_close(fun(seeded(3)), seeded(3).sin().sum())
 
 
 def step(carry: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, Any]:

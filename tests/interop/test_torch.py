@@ -6,7 +6,6 @@ docs/interop_torch.md is the table of all of them.
 
 import contextlib
 import functools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,23 +13,16 @@ import torch
 import torch.utils.checkpoint as peer
 from torch import nn
 
-from remat import (
-    ImplicitRandomnessError,
-    PolicyError,
-    RematWarning,
-    SideEffectError,
-    TraceError,
-)
+from remat import ImplicitRandomnessError, RematWarning, SideEffectError, TraceError
 from remat._calls import decorated, lookup
 from remat.interop.torch import (
-    CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from tests.interop.layers import MM, product, save_mm
 from tests.support import (
-    LiveBytes,
     OperatorCounter,
     assert_bitwise,
     assert_close,
@@ -45,8 +37,6 @@ pytestmark = [
     # Forward mode itself compiles decompositions with torch.jit.script.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
-
-MM = torch.ops.aten.mm.default
 each_variant = pytest.mark.parametrize("use_reentrant", [None, False, True])
 
 
@@ -67,8 +57,6 @@ def with_gradients(model, call):
     out.sum().backward()
     return out.detach(), x.grad, [each.grad for each in model.parameters()]
 
-
-# --- test_utils.py ----------------------------------------------------------------------
 
 PARTS = {
     "sequential": lambda model: model,
@@ -223,9 +211,6 @@ def test_partial_gradient():
     assert [each.requires_grad for each in out] == [True, False]
 
     assert not checkpoint(lambda a, b: b.sin(), x, y, use_reentrant=True).requires_grad
-
-
-# --- test_autograd.py: TestAutograd -----------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -430,373 +415,6 @@ def test_containers():
     assert_bitwise(run(functools.partial(checkpoint, model), [x]), run(model, [x]))
 
 
-# --- test_autograd.py: TestNestedCheckpoint ---------------------------------------------
-
-
-def nested(function):
-    return functools.partial(checkpoint, function, use_reentrant=False)
-
-
-def gradient_of(function):
-    """A function that takes a derivative inside, by torch.autograd.grad."""
-
-    def gradient(x):
-        with torch.enable_grad():
-            out = function(x)
-        (found,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return found
-
-    return gradient
-
-
-def test_nested():
-    """test_autograd.py: test_nested_checkpoint, test_nested_checkpoint_two_children."""
-
-    def f(x):
-        return x.sin().exp().sin()
-
-    def g(x):
-        return x.cos().sin().exp()
-
-    def both(x):
-        return nested(g)(nested(f)(x))
-
-    x = seeded(3, 3).requires_grad_()
-    plain = gradient_of(gradient_of(lambda x: g(f(x))))(x)
-
-    assert_close(gradient_of(gradient_of(nested(both)))(x), plain)
-    assert_close(gradient_of(gradient_of(nested(nested(both))))(x), plain)
-
-
-@pytest.mark.parametrize("by", [gradient_of, torch.func.grad])
-def test_a_derivative_inside(by):
-    """test_autograd.py: test_nested_checkpoint_two_children, a derivative in a checkpoint."""
-
-    def inner(x):
-        return by(lambda x: x.sin().exp().sum())(x)
-
-    args = [seeded(3)]
-    assert_close(run(nested(inner), args), run(inner, args))
-
-
-def test_nested_arguments():
-    """test_autograd.py: ..._non_tensor_inputs_and_outputs, test_nested_checkpoint_kwargs."""
-
-    def fn(k, a, b, f, scale=None):
-        return f(k * a * b.exp()) * scale, 1, "abcd"
-
-    a, b, scale = (torch.tensor(2.0 + i, requires_grad=True) for i in range(3))
-    found = checkpoint(fn, 3, a, b, torch.sin, scale=scale, use_reentrant=False)
-    expected = fn(3, a, b, torch.sin, scale=scale)
-
-    assert found[1:] == expected[1:]
-    assert_bitwise(
-        torch.autograd.grad(found[0], (a, b, scale)),
-        torch.autograd.grad(expected[0], (a, b, scale)),
-    )
-    with pytest.raises(ValueError, match=r"takes no keyword arguments.*got scale"):
-        checkpoint(fn, 3, a, b, torch.sin, scale=scale, use_reentrant=True)
-
-
-def test_a_backward_inside_a_backward():
-    """test_autograd.py: test_nested_checkpoint_reentrant_backwards."""
-    a = torch.tensor(1.0, requires_grad=True)
-    x, out = checkpoint(lambda a: (a.sin().cos(), a.cos()), a, use_reentrant=False)
-    other = x.exp()
-    other.grad_fn.register_hook(lambda *unused: out.backward(retain_graph=True))
-
-    other.backward(retain_graph=True)
-
-    x, out = a.sin().cos(), a.cos()
-    assert_close(a.grad, sum(torch.autograd.grad((x.exp(), out), a)))
-
-
-def test_nothing_more_than_is_needed_runs_again():
-    """test_autograd.py: test_nested_checkpoint_set_early_stop, and its ..._no_recompution_needed."""
-    tail = backward_operators(nested(lambda x: x.sin().cos().clone()), seeded(3))
-    assert (tail["aten.clone"], tail["aten.sin"]) == (
-        0,
-        2,
-    )  # once for the derivative of cos
-    assert backward_operators(nested(torch.sin), seeded(3)) == {
-        "aten.cos": 1,
-        "aten.mul": 1,
-    }
-
-    # Dead work in the middle, which stopping early runs too.
-    def middle(x):
-        (x.exp() * 2).sum()
-        return x.sin().cos()
-
-    assert backward_operators(nested(middle), seeded(3))["aten.exp"] == 0
-
-
-def test_early_stop_cannot_be_turned_off():
-    """...which is said, except where the function runs again, or torch says nothing."""
-    with pytest.warns(RematWarning, match=r'engine="rerun", which runs the whole'):
-        checkpoint(torch.sin, seeded(3).requires_grad_(), early_stop=False)
-    checkpoint(
-        torch.sin, seeded(3).requires_grad_(), early_stop=False, use_reentrant=True
-    )
-
-    whole = functools.partial(
-        checkpoint, lambda x: x.sin().clone(), engine="rerun", early_stop=False
-    )
-    assert backward_operators(whole, seeded(3))["aten.clone"] == 1
-
-
-# --- test_autograd.py: TestSelectiveActivationCheckpoint --------------------------------
-
-
-def save_mm(ctx, op, *args, **kwargs):
-    """A policy as torch's documentation writes it, over this package's enum."""
-    return CheckpointPolicy.MUST_SAVE if op == MM else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def save_mm_with_the_enum_of_torch(ctx, op, *args, **kwargs):
-    """The same over torch's."""
-    chosen = peer.CheckpointPolicy
-    return chosen.MUST_SAVE if op == MM else chosen.PREFER_RECOMPUTE
-
-
-SELECTIVE = {
-    "list": [MM],
-    "function": save_mm,
-    "enum of torch": save_mm_with_the_enum_of_torch,
-    "bool": lambda ctx, op, *args, **kwargs: op == MM,
-    "made anew": lambda *args: (lambda ops: lambda c, op, *a: op in ops)({MM})(*args),
-}
-
-
-def product(x, y):
-    return torch.mm(x.cos(), y).sin().sum()
-
-
-@pytest.mark.parametrize(
-    "made_by",
-    [create_selective_checkpoint_contexts, peer.create_selective_checkpoint_contexts],
-)
-@pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
-def test_selective(policy, made_by):
-    """test_autograd.py: test_flops_and_mem; contexts that torch makes will do as well."""
-    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
-
-    def selective(x, y):
-        context_fn = functools.partial(made_by, policy)
-        return checkpoint(product, x, y, use_reentrant=False, context_fn=context_fn)
-
-    assert_bitwise(run(selective, args), run(product, args))
-    # Two products for the gradients, and none for the recomputation.
-    assert backward_operators(selective, *args)["aten.mm"] == 2
-    assert backward_operators(nested(product), *args)["aten.mm"] == 3
-
-
-def held(call, *args):
-    """Bytes that wait between forward and backward."""
-    call(*args)
-    with LiveBytes() as memory:
-        out = call(*args)
-        return memory.live - out.untyped_storage().nbytes()
-
-
-def test_bytes():
-    """test_autograd.py: test_flops_and_mem, its bytes; test_storage_lifetime."""
-    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [MM])
-
-    assert held(product, *args) == 2 * 8 * 8 * 8
-    assert held(nested(product), *args) == 0
-    assert (
-        held(functools.partial(checkpoint, product, context_fn=context_fn), *args)
-        == 8 * 8 * 8
-    )
-
-    with LiveBytes() as memory:
-        out = checkpoint(product, *args, context_fn=context_fn)
-        out.backward()
-        del out
-        for each in args:
-            each.grad = None
-    assert memory.live == 0
-
-
-def test_an_offloaded_output_waits_elsewhere():
-    """torch recomputes what its MUST_CPU_OFFLOAD means; ours is an offload."""
-
-    def offload(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_CPU_OFFLOAD if op == MM else False
-
-    context_fn = functools.partial(create_selective_checkpoint_contexts, offload)
-    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1).requires_grad_())
-
-    # On a CPU it is there already, which the storage itself says.
-    with pytest.warns(RematWarning, match="Offload"):
-        checkpoint(product, *args, context_fn=context_fn).backward()
-
-
-SEEN: list[Any] = []
-
-
-def test_what_a_policy_is_told():
-    """The operator, what it took and what it made, as tensors without data."""
-    SEEN.clear()
-
-    def policy(ctx, op, *args, **kwargs):
-        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
-        SEEN.append(
-            (str(op), shapes, tuple(ctx.op_output.shape), ctx.is_recompute, kwargs)
-        )
-        return op == MM and args[1].shape[1] == 2
-
-    def two(x, y, z):
-        return ((x @ y).sin() @ z).sin()
-
-    args = [seeded(3, 4), seeded(4, 2), seeded(2, 5)]
-    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-    counts = backward_operators(
-        functools.partial(checkpoint, two, context_fn=context_fn), *args
-    )
-
-    assert SEEN[:2] == [
-        ("aten.mm.default", [(3, 4), (4, 2)], (3, 2), False, {}),
-        ("aten.sin.default", [(3, 2)], (3, 2), False, {}),
-    ]
-    assert len(SEEN) == 4
-    assert counts["aten.mm"] == 4 + 1
-
-
-def test_policies_of_equal_closures_share_a_trace():
-    """torch's habit is a new policy at each call, with a counter of its own."""
-    SEEN.clear()
-
-    def every_other():
-        counts = Counter()
-
-        def policy(ctx, op, *args, **kwargs):
-            counts[op] += 1
-            SEEN.append(op)
-            return op == MM and counts[op] % 2 == 1
-
-        return create_selective_checkpoint_contexts(policy)
-
-    def chain(x):
-        return (((x @ x).sin() @ x).sin() @ x).sin()
-
-    x = [seeded(4, 4)]
-    chained = functools.partial(checkpoint, chain, context_fn=every_other)
-    # Seven products for the gradients of three, and the second recomputed.
-    assert backward_operators(chained, *x)["aten.mm"] == 6 + 1
-    for _ in range(3):
-        run(chained, x)
-    assert len(SEEN) == 6
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        ([2], ValueError, "expected an overload of an operator, and got 2"),
-        ([torch.ops.aten.sin], ValueError, r"Pass torch.ops.aten.sin.default"),
-        (2, TypeError, "either a function or a list"),
-    ],
-)
-def test_bad_inputs(given, error, text):
-    """test_autograd.py: test_bad_inputs."""
-    with pytest.raises(error, match=text):
-        create_selective_checkpoint_contexts(given)
-
-
-def test_a_meaningless_answer():
-    """Anything but a bool and a CheckpointPolicy."""
-    context_fn = functools.partial(
-        create_selective_checkpoint_contexts, lambda *args: "save"
-    )
-    with pytest.raises(
-        PolicyError, match=r"answered 'save' about .*aten.sin.*CheckpointPolicy"
-    ):
-        checkpoint(
-            lambda x: x.sin().cos(), seeded(3).requires_grad_(), context_fn=context_fn
-        )
-
-
-def test_contexts_for_another_checkpoint():
-    """Ours would silently do nothing in torch's."""
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [MM])
-    with pytest.raises(
-        RuntimeError, match=r"carries a policy to interop.torch.checkpoint"
-    ):
-        peer.checkpoint(
-            torch.sin, seeded(3), use_reentrant=False, context_fn=context_fn
-        )
-
-
-def test_a_saved_output_that_the_function_changes():
-    """test_autograd.py: test_version_counter; right here without allowing anything."""
-
-    def fn(x):
-        return x.sin().mul_(2).cos().exp()
-
-    sin = torch.ops.aten.sin.default
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [sin])
-    args = [seeded(3)]
-    assert_bitwise(
-        run(functools.partial(checkpoint, fn, context_fn=context_fn), args),
-        run(fn, args),
-    )
-
-
-def test_more_than_one_output():
-    """test_autograd.py: test_function_with_more_than_one_output, ..._already_has_autograd_meta."""
-
-    def fn(x, y):
-        variance, mean = torch.var_mean(x)
-        return (mean * variance).sin().exp(), y.view(-1)
-
-    ops = [torch.ops.aten.var_mean.correction, torch.ops.aten.view.default]
-    context_fn = functools.partial(create_selective_checkpoint_contexts, ops)
-    args = [seeded(3), torch.tensor([1, 2, 3])]
-    saving = functools.partial(checkpoint, fn, context_fn=context_fn)
-
-    assert_bitwise(run(saving, args), run(fn, args))
-    assert backward_operators(saving, *args)["aten.var_mean"] == 0
-
-
-@torch.library.custom_op("remat_interop::sine_and_two", mutates_args=())
-def sine_and_two(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """An operator of the user's, one of whose outputs is no tensor."""
-    SEEN.append("forward")
-    return x.sin(), 2
-
-
-@sine_and_two.register_fake
-def _(x):
-    return torch.empty_like(x), 2
-
-
-sine_and_two.register_autograd(
-    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0].cos(),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-)
-
-
-def test_an_output_that_is_no_tensor():
-    """test_autograd.py: test_function_with_non_tensor_output."""
-
-    def fn(x):
-        sine, two = sine_and_two(x)
-        return (sine * x.sin().exp()).sin() * two
-
-    op = torch.ops.remat_interop.sine_and_two.default
-    context_fn = functools.partial(create_selective_checkpoint_contexts, [op])
-    saving = functools.partial(checkpoint, fn, context_fn=context_fn)
-    args = [seeded(3)]
-    assert_bitwise(run(saving, args), run(fn, args))
-    SEEN.clear()
-
-    run(saving, args)
-
-    assert SEEN == ["forward"]
-
-
 def test_backward_again():
     """test_autograd.py: test_can_only_trigger_recompute_once; here it may be triggered again."""
     sin = torch.ops.aten.sin.default
@@ -806,9 +424,6 @@ def test_backward_again():
 
     first = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert_bitwise(torch.autograd.grad(out.sum(), x), first)
-
-
-# --- beyond torch's tests ---------------------------------------------------------------
 
 
 def test_under_torch_func():

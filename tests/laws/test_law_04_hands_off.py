@@ -8,6 +8,7 @@ of a saved tensor raises."
 
 import pytest
 import torch
+from torch import Tensor
 from torch.func import grad
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -16,6 +17,7 @@ from tests.support import (
     assert_bitwise,
     assert_close,
     fresh,
+    grads,
     run,
     seeded,
     tensors_in,
@@ -201,3 +203,24 @@ def test_differentiating_twice_leaves_the_first_gradient(policy):
         return first.detach(), second, again
 
     assert_close(both(remat(fun, policy=POLICIES[policy])), both(fun))
+
+
+@pytest.mark.contract
+def test_the_callers_saved_tensor_hooks_see_no_stand_in() -> None:
+    """They see what the region saves, and are there again after the trace."""
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    x = seeded(3).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        found = grads(remat(lambda x: torch.sin(x).sin()), (x,))
+        traced = len(seen)
+        x.exp()
+
+    assert_bitwise(found, grads(lambda x: torch.sin(x).sin(), (x,)))
+    assert traced == 1
+    assert len(seen) == 2
+    assert {type(tensor) for tensor in seen} == {Tensor}

@@ -9,26 +9,22 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune
 
 from remat import (
     RematWarning,
     SideEffectError,
     TraceError,
-    chain,
     disabled,
     modules,
     policies,
-    remat,
     saved_residuals,
-    schedules,
 )
+from tests.modules.models import WIDTH, Block, Mlp, Model, a_model, a_step, each_option
 from tests.support import (
     LiveBytes,
     OperatorCounter,
     assert_bitwise,
     assert_close,
-    grads,
     seeded,
 )
 
@@ -38,71 +34,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
-WIDTH = 8
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)).sin())
-
-
-class Block(nn.Module):
-    """A layer with a dropout, and with statistics that its forward changes."""
-
-    def __init__(self, index):
-        super().__init__()
-        self.index = index
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.mlp = Mlp()
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x, scale=1.0):
-        return x + self.dropout(self.mlp(self.norm(x))) * scale
-
-
-class Model(nn.Module):
-    def __init__(self, num_layers=3):
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(map(Block, range(num_layers)))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def a_model(kind: Any = Model, *args, dtype=torch.float64) -> Any:
-    """A model with the same weights at every call."""
-    torch.manual_seed(0)
-    return kind(*args).to(dtype)
-
-
-def a_step(model, *, seed=1, x=None):
-    """Output, gradients and buffers after one forward and backward."""
-    torch.manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    x = seeded(6, WIDTH, dtype=dtype).requires_grad_() if x is None else x
-    y = model(x)
-    y.square().sum().backward()
-    gradients = {name: each.grad for name, each in model.named_parameters()}
-    buffers = {name: each.clone() for name, each in model.named_buffers()}
-    return y.detach(), x.grad, gradients, buffers
-
 
 def regions_in(model):
     """The names of the modules that have a region."""
     return [name for name, each in model.named_modules() if "forward" in vars(each)]
 
-
-# --- where ------------------------------------------------------------------------------
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 WHERES = {
@@ -226,16 +162,6 @@ def test_wrong_options(options, error, text):
     assert regions_in(model) == []
 
 
-# --- the numbers ------------------------------------------------------------------------
-
-OPTIONS = {
-    "nothing": {},
-    "matmuls": {"policy": policies.save_matmul_outputs},
-    "rerun": {"engine": "rerun"},
-}
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
 @each_option
 @pytest.mark.parametrize("where", ["layers.*", "layers.*.mlp", ""])
 def test_steps_are_those_of_the_plain_model(where, options):
@@ -257,119 +183,6 @@ def test_generators_end_where_they_would_have_ended(options):
     a_step(model)
 
     assert_bitwise(torch.rand(2), expected)
-
-
-@pytest.mark.parametrize(
-    "normalized",
-    [parametrizations.spectral_norm, parametrizations.weight_norm],
-    ids=["spectral_norm", "weight_norm"],
-)
-@each_option
-def test_parametrizations(normalized, options):
-    """A power iteration advances once a forward, and not again in the recomputation."""
-
-    def build():
-        return nn.Sequential(
-            nn.Sequential(normalized(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
-        )
-
-    plain, model = a_model(build), modules.apply(a_model(build), "*", **options)
-
-    for seed in range(3):
-        assert_bitwise(a_step(model, seed=seed), a_step(plain, seed=seed))
-
-
-@each_option
-def test_parametrizations_that_are_kept(options):
-    """Each region makes its own inside of torch's `cached()`, around a plain use of them."""
-
-    def build():
-        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        parametrizations.weight_norm(inner[0])
-        return nn.Sequential(inner, inner[0], inner)
-
-    plain, model = a_model(build).double(), a_model(build).double()
-    modules.apply(model, "0", **options)
-    found = []
-    for each in (plain, model):
-        with parametrize.cached():
-            loss = each(seeded(3, WIDTH)).sin().sum()
-            found.append(torch.autograd.grad(loss, [*each.parameters()]))
-
-    assert_close(*found)
-
-
-def pruned(module: nn.Linear) -> nn.Linear:
-    prune.l1_unstructured(module, "weight", 0.3)  # type: ignore[no-untyped-call]
-    return module
-
-
-OLDER = [nn.utils.spectral_norm, nn.utils.weight_norm, pruned]
-ignores_age = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-
-
-@ignores_age
-@pytest.mark.parametrize("hooked", OLDER, ids=["spectral", "weight", "pruned"])
-@pytest.mark.parametrize("where", ["*", nn.Linear], ids=["around", "own"])
-@each_option
-def test_a_weight_that_a_hook_of_torchs_assigns(where, hooked, options):
-    """The older norms and pruning make an attribute anew at each call, as without regions."""
-
-    def build():
-        return nn.Sequential(nn.Sequential(hooked(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))
-
-    plain, model = a_model(build), modules.apply(a_model(build), where, **options)
-
-    for seed, training in enumerate([True, False, True]):
-        expected = a_step(plain.train(training), seed=seed)
-        assert_bitwise(a_step(model.train(training), seed=seed), expected)
-        assert_bitwise(model[0][0].weight.detach(), plain[0][0].weight.detach())
-
-
-@ignores_age
-@pytest.mark.parametrize("hooked", OLDER, ids=["spectral", "weight", "pruned"])
-def test_who_reads_such_a_weight_gets_its_gradient(hooked):
-    """The attribute is made of the parameters, as plain code leaves it; two modules too."""
-
-    def build():
-        return nn.Sequential(*(hooked(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
-
-    def gradients(model):
-        x = seeded(3, WIDTH)
-        loss = model(x).sin().sum()
-        for each in model:
-            loss = loss + each.weight.square().sum()
-        return torch.autograd.grad(loss, [*model.parameters()])
-
-    plain, model = a_model(build).double(), a_model(build).double()
-    modules.apply(model, nn.Linear)
-    for _ in range(3):
-        assert_close(gradients(model), gradients(plain))
-    torch.func.grad(lambda x: model(x).sum())(seeded(3, WIDTH))
-
-
-def test_a_weight_that_the_module_assigns():
-    """Any other tensor that a trace leaves in an attribute is refused."""
-
-    class Assigning(nn.Linear):
-        def forward(self, input):
-            self.kept = input.sin()
-            return super().forward(self.kept)
-
-    model = nn.Sequential(Assigning(WIDTH, WIDTH))
-
-    with pytest.raises(SideEffectError, match=r"self.kept was .* became"):
-        modules.apply(model, "*")(seeded(6, WIDTH, dtype=torch.float32))
-
-
-def test_a_scheduled_stack_refuses_such_a_weight():
-    """Its stages run several times, and would leave the attribute as it was."""
-    stages = [nn.Tanh(), nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))]
-    x = seeded(6, WIDTH, dtype=torch.float32)
-
-    with pytest.raises(SideEffectError, match="leave the schedule out"):
-        chain(stages, schedules.Every(1))(x)
-    chain(stages)(x).sum().backward()
 
 
 def test_frozen_and_tied_weights():
@@ -444,9 +257,6 @@ def test_under_torch_func():
         return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, xs)
 
     assert_close(per_example(model), per_example(plain))
-
-
-# --- the memory -------------------------------------------------------------------------
 
 
 def held_and_recomputed(model):
@@ -532,9 +342,6 @@ def test_looking():
     assert ops == {"aten.addmm": 2}
     # Two in each of three layers, and the output of the embedding.
     assert sum(each.op == "aten.addmm" for each in saved_residuals(model, x)) == 7
-
-
-# --- everything else is as it was -------------------------------------------------------
 
 
 def test_names_and_classes():
@@ -713,110 +520,3 @@ def test_hooks_inside_a_region_are_traced():
     )
     with pytest.raises(SideEffectError, match="kept"):
         a_step(model)
-
-
-# --- mixed precision and accumulation ---------------------------------------------------
-
-
-@each_option
-def test_autocast(options):
-    """Recomputation runs under the forward's autocast, after it has ended too."""
-    found = []
-    for model in (a_model(dtype=torch.float32), a_model(dtype=torch.float32)):
-        if found:
-            modules.apply(model, Block, **options)
-        torch.manual_seed(1)
-        x = seeded(6, WIDTH, dtype=torch.float32).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)
-        assert y.dtype is torch.bfloat16
-        y.float().square().sum().backward()
-        found.append((y.detach(), x.grad, [each.grad for each in model.parameters()]))
-
-    assert_bitwise(*found)
-
-
-def test_gradient_scaler():
-    """Scaled losses, a step that is skipped for an infinity, and one that is taken."""
-    found = []
-    for model in (a_model(dtype=torch.float32), modules.apply(a_model(dtype=torch.float32), Block)):  # fmt: skip
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for factor in (1.0, float("inf"), 1.0):
-            torch.manual_seed(1)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (
-                    model(seeded(6, WIDTH, dtype=torch.float32)).float().square().mean()
-                )
-            scaler.scale(loss * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(
-            (scaler.get_scale(), [each.detach() for each in model.parameters()])
-        )
-
-    assert found[0][0] == 2.0**7
-    assert_bitwise(found[1][1], found[0][1])
-    assert found[1][0] == found[0][0]
-
-
-def test_gradients_accumulate():
-    """Micro-batches, forwards and backwards in turn, or all forwards first, as in a pipeline."""
-    batches = [seeded(6, WIDTH, seed=seed) for seed in range(3)]
-
-    def in_turn(model):
-        for batch in batches:
-            model(batch).square().sum().backward()
-
-    def forwards_first(model):
-        losses = [model(batch).square().sum() for batch in batches]
-        for loss in losses:
-            loss.backward()
-
-    for schedule in (in_turn, forwards_first):
-        plain, model = a_model(), modules.apply(a_model(), Block)
-        for each in (plain, model):
-            torch.manual_seed(1)
-            schedule(each)
-        assert_bitwise(
-            [each.grad for each in model.parameters()],
-            [each.grad for each in plain.parameters()],
-        )
-
-
-@pytest.mark.parametrize("make", [nn.RNN, nn.GRU])
-def test_recurrent_modules_with_other_parameters(make):
-    """They hold their parameters in a second place, which functional_call leaves stale."""
-    plain, x = nn.Sequential(make(3, 4)).double(), seeded(2, 1, 3)
-    model = modules.apply(copy.deepcopy(plain), make)
-    others = [
-        {k: t.detach() * scale for k, t in plain.named_parameters()} for scale in (2, 3)
-    ]
-
-    def gradients(of, parameters):
-        return torch.func.grad(
-            lambda p: torch.func.functional_call(of, p, (x,))[0].sin().sum()
-        )(parameters)
-
-    for parameters in others:
-        assert_bitwise(model(x)[0], plain(x)[0])
-        assert_close(gradients(model, parameters), gradients(plain, parameters))
-    layers: list[Any] = [plain[0], model[0]]
-    for each in layers:
-        each.weight_hh_l0 = nn.Parameter(torch.ones_like(each.weight_hh_l0))
-    assert_bitwise(model(x)[0], plain(x)[0])
-    assert layers[1].forward.cache_info().misses == 1
-
-
-def test_a_region_that_calls_a_recurrent_module_leaves_it_as_it_was():
-    """No tensor of the trace stays in the module's second place for its parameters."""
-    module, x = nn.RNN(3, 4).double(), seeded(2, 1, 3)
-    others = {k: t.detach() * 2 for k, t in module.named_parameters()}
-    expected = module(x)[0]
-
-    def fun(parameters, x):
-        return torch.func.functional_call(module, parameters, (x,))[0]
-
-    assert_bitwise(grads(remat(fun), [others, x]), grads(fun, [others, x]))
-    assert_bitwise(module(x)[0], expected)

@@ -25,7 +25,7 @@ from tests.storage.parallel import (
     parts_in,
     step,
 )
-from tests.storage.shard_checks import curve, tokens
+from tests.storage.tokens import curve, tokens
 
 Checkpoint = Callable[..., Any]
 

@@ -1,7 +1,7 @@
 """`Shard`, and collectives in regions, in worlds of two and four ranks.
 
-`shard_checks.py`, `held_checks.py`, `collective_checks.py` and `peer_checks.py` have what
-each rank checks.
+`held_checks.py`, `shard_checks.py`, `shard_agreement_checks.py`, `collective_checks.py` and
+`peer_checks.py` have what each rank checks.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage import collective_checks, held_checks, peer_checks, shard_checks
+from tests.storage import (
+    collective_checks,
+    held_checks,
+    peer_checks,
+    shard_agreement_checks,
+    shard_checks,
+)
 from tests.storage.worlds import checks_in, run
 
-MODULES = (shard_checks, held_checks, collective_checks, peer_checks)
+MODULES = (
+    held_checks,
+    shard_checks,
+    shard_agreement_checks,
+    collective_checks,
+    peer_checks,
+)
 
 Outcomes = dict[int, dict[str, list[str]]]
 

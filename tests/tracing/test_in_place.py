@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import TraceError, remat
@@ -166,3 +167,19 @@ def test_a_write_to_a_slice_counted_from_the_end_is_mapped(part: slice) -> None:
         return torch.func.jacrev(torch.func.grad(of))(x)
 
     torch.testing.assert_close(second(remat(fun)), second(fun))
+
+
+@pytest.mark.contract
+def test_a_loss_whose_backward_writes_in_place() -> None:
+    """The pass that replaces in-place operators keeps all others whole."""
+    args = (seeded(), seeded(seed=1))
+    fun = F.binary_cross_entropy_with_logits
+
+    assert_bitwise(grads(remat(fun), args), grads(fun, args))
+    assert_bitwise(remat(fun)(*args), fun(*args))
+    assert "aten.binary_cross_entropy_with_logits" in operators_of(remat(fun), args)
+
+
+def operators_of(region: Any, args: Any) -> tuple[str, ...]:
+    """The operators of a region's forward program."""
+    return region.programs(*args)[0].operators

@@ -1,0 +1,90 @@
+"""Law 1, same numbers: gradients of single examples, where a kernel meets the mapped dimension.
+
+"Without lossy storage, the outputs of one call, and the contributions it makes to
+gradients given its cotangents, are bitwise those of `fun` under `.backward()` on a CPU."
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import remat
+from tests.support import assert_close, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_heads_by_transposition_per_example() -> None:
+    """A program is mapped although examples lie in memory in another order."""
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(2, 6, 2, 4).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return out.transpose(1, 2).reshape(2, 6, 8).sin()
+
+    def per_example(fun: Any) -> Tensor:
+        one = torch.func.grad(lambda x: fun(x).sum())
+        return torch.func.vmap(one)(seeded(3, 2, 6, 8))
+
+    assert_close(per_example(remat(attend)), per_example(attend))
+
+
+@pytest.mark.contract
+def test_the_trace_of_each_example() -> None:
+    """A value for each example is filled in beside the values of the others."""
+    x = seeded(3, 4, 4)
+
+    def per_example(fun: Callable[..., Tensor]) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: fun(x).sin()))(x)
+
+    assert_close(per_example(remat(torch.trace)), per_example(torch.trace))
+
+
+@pytest.mark.contract
+def test_the_second_backward_of_a_layer_for_each_example() -> None:
+    """Mapped, the gradient of the bias is the cotangent itself, and still an output."""
+    x, weight, bias = seeded(3, 4), seeded(2, 4), seeded(2)
+
+    def second(layer: Callable[..., Any]) -> tuple[Tensor, ...]:
+        def loss(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+            return layer(x, w, b).sin().sum()
+
+        each: Any = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))
+        given = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        found = torch.stack([g.cos().sum() for g in each(*given, x)])
+        return torch.autograd.grad(found.sum(), given)
+
+    assert_close(second(remat(F.linear)), second(F.linear))
+
+
+@pytest.mark.contract
+def test_a_strided_copy_of_each_example() -> None:
+    """Its derivative writes to a strided view, for which torch's vmap has no rule."""
+    x = seeded(3, 4)
+
+    def per_example(fun: Callable[..., Any]) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: fun(x).sin().sum()))(x)
+
+    for size, stride in (((), ()), ((2, 2), (2, 1))):
+        fun = functools.partial(torch.as_strided_copy, size=size, stride=stride)
+        assert_close(per_example(remat(fun)), per_example(fun))
+
+
+@pytest.mark.contract
+def test_a_function_that_runs_again_for_each_example() -> None:
+    """It is run as torch runs it there, and takes apart what vmap has no rule for."""
+    x, start = seeded(3, 4), torch.tensor(1)
+
+    def per_example(fun: Callable[..., Any]) -> Tensor:
+        one = torch.func.grad(lambda x: fun(x, 0, start, 2).sin().sum())
+        return torch.func.vmap(one)(x)
+
+    again = remat(torch.narrow, engine="rerun")
+
+    assert_close(per_example(again), per_example(torch.narrow))

@@ -1,0 +1,88 @@
+"""Budgets of what memory is free: of a device, of the machine, of a control group."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from remat import BudgetError, plan, policies
+from remat._partition.free_memory import limits
+from tests.plans.models import dropping, gpt, mlp, mlp_args, region_of
+
+
+def test_free_memory() -> None:
+    """A tenth of what is free stays in reserve; the rest bounds the predicted peak."""
+    f, args, _ = gpt()
+    every = plan(f, budget=1.0)(*args)
+    some = plan(f, budget=0.3)(*args)
+    assert some.predicted_peak_bytes < every.predicted_peak_bytes
+    between = (every.predicted_peak_bytes + some.predicted_peak_bytes) // 2
+    asked: list[torch.device] = []
+
+    def free(device: torch.device) -> int:
+        asked.append(device)
+        return between
+
+    found = plan(f, budget=free)(*args)
+
+    assert asked == [torch.device("cpu")]
+    assert 0 < found.saved_bytes < every.saved_bytes
+    assert found.predicted_peak_bytes <= 0.9 * between
+    assert region_of(f, policy=policies.budget(free)).saved_residuals(*args)
+
+
+def test_too_little_free_memory() -> None:
+    """The error names the least that suffices, and with that it works."""
+    f, args, _ = gpt()
+    with pytest.raises(
+        BudgetError, match=r"the 1000 bytes.*Free (\d+) bytes"
+    ) as caught:
+        plan(f, budget=lambda device: 1000)(*args)
+
+    needed = int(str(caught.value).rpartition("Free ")[2].split(" ")[0])
+    plan(f, budget=lambda device: needed)(*args)
+    with pytest.raises(BudgetError):
+        plan(f, budget=lambda device: needed - 2)(*args)
+
+
+def test_auto_reads_the_memory_of_this_machine() -> None:
+    """A small function fits whole, whatever machine this is."""
+    args = mlp_args()
+
+    assert plan(mlp, budget="auto")(*args).recompute_cost == 0
+    assert repr(policies.budget("auto")) == "budget('auto')"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_limits_of_the_process(tmp_path: Any, limit: str, used: str) -> None:
+    """What the machine has, and what the control group leaves, old form and new."""
+    files = {"proc/meminfo": "MemAvailable:  100 kB\n", limit: "5000", used: "1000"}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    assert list(limits(tmp_path))[:2] == [102400, 4000]
+    (tmp_path / limit).write_text("max" if "max" in limit else str(2**63))
+    assert min(limits(tmp_path)) == 102400
+
+
+def test_what_is_held_in_any_case_can_be_too_much() -> None:
+    """A generator's state is held whatever is saved: less cannot be promised."""
+    f, args, _ = dropping()
+
+    with pytest.raises(BudgetError, match=r"fits 100 bytes.*Allow at least 5056 bytes"):
+        region_of(f, policy=policies.budget(100))(*args)
+    with pytest.raises(BudgetError, match="Allow at least 5056 bytes"):
+        plan(f, budget=100)(*args)
+    assert plan(f, budget=5056)(*args).saved_bytes == 5056

@@ -1,0 +1,166 @@
+"""`engine="rerun"`: which output rests on what, and what has no gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+
+from remat import CapturedTensorError, remat
+from remat._regions.protocol import Call
+from remat._regions.rules import bind
+from remat._rerun.region import rerun_of
+from remat._switches.numerics import Numerics
+from remat._tracing.trace import Flat
+from tests.rerun.functions import branches
+from tests.support import assert_bitwise, assert_close, seeded
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    # Dynamo reads `.grad` of what it is given.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a"),
+]
+
+
+def three(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Outputs that rest on some of the arguments."""
+    with torch.no_grad():
+        unfelt = c.exp()
+    return a.sin(), b.sin() * unfelt, a * b
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])
+def test_what_no_used_output_rests_on_has_no_gradient(
+    used: tuple[int, ...], engine: str
+) -> None:
+    """`.grad` stays None where plain leaves it so: an optimizer then lets it be."""
+
+    def grads_of(fun: Callable[..., Any]) -> list[Tensor | None]:
+        args = [seeded(4, seed=k).requires_grad_() for k in range(3)]
+        outputs = fun(*args)
+        torch.stack([outputs[k] for k in used]).sin().sum().backward()
+        return [each.grad for each in args]
+
+    plain = grads_of(three)
+    found = grads_of(remat(three, engine=engine))
+
+    assert plain[2] is None
+    for ours, theirs in zip(found, plain, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+        else:
+            assert_bitwise(ours, theirs)
+
+
+def test_a_node_waits_for_nothing_but_what_its_outputs_rest_on() -> None:
+    """Hooks that wait for a gradient are not held up by who sees the parameter."""
+    used, seen = nn.Linear(3, 3), nn.Linear(3, 3)
+    everything = [used, seen]
+
+    def block(x: Tensor) -> Tensor:
+        assert len(everything) == 2
+        return used(x).sin() * everything[1].weight.detach().sum()
+
+    y = remat(block, engine="rerun")(torch.ones(2, 3))
+
+    assert y.grad_fn is not None
+    edges = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+    leaves = [each for each in edges if each is not None]
+    assert {id(each) for each in leaves} == {id(each) for each in used.parameters()}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_second_derivatives_of_mapped_gradients(engine: str) -> None:
+    """Which output rests on what is no matter of the gradients, whose region is mapped."""
+
+    def two(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return a.sin() * 2, (b * c).cos() * b
+
+    def second(fun: Any) -> Any:
+        def loss(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            first, other = fun(x, w, v)
+            return (first * w).square().sum() + other.pow(3).sum()
+
+        def of_all(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, None, 0))
+            return each(w, v, x).square().sum()
+
+        args = seeded(3), seeded(3, seed=1), seeded(4, 3, seed=2)
+        return torch.func.grad(of_all, argnums=(0, 1, 2))(*args)
+
+    assert_close(second(remat(two, engine=engine)), second(two))
+
+
+CAPTURING: dict[str, Callable[..., Any]] = {
+    "jvp": lambda d, x, w: torch.func.jvp(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x).sum())(x), (w,), (w.cos(),)
+    ),
+    "jacfwd": lambda d, x, w: torch.func.jacfwd(
+        lambda w: grad(lambda x: d(lambda: (x * w).sin())().sum())(x)
+    )(w),
+    "vmap": lambda d, x, w: torch.func.vmap(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x).sum())(x)
+    )(torch.stack([w, w.cos()])),
+    "grad": lambda d, x, w: grad(
+        lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x * w).sum())(x).sum()
+    )(w),
+}  # fmt: skip
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("derived", CAPTURING.values(), ids=CAPTURING)
+def test_a_captured_tensor_that_a_transform_follows(derived: Any, engine: str) -> None:
+    """Forward mode and vmap follow it through the region, whether or not reverse mode does."""
+    x, w = seeded(3), seeded(3, seed=1)
+
+    plain = derived(lambda fun: fun, x, w)
+
+    assert_close(derived(lambda fun: remat(fun, engine=engine), x, w), plain)
+
+
+def test_a_tensor_left_elsewhere_loses_no_gradient() -> None:
+    """What the function hands out past its return value has a gradient, or raises."""
+    kept: list[Tensor] = []
+
+    def leaving(x: Tensor) -> Tensor:
+        y = branches(x)
+        kept.append(y.exp())
+        return y
+
+    x = seeded(4).requires_grad_()
+    y = remat(leaving, engine="rerun")(x)
+
+    with pytest.raises(
+        CapturedTensorError, match=r"stored somewhere.*Return the tensor"
+    ):
+        (y.sum() + kept[0].sum()).backward()
+    # Its numbers may be read.
+    assert_close(kept[0], branches(x).exp())
+
+
+def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
+    """A function of operands alone: one that rests on more, or leaves more, raises."""
+    w, x = seeded(4).requires_grad_(), seeded(4, seed=1).requires_grad_()
+    kept: list[Tensor] = []
+
+    def leaving(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        kept.append(tensors[0].exp())
+        return [tensors[0].sin()]
+
+    def run(function: Flat) -> Tensor:
+        region = rerun_of(function, (True,), (True,))
+        (found,) = bind(Call(region, (), Numerics.current()), [x])
+        assert found is not None
+        return found
+
+    with pytest.raises(CapturedTensorError, match="cannot be followed"):
+        run(lambda tensors: [torch.sin(tensors[0] * w)])
+    y = run(leaving)
+    with pytest.raises(CapturedTensorError, match="stored somewhere"):
+        (y + kept[0]).sum().backward()

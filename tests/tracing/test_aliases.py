@@ -1,0 +1,120 @@
+"""Outputs that share memory with each other, with arguments, or with what is dropped."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import remat
+from tests.support import assert_bitwise, grads, run, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+
+def test_a_last_view_may_be_changed_in_place() -> None:
+    """An output that is a view of something dropped is the caller's own."""
+
+    def last_view(x: Tensor) -> Tensor:
+        return (x.sin() * 2).view(-1)
+
+    def changed(fun: Any) -> Any:
+        return lambda x: fun(x).add_(1).mul_(3)
+
+    args = [seeded(2, 3)]
+    assert_bitwise(
+        grads(changed(remat(last_view)), args), grads(changed(last_view), args)
+    )
+
+
+@pytest.mark.contract
+def test_parts_of_an_unsafe_split_share_memory() -> None:
+    """What `unsafe_chunk` hands out are views, whatever its schema says."""
+
+    def parts(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.unsafe_chunk(x, 2)
+
+    assert_bitwise(grads(remat(parts), [seeded(4, 3)]), grads(parts, [seeded(4, 3)]))
+
+
+class Reversed(torch.autograd.Function):
+    """A view of its argument, with the gradient turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -gradient
+
+
+class Auxiliary(torch.autograd.Function):
+    """Its first argument as it is, with a loss hung on it, as for the balance of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, torch.full_like(ctx.saved_tensors[0], 3.0)
+
+
+def with_loss(x: Tensor, w: Tensor) -> Tensor:
+    return Auxiliary.apply(x, (x @ w).square().sum())  # pyright: ignore[reportReturnType]
+
+
+def beside_its_base(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    return h, Reversed.apply(h)
+
+
+def view_of_it(x: Tensor, w: Tensor) -> Any:
+    return cast("Tensor", Reversed.apply(x)).T, x @ w
+
+
+def hooked_view(x: Tensor, w: Tensor) -> Any:
+    rows = x.view(-1)
+    rows.register_hook(lambda gradient: gradient * 2)
+    return rows, x @ w
+
+
+def hooked_argument(x: Tensor, w: Tensor) -> Any:
+    x.register_hook(lambda gradient: gradient * 2)
+    return x.view(-1), x @ w
+
+
+@pytest.mark.parametrize(
+    "fun", [with_loss, beside_its_base, view_of_it, hooked_view, hooked_argument]
+)
+def test_what_shares_memory_may_have_a_derivative_of_its_own(
+    fun: Callable[..., Any],
+) -> None:
+    """It is no view of the argument, or of the other output, to autograd."""
+    args = seeded(4, 5), seeded(5, 5, seed=1)
+
+    assert_bitwise(run(remat(fun), args), run(fun, args))
+
+
+def test_a_loss_on_an_argument_without_a_gradient() -> None:
+    """The output needs a gradient although what it shares its memory with needs none."""
+    x, w = seeded(4, 5), seeded(5, 5, seed=1).requires_grad_()
+
+    (found,) = torch.autograd.grad(remat(with_loss)(x, w).sum(), w)
+
+    assert torch.equal(found, torch.autograd.grad(with_loss(x, w).sum(), w)[0])
+
+
+def test_only_a_derivative_of_its_own_costs_a_copy() -> None:
+    """Views that a user's function stands far from are views."""
+
+    def upstream(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = cast("Tensor", Reversed.apply(x.sin())).exp()
+        return h, h.T
+
+    h, transposed = remat(upstream)(seeded(4, 5).requires_grad_())
+
+    assert transposed.data_ptr() == h.data_ptr()

@@ -1,0 +1,124 @@
+"""A trace knows how kernels lay out what they return, and what writes in place leaves."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import remat
+from remat._torch import fakes
+from tests.support import assert_bitwise, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+
+_aten: Any = torch.ops.aten
+TWO_LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softplus": lambda g, x: _aten.softplus_backward(g, x, 1, 20),
+    "elu": lambda g, x: _aten.elu_backward(g, 1, 1, 1, False, x),
+    "hardtanh": lambda g, x: _aten.hardtanh_backward(g, x, -1, 1),
+    "hardswish": lambda g, x: _aten.hardswish_backward(g, x),
+    "hardsigmoid": lambda g, x: _aten.hardsigmoid_backward(g, x),
+    "logit": lambda g, x: _aten.logit_backward(g, x),
+    "bce": lambda g, x: _aten.binary_cross_entropy_backward(g, x, x),
+    "mse": lambda g, x: _aten.mse_loss_backward(g, x, x, 0),
+    "mean_mse": lambda g, x: _aten.mse_loss_backward(g.sum(), x, x, 1),
+    "smooth_l1": lambda g, x: _aten.smooth_l1_loss_backward(g, x, x, 0, 1.0),
+    "huber": lambda g, x: _aten.huber_loss_backward(g, x, x, 0, 1.0),
+    "log_softmax": lambda g, x: _aten._log_softmax_backward_data(g, x, 1, g.dtype),
+    "power": lambda g, _: torch.pow(2, g),
+    "relu": lambda g, x: _aten.threshold_backward(g, x, 0),
+    "leaky_relu": lambda g, x: _aten.leaky_relu_backward(g, x, 0.1, False),
+    "log_sigmoid": lambda g, x: _aten.log_sigmoid_backward(g, x, g.new_empty(x.shape)),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("function", TWO_LAYOUTS.values(), ids=TWO_LAYOUTS)
+def test_a_trace_knows_how_kernels_lay_out_what_they_return(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Where inputs are laid out in two ways torch's own fake tensors had other strides."""
+    x = seeded(2, 3, 4).sigmoid()
+    orders = itertools.permutations(range(3))
+    laid_out = [
+        torch.empty_permuted(x.shape, order, dtype=x.dtype).copy_(x) for order in orders
+    ]
+
+    mode: Any = fakes.fake_mode(torch.device("cpu"), None)
+    for pair in itertools.product([*laid_out, x[:, :1].expand(x.shape)], repeat=2):
+        with mode:
+            known = function(*map(mode.from_tensor, pair))
+        assert known.stride() == function(*pair).stride()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "activation", [F.softplus, F.elu, F.hardtanh, F.hardswish, F.hardsigmoid]
+)
+def test_a_gradient_laid_out_like_another_tensor_is_viewed(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    """The view was laid out for another gradient, and the backward ended in torch's error."""
+
+    def fun(x: Tensor) -> Tensor:
+        return activation(x.view(2, 3, 4)).transpose(1, 2)
+
+    x, cotangent = seeded(2, 12).requires_grad_(), seeded(2, 4, 3, seed=1)
+
+    found, right = (
+        torch.autograd.grad(each(x), x, cotangent) for each in (remat(fun), fun)
+    )
+    assert_bitwise(found, right)
+
+
+def _into(y: Tensor) -> Tensor:
+    """Writes what is laid out one way to a tensor that is laid out in another."""
+    with torch.no_grad():
+        found = torch.empty(y.shape, dtype=y.dtype)
+        torch.mul(y, 2, out=found)
+    return found
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda y: y.cumsum_(0),
+    "fill": lambda y: y.masked_fill_(y > 0.5, 0.5),
+    "scatter": lambda y: y.scatter_add_(0, torch.zeros(2, 4).long(), _ones(2, 4)),
+    "index": lambda y: y.index_add_(0, torch.tensor([1]), _ones(1, 4)),
+    "triangle": lambda y: y.tril_(),
+    "matmul": lambda y: y.addmm_(_ones(3, 2), _ones(2, 4)),
+    "alias": lambda y: (y.view_as(y).cumsum_(1), y)[1],
+    "part": lambda y: (y[1:].cumsum_(1), y)[1],
+    "list": lambda y: (_aten._foreach_mul_([y], 2.0), y.cumsum_(0))[1],
+    "out": _into,
+}
+
+
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
+def test_an_operator_in_place_leaves_the_strides(
+    write: Callable[[Tensor], Tensor],
+) -> None:
+    """Of what it writes to, for whoever views it next; the pure operator chooses others."""
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        written = write(x.t() * 1)
+        return written, x.sin() * written.t().reshape(x.shape)
+
+    x = seeded(4, 3).requires_grad_()
+    (right, after), (found, then) = fun(x), remat(fun)(x)
+
+    assert found.stride() == right.stride()
+    assert_bitwise(found, right)
+    assert_bitwise(then, after)
+    assert_bitwise(
+        torch.autograd.grad(then.sum(), x), torch.autograd.grad(after.sum(), x)
+    )
