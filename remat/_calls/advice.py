@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import fnmatch
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from remat._graph.values import TensorMeta
+from remat import _captures
+from remat._calls.call_site import CallSite
 from remat._messages import warn
 from remat._partition.analysis import Analysis
-from remat._partition.cut import cut, permitted_members
-from remat._regions.function import Roots
-from remat._regions.traced import TracedRegion
-from remat.policies import (
-    AbstractPolicy,
-    Save,
-    everything_saveable,
-    nothing_saveable,
-)
+from remat._partition.stages import Stages
+from remat._programs.program import Program
+from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._everything_or_nothing import idle_storage
 
 _said: set[Hashable] = set()
@@ -23,28 +20,84 @@ _matched: set[tuple[AbstractPolicy, str]] = set()
 
 
 def advise(
-    region: TracedRegion, roots: Roots, function: Hashable, where: str, verify: bool
+    function: Hashable,
+    policy: AbstractPolicy,
+    stages: Stages,
+    program: Program,
+    *,
+    where: str,
+    verify: bool,
 ) -> None:
-    """Warns of a policy that does less than its author may expect.
+    """Warns of a policy that does less than its author may expect; it only reads.
 
     Args:
-        region: the region, traced.
-        roots: the call's roots.
         function: what stands for the function; with the policy it warns once.
+        policy: what may be saved.
+        stages: what became of the function.
+        program: of its forward.
         where: the function's name and line, for the text.
         verify: whether the saved values will be compared with recomputed ones.
     """
-    analysis, policy = region.analysis(roots), region.policy
-    found = [
-        *_unmatched(analysis, policy),
-        *_bypassed(region, roots),
-        *_useless(region, roots),
+    advice = [
+        *_unmatched(stages.analysis, policy),
+        *_bypassed(stages, policy),
+        *_useless(stages, policy),
         *_unstored(policy),
-        *(_unverified(region, roots) if verify else ()),
-        *_uncompiled(region, roots),
+        *(_unverified(stages, policy) if verify else ()),
+        *_uncompiled(program),
     ]
-    for topic, what, why, do in found:
+    for topic, what, why, do in advice:
         advise_once((function, policy, topic), where=where, what=what, why=why, do=do)
+
+
+def advise_of_statics(
+    site: CallSite, seen: dict[int, set[Hashable]], where: str
+) -> None:
+    """Warns at the tenth trace that one static value has caused.
+
+    Args:
+        site: the call that was traced.
+        seen: the values of each leaf for which calls were traced; this one's are added.
+        where: the function's name and line.
+    """
+    layout = site.signature.layout
+    places = [place for place, kind in enumerate(layout.kinds) if kind == "static"]
+    for place, value in zip(places, layout.values, strict=True):
+        values = seen.setdefault(place, set())
+        values.add(repr(value))
+        if len(values) == 10:
+            values.add("said")
+            warn(
+                where=where,
+                what=f"was traced for a tenth value of the static argument "
+                f"`{site.names[place]}`.",
+                why="Every leaf that is not a tensor is part of the signature, "
+                "and a trace takes a tenth of a second or more.",
+                do="Pass a 0-d tensor: torch.tensor(value).",
+            )
+
+
+def advise_of_inputs(
+    site: CallSite, names: Sequence[str], paths: Iterable[str], where: str
+) -> None:
+    """Warns of a path in `saved_inputs` that no input has.
+
+    Args:
+        site: the call that was traced.
+        names: of its operands.
+        paths: those in `saved_inputs`.
+        where: the function's name and line.
+    """
+    every = [*names, *itertools.chain(*site.aliases.values())]
+    for path in paths:
+        if not any(fnmatch.fnmatchcase(name, path) for name in every):
+            advise_once(
+                (_captures.code_key(site.function), "input", path),
+                where=where,
+                what=f'has no input "{path}", which saved_inputs names.',
+                why=f"Its inputs are {', '.join(names)}.",
+                do="Correct the path, or leave it out.",
+            )
 
 
 def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
@@ -87,13 +140,12 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             )
 
 
-def _bypassed(region: TracedRegion, roots: Roots) -> _Advice:
+def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:
     """Named values that the policy saves and that no backward step reads."""
-    analysis, found = region.analysis(roots), region.cut(roots)
-    joint, policy = analysis.joint, region.policy
-    numbers = analysis.numbers
-    read = {numbers[index] for index in found.saved}
-    read |= {numbers[analysis.roots[index]] for index in found.saved}
+    analysis, saved = stages.analysis, stages.cut.saved
+    joint, numbers = analysis.joint, analysis.numbers
+    read = {numbers[index] for index in saved}
+    read |= {numbers[analysis.roots[index]] for index in saved}
     handed_out = {numbers[analysis.roots[ref.index]] for ref in joint.outputs}
     for number, value in analysis.views.items():
         globs = [
@@ -107,7 +159,7 @@ def _bypassed(region: TracedRegion, roots: Roots) -> _Advice:
             or number in handed_out
             or _has_read_sibling(analysis, number, read)
         )
-        if globs and number in region.decisions(roots) and not is_read:
+        if globs and number in stages.decisions and not is_read:
             yield (
                 ("bypassed", value.names),
                 f"{value} is saved by {policy!r}, and no step of the backward reads it.",
@@ -129,38 +181,18 @@ def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
     return False
 
 
-def _held(region: TracedRegion, roots: Roots, policy: AbstractPolicy) -> int:
-    """Bytes of intermediate values that a policy would save."""
-    analysis = region.analysis(roots)
-    permitted = {
-        number: Save() for number in analysis.views if policy is everything_saveable
-    }
-    members = permitted_members(analysis, permitted)
-    found = cut(analysis, members, analysis.joint.gradients)
-    return _bytes(analysis, found.saved)
-
-
-def _bytes(analysis: Analysis, saved: tuple[int, ...]) -> int:
-    metas = [analysis.joint.graph.values[index].meta for index in saved]
-    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
-
-
-def _useless(region: TracedRegion, roots: Roots) -> _Advice:
-    if region.policy in (everything_saveable, nothing_saveable):
+def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
+    if policy in (everything_saveable, nothing_saveable):
         return
-    if region.policy.is_whole:
-        # A budget that everything fits is met by saving everything.
+    # A budget that everything fits is met by saving everything; what waits in another form
+    # is smaller, or elsewhere.
+    if policy.is_whole or stages.storages:
         return
-    if region.forward(roots, save=True).storages:
-        # What waits in another form is smaller, or elsewhere.
-        return
-    analysis = region.analysis(roots)
-    saved = _bytes(analysis, region.cut(roots).saved)
-    plain = _held(region, roots, everything_saveable)
+    saved, plain = stages.saved_bytes, stages.plain_bytes
     if plain > 0 and saved >= plain:
         yield (
             "useless",
-            f"the region saves no memory: the policy {region.policy!r} keeps {saved} "
+            f"the region saves no memory: the policy {policy!r} keeps {saved} "
             f"bytes of intermediate values; without remat, {plain} bytes are kept.",
             "Every value that the backward reads is permitted.",
             "Save less, with nothing_saveable for example, or drop @remat here.",
@@ -181,19 +213,18 @@ def _unstored(policy: AbstractPolicy) -> _Advice:
         )
 
 
-def _unverified(region: TracedRegion, roots: Roots) -> _Advice:
-    if not region.cut(roots).saved:
+def _unverified(stages: Stages, policy: AbstractPolicy) -> _Advice:
+    if not stages.cut.saved:
         yield (
             "verify",
             "verify=True has nothing to compare.",
-            f"The policy {region.policy!r} saves no value that could be recomputed "
+            f"The policy {policy!r} saves no value that could be recomputed "
             "and compared.",
             "Verify with policies.everything_saveable, then return to this policy.",
         )
 
 
-def _uncompiled(region: TracedRegion, roots: Roots) -> _Advice:
-    program = region.forward(roots, save=True).program
+def _uncompiled(program: Program) -> _Advice:
     if program.backend is not None and not program.is_compiled:
         yield (
             "backend",

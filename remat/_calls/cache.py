@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
-from typing import Any, final
+from collections.abc import Hashable
+from typing import final
 
+from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.guards import TensorGuard, is_simple, tensor_guard_here
 from remat._calls.routes import Found, Route, holding, route_of
-from remat._calls.signature import Signature
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
 
@@ -50,10 +50,10 @@ class Cache:
         self.misses = 0
         self.statics_seen: dict[int, set[Hashable]] = {}
 
-    def find(self, key: Hashable, roots: tuple[object, ...]) -> Found | None:
-        """The first trace that holds for these roots, and its captured tensors."""
-        entries = self.entries.get(key)
-        return None if entries is None else holding(entries, roots)
+    def find(self, site: CallSite) -> Found | None:
+        """The first trace that holds for a call, and its captured tensors."""
+        entries = self.entries.get(site.key)
+        return None if entries is None else holding(entries, site.roots)
 
     def prefer(self, route: Route) -> None:
         """Tries a route first: the next layer is likely to be called like this one."""
@@ -61,19 +61,13 @@ class Cache:
         if route in self.routes:
             self.routes = [route, *self._others(route.entries, route.tensor_guard)]
 
-    def learn(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        signature: Signature,
-        numerics: Numerics,
-    ) -> None:
+    def learn(self, site: CallSite) -> None:
         """Adds a route for calls like this one, if there is room for it."""
-        entries = self.entries.get((signature.key, numerics))
+        entries, signature = self.entries.get(site.key), site.signature
         tensor_guard = tensor_guard_here()
         if entries is None or not signature.tensors or tensor_guard is None:
             return
-        if Numerics.current() != numerics:
+        if Numerics.current() != site.numerics:
             # Tracing has run code that sets a switch and leaves it set.
             return
         others = self._others(entries, tensor_guard)
@@ -85,11 +79,11 @@ class Cache:
         if (
             not is_known
             and len(others) < _MOST_ROUTES
-            and is_simple((args, kwargs), signature.objects, tensor_guard)
+            and is_simple((site.args, site.kwargs), signature.objects, tensor_guard)
         ):
             self.routes = [
                 *others,
-                route_of(args, kwargs, numerics, entries, tensor_guard),
+                route_of(site, entries, tensor_guard),
             ]
 
     def _others(self, entries: list[Entry], tensor_guard: TensorGuard) -> list[Route]:

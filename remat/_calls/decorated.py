@@ -17,12 +17,13 @@ from torch.compiler import is_dynamo_compiling
 from remat import _captures
 from remat._calls import torch_compile
 from remat._calls.cache import Cache, CacheInfo
+from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.lookup import Lookup
 from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
-from remat._calls.signature import Signature, Statics, sign
+from remat._calls.signature import Statics
 from remat._programs.program import Program
 from remat._regions.function import Roots
 from remat._regions.protocol import Asked
@@ -80,54 +81,36 @@ class DecoratedFunction(Generic[_P, _R]):
         if self.settings.engine == "rerun":
             return call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
-        numerics = Numerics.current()
-        signature = sign(self._fun, args, kwargs, self.settings.statics)
-        roots = (self._fun, *signature.objects)
+        site = self._lookup.site(args, kwargs)
+        signature = site.signature
         if has_open_sizes():
-            return self._call_inside(signature, roots, numerics, args, kwargs)
+            return self._call_inside(site)
         wants = signature.wants_gradient
-        if not wants and not self._lookup.reaches_gradient(signature, roots, numerics):
-            return self._plain(roots, args, kwargs)
+        if not wants and not self._lookup.reaches_gradient(site):
+            return _plain(site)
         signature.require_traceable()
-        entry, captured = self._lookup.find(signature, roots, numerics, args, kwargs)
+        entry, captured = self._lookup.find(site)
         if tracer.is_in_compiler():
-            torch_compile.require_recordable(entry, roots, self._where)
+            torch_compile.require_recordable(entry, self._where)
         tensors = [*signature.tensors, *captured]
         if is_lifting():
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(levels.requires_grad_anywhere, tensors)):
-            return self._plain(roots, args, kwargs)
+            return _plain(site)
         # A route tells objects apart by their type alone: too little for static arguments.
         if not (signature.objects and self.settings.statics.are_given):
-            self._cache.learn(args, kwargs, signature, numerics)
-        return entry.call(roots, tensors, numerics)
+            self._cache.learn(site)
+        return entry.call(site.roots, tensors, site.numerics)
 
-    def _call_inside(
-        self,
-        signature: Signature,
-        roots: Roots,
-        numerics: Numerics,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _call_inside(self, site: CallSite) -> Any:
         """Makes a call inside a trace with open sizes."""
-        signature.require_traceable()
-        entry, captured = self._lookup.find_inside(
-            signature, roots, numerics, args, kwargs
-        )
-        tensors = list(map(lift, [*signature.tensors, *captured]))
+        site.signature.require_traceable()
+        entry, captured = self._lookup.find_inside(site)
+        tensors = list(map(lift, [*site.signature.tensors, *captured]))
         if not any(map(levels.requires_grad_anywhere, tensors)):
-            return self._plain(roots, args, kwargs)
-        return entry.call(roots, tensors, numerics)
-
-    def _plain(
-        self, roots: Roots, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Runs the function as it is: nothing that the region sees needs a gradient."""
-        returned = self._fun(*args, **kwargs)
-        require_nothing_hidden(returned, roots)
-        return returned
+            return _plain(site)
+        return entry.call(site.roots, tensors, site.numerics)
 
     @functools.cached_property
     def _cache(self) -> Cache:
@@ -169,7 +152,7 @@ class DecoratedFunction(Generic[_P, _R]):
         """
         entry, roots = self.entry_of(args, kwargs)
         region = entry.region
-        joint = region.joint(roots)
+        joint = region.stages(roots).joint
         wanted = tuple(meta.requires_grad for meta in region.operands)
         num_states = len(joint.states)
         layouts = tuple(meta and meta.layout for meta in joint.layout)
@@ -194,7 +177,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
-        return residuals_of_region(*self.entry_of(args, kwargs))
+        return residuals_of_region(self.entry_of(args, kwargs)[0])
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and traces of this function's code, with these options."""
@@ -232,6 +215,13 @@ class DecoratedFunction(Generic[_P, _R]):
     def __repr__(self) -> str:
         """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
+
+
+def _plain(site: CallSite) -> Any:
+    """Runs the function as it is: nothing that the region sees needs a gradient."""
+    returned = site.function(*site.args, **site.kwargs)
+    require_nothing_hidden(returned, site.roots)
+    return returned
 
 
 # A decorator would hide from type checkers that these are methods.

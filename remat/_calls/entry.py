@@ -17,6 +17,7 @@ from remat import _captures
 from remat._captures.hooked import refresh
 from remat._generators.streams import exists
 from remat._graph.values import TensorMeta, layout_of
+from remat._partition.stages import Stages
 from remat._programs.barriers import kept
 from remat._regions.fast_path import FastPath
 from remat._regions.function import Roots
@@ -27,6 +28,7 @@ from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._switches.orders import is_first_order
 from remat._torch import levels, trees
+from remat._tracing.open_sizes import Template
 
 
 @final
@@ -57,13 +59,15 @@ class Entry:
         covered: what it rested on, and where its captured tensors are found.
         captured: their metadata.
         guard: whether tensors have this metadata, checked in C; None where it cannot be.
-        region: what it traced.
+        stages: what became of the function, from its trace to what is saved.
+        region: what runs.
         output: how the result is put together.
         labels: what messages call the operands.
         written: the places of operands that the function changes: its buffers.
         unseen: those of them that a kernel changes without counting up their version.
         streams: the streams of registered trackers that it draws from.
         hooked: the steps to each module with weights that torch's hooks make at each call.
+        template: the trace with its sizes open; None if it holds for one set of sizes.
         trace_s: how long the trace took, in seconds; None where a trace with open sizes
             was there already.
         gather: the captured tensors of some roots, None if the trace does not hold there.
@@ -72,6 +76,7 @@ class Entry:
     covered: _captures.Covered
     captured: tuple[TensorMeta, ...]
     guard: Callable[..., bool] | None
+    stages: Stages
     region: TracedRegion
     output: Output
     labels: tuple[str, ...]
@@ -79,6 +84,7 @@ class Entry:
     unseen: frozenset[int]
     streams: frozenset[str]
     hooked: tuple[tuple[_captures.Step, ...], ...]
+    template: Template | None
     trace_s: float | None
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
         init=False, repr=False
@@ -160,7 +166,7 @@ class Entry:
     def _with_buffers(
         self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        views = self.region.every_view(roots)
+        views = self.region.every_view
         return [
             tensors[view.operand]
             if view.operand in self.written and view.path is None

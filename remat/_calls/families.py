@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from remat._calls.call_site import CallSite
+from remat._calls.compile import OpenEntry, Options
 from remat._calls.entry import Entry
-from remat._calls.first_call import OpenEntry
 from remat._calls.signature import Signature
 from remat._graph.values import TensorMeta
 from remat._messages import warn
-from remat._regions.function import Roots
 from remat._tracing.open_sizes import Fixed
 
 _Dimension = tuple[int, int]
@@ -36,31 +36,36 @@ class Family:
         self.is_static = False
         self._is_told = False
 
-    def find(self, signature: Signature, roots: Roots) -> Entry | None:
+    def find(self, site: CallSite) -> Entry | None:
         """The entry for the sizes of a call, if some trace holds for them."""
         for place, (was, now) in enumerate(
-            zip(self._first, signature.metas, strict=True)
+            zip(self._first, site.signature.metas, strict=True)
         ):
             sizes = enumerate(zip(was.shape, now.shape, strict=True))
             self._varied |= {(place, dim) for dim, (old, new) in sizes if old != new}
         for known in self.entries:
-            found = known.at(signature, roots)
+            found = known.at(site)
             if found is not None:
                 return found
         return None
 
-    def fixed_for(
-        self, signature: Signature, roots: Roots, names: Sequence[str], where: str
-    ) -> Fixed:
+    def add(self, entry: Entry, options: Options) -> None:
+        """Adds a trace with open sizes."""
+        assert entry.template is not None, "a trace with open sizes is a template"
+        self.entries.insert(0, OpenEntry(entry, entry.template, options))
+
+    def fixed_for(self, site: CallSite, where: str) -> Fixed:
         """Which dimensions the next trace fixes, for a call that no trace holds for."""
         found = {
-            dimension
-            for known in self.entries
-            for dimension in known.fixed_for(signature, roots)
+            dimension for known in self.entries for dimension in known.fixed_for(site)
         }
         for place, dim in sorted(found - self._fixed):
-            _warn_of_dimension(f"dimension {dim} of `{names[place]}`", where)
-        served = sum(known.first.gather(roots) is not None for known in self.entries)
+            _warn_of_dimension(
+                f"dimension {dim} of `{site.tensor_names[place]}`", where
+            )
+        served = sum(
+            known.first.gather(site.roots) is not None for known in self.entries
+        )
         if not found and not self._is_told and served + 1 == _MANY_TRACES:
             self._is_told = True
             _warn_of_many(where)
@@ -71,7 +76,7 @@ class Family:
                 bool(self._fixed) and (place, dim) not in is_open
                 for dim in range(len(meta.shape))
             )
-            for place, meta in enumerate(signature.metas)
+            for place, meta in enumerate(site.signature.metas)
         )
 
     def give_up(self, error: Exception, where: str) -> None:

@@ -12,7 +12,6 @@ from remat._calls.entry import Entry
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta
 from remat._partition.analysis import Analysis
-from remat._regions.function import Roots
 from remat.storage import AbstractStorage, Keep
 
 
@@ -61,11 +60,10 @@ class Residual:
 SECOND = "an argument, held for a second derivative only"
 
 
-def residuals_of_region(entry: Entry, roots: Roots) -> list[Residual]:
+def residuals_of_region(entry: Entry) -> list[Residual]:
     """The saved values in the order of the forward, then the operands."""
-    region = entry.region
-    analysis, found = region.analysis(roots), region.cut(roots)
-    decisions = region.decisions(roots)
+    region, stages = entry.region, entry.stages
+    analysis, found, decisions = stages.analysis, stages.cut, stages.decisions
     values: list[Residual] = []
     for index in found.saved:
         number = analysis.numbers[analysis.roots[index]]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, TensorGuard, guard_of
 from remat._regions.rules import Call, apply_fast_path
 from remat._regions.views import make_views
 from remat._switches.departures import departures
-from remat._switches.numerics import Numerics
 from remat._torch import guards
 
 # What a route gives for a call that is not its own.
@@ -47,19 +47,17 @@ class Route(NamedTuple):
         return self.entries is entries and self.tensor_guard is tensor_guard
 
 
-def route_of(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    numerics: Numerics,
-    entries: list[Entry],
-    tensor_guard: TensorGuard,
-) -> Route:
+def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) -> Route:
     """The route of a call that `_calls.guards.is_simple` accepts, some tensor among its leaves.
 
     Other transforms and dispatch modes are not asked for: the check of its tensors fails
     there.
     """
-    take, same_thread = guard_of(args, kwargs, tensor_guard), guards.thread_guard()
+    take, same_thread = (
+        guard_of(site.args, site.kwargs, tensor_guard),
+        guards.thread_guard(),
+    )
+    numerics = site.numerics
     is_quiet = tensor_guard is PLAINLY
 
     def run(

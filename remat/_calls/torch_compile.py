@@ -26,7 +26,6 @@ from torch import Tensor, fx
 from remat._calls.entry import Entry
 from remat._errors import RematError, explain
 from remat._messages import with_lines
-from remat._regions.function import Roots
 from remat._switches.switch import is_disabled
 from remat._torch import dynamo, levels, sizes
 
@@ -172,12 +171,11 @@ def _number(where: str, symbol: Any) -> Any:
     return sizes.number(symbol)
 
 
-def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
+def require_recordable(entry: Entry, where: str) -> None:
     """Refuses a trace whose region does at run time what a graph cannot hold.
 
     Args:
         entry: the trace.
-        roots: of the call.
         where: what messages call the region.
 
     Raises:
@@ -194,7 +192,7 @@ def require_recordable(entry: Entry, roots: Roots, where: str) -> None:
                 "the region then runs between two graphs.",
             )
         )
-    storages = [*entry.region.inputs.values(), *entry.region.storages(roots)]
+    storages = [*entry.region.inputs.values(), *entry.stages.storages]
     others = [each for each in storages if not each.keeps]
     if others:
         raise _NotRecordable(

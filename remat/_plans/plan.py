@@ -374,7 +374,7 @@ def plan(
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
         entry, roots = region.entry_of(args, kwargs)
-        analysis = entry.region.analysis(roots)
+        analysis = entry.region.stages(roots).analysis
         unit = by_flops
         if costs == "measured":
             unit = measured(list(entry.region.operands))

@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, final
 
-from remat._graph.values import is_open
+from remat._graph.values import TensorMeta, is_open
 from remat._switches.numerics import Numerics
+from remat._torch import tracer
 from remat._tracing.open_sizes import Templates
-from remat._tracing.trace import Flat, Joint, Request, trace
+from remat._tracing.trace import Flat, Joint, Request, trace, with_states
 
 # The function that a call is of, and the objects among its arguments.
 Roots = tuple[object, ...]
@@ -39,7 +40,7 @@ class Function:
     key: tuple[Hashable, ...] = ()
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
-        """The same with another function made from this one.
+        """A function made from this one, under the switches of this one.
 
         Args:
             transform: makes the other function.
@@ -52,8 +53,40 @@ class Function:
 
         return dataclasses.replace(self, build=derived, key=(*self.key, step))
 
-    def joints(self, request: Request) -> tuple[Joint, ...]:
-        """The joint graphs of a request, traced if no template holds."""
-        if self.templates is None or any(map(is_open, request.operands)):
-            return trace(request).joints
-        return self.templates.joints(self.key, request)
+    def traced(
+        self,
+        roots: Roots,
+        operands: tuple[TensorMeta, ...],
+        states: tuple[int, ...],
+        *,
+        cotangents: tuple[TensorMeta | None, ...] | None = None,
+        backward_numerics: Numerics | None = None,
+        gradients: bool = True,
+    ) -> tuple[Joint, ...]:
+        """The joint graphs of the function, traced if no template holds.
+
+        Args:
+            roots: of the call that needs them.
+            operands: the metadata of what the function takes.
+            states: which operands are generator states for its draws, in order.
+            cotangents: as `Request` has them, like the next two.
+            backward_numerics: likewise.
+            gradients: likewise.
+        """
+        request = Request(
+            self.build(roots),
+            operands,
+            cotangents,
+            backward_numerics=backward_numerics,
+            gradients=gradients,
+        )
+        with (
+            tracer.one_trace_at_a_time(),
+            self.restored(roots),
+            self.numerics.applied(),
+        ):
+            if self.templates is None or any(map(is_open, operands)):
+                joints = trace(request).joints
+            else:
+                joints = self.templates.joints(self.key, request)
+        return tuple(with_states(joint, states) for joint in joints)

@@ -135,8 +135,9 @@ def labels_of(call: Call) -> list[tuple[str, bool]]:
     region = call.region
     saved: list[tuple[str, bool]] = []
     if isinstance(region, TracedRegion) and region.keeps:
-        analysis = region.analysis(call.roots)
-        for index in region.cut(call.roots).saved:
+        stages = region.stages(call.roots)
+        analysis = stages.analysis
+        for index in stages.cut.saved:
             view = analysis.views[analysis.numbers[analysis.roots[index]]]
             names = " ".join(f'"{name}"' for name in view.names)
             source = f"({view.source})" if view.source else ""

@@ -66,12 +66,11 @@ def bind_all(
 ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
-        fast_path = call.region.fast_path(call.roots, call.numerics)
-        if (
-            fast_path is not None
-            and not call.is_last
-            and _is_differentiated(call, tensors)
-        ):
+        is_recorded = not call.is_last and _is_differentiated(call, tensors)
+        fast_path = (
+            call.region.fast_path(call.roots, call.numerics) if is_recorded else None
+        )
+        if fast_path is not None:
             call = call._replace(
                 is_first_order=_wants_first_order(), fast_path=fast_path
             )
@@ -87,7 +86,7 @@ def _returned(
     call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """What the region's function returns, made from the outputs for these tensors."""
-    views = call.region.views(call.roots)
+    views = call.region.views
     if views is None:
         return [*outputs]
     return make_views(views, outputs, tensors[call.region.num_leading :])
@@ -321,7 +320,7 @@ def _run_under_vmap(
     if randomness == "error" and region.states:
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
-    draws_apart = randomness != "same" and region.num_draws(roots) > 0
+    draws_apart = randomness != "same" and region.num_draws > 0
     with levels.lowered_vmap(interpreter):
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)

@@ -12,22 +12,22 @@ The derivatives of a region are regions again:
 - `batched`: the region of the mapped function. If reverse mode is taken per example, its
   forward is the per-example program, mapped.
 
-Each of these is traced when it is first needed, then kept; `_regions.rules` decides what is needed.
+A derived region is compiled when it is first needed, then kept (`_Derivatives`);
+`_regions.rules` decides what is needed. Nothing of the user's is kept: what has to trace
+takes the roots of the call that needs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from remat._graph.values import TensorMeta, is_open, named
 from remat._partition.analysis import Analysis, analyze
-from remat._partition.budgets import decisions as decisions_of
-from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import forward_graph
-from remat._partition.permission import decide_of_operands
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived import (
     DerivedForward,
@@ -55,153 +55,164 @@ from remat._regions.functions import (
 from remat._regions.protocol import Asked, Batched, Pushed
 from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
-from remat._torch import tracer
-from remat._tracing.trace import Joint, Request, View, with_states
-from remat.policies import AbstractPolicy, Save, nothing_saveable
+from remat._tracing.trace import Joint, View
+from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
 
-_FORWARDS = ("forward", "forward that saves")
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+@final
+class _Kept(Generic[_K, _V]):
+    """Values by what they were made for; the first one made for a key is kept."""
+
+    def __init__(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self._values: dict[Hashable, _V] = {}
+
+    def get(self, key: _K, make: Callable[[], _V]) -> _V:
+        """The value for a key, made if there is none."""
+        # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
+        place = named(key) if self._is_open else key
+        value = self._values.get(place)
+        if value is None:
+            # Two threads may both make it; the first result is kept.
+            value = self._values.setdefault(place, make())
+        return value
+
+
+class _Pushing(NamedTuple):
+    """Which operands have a tangent, and what the region of the pushforward serves."""
+
+    has_tangent: tuple[bool, ...]
+    num_states: int = 0
+    save: bool = False
+
+
+@final
+class _Derivatives:
+    """The regions derived from one region, by kind and by what was asked.
+
+    Attributes:
+        backwards: the backward programs, whether or not their cotangents want a gradient,
+            with the metadata of the generator states that they take.
+        pulled: the regions of gradients.
+        tangents: the regions of tangents alone, and which outputs have one.
+        pushed: the regions of outputs and tangents.
+        batched: the regions of the mapped function, and whether they save.
+        whole: the regions of the mapped function with all that it returns.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        self.backwards: _Kept[Asked, tuple[DerivedForward, list[TensorMeta]]]
+        self.backwards = _Kept(is_open)
+        self.pulled: _Kept[Asked, TracedRegion] = _Kept(is_open)
+        self.tangents: _Kept[_Pushing, tuple[TracedRegion, tuple[int, ...]]]
+        self.tangents = _Kept(is_open)
+        self.pushed: _Kept[_Pushing, Pushed] = _Kept(is_open)
+        self.batched: _Kept[tuple[Batch, bool], Batched] = _Kept(is_open)
+        self.whole: _Kept[Batch, TracedRegion] = _Kept(is_open)
 
 
 @final
 class TracedRegion:
-    """One function at one signature; see the module's docstring."""
+    """One function at one signature; see the module's docstring.
+
+    Attributes:
+        function: what the region computes.
+        operands: the metadata of what it takes.
+        policy: what its backward may find saved.
+        given: its forward, if it was made from another region's program; else None.
+        outline: its forward as a graph, with or without the backward; None if it was given.
+        states: which operands are generator states for its draws, in order.
+        verify: whether the backward compares saved values with recomputed ones.
+        inputs: the operands that do not wait as they are, and their storages.
+        calls: numbers the calls of the function; those of its derivatives too.
+        program: the forward's program, if a call under the switches that it was derived for
+            is one run of it; else None.
+    """
 
     def __init__(
         self,
         function: Function,
         operands: tuple[TensorMeta, ...],
         policy: AbstractPolicy,
+        origin: Stages | DerivedForward | tuple[Joint, ...],
         *,
-        joints: tuple[Joint, ...] = (),
-        given: DerivedForward | None = None,
         states: tuple[int, ...] = (),
         verify: bool = False,
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
         calls: Calls | None = None,
+        program: Program | None = None,
     ) -> None:
-        """Makes a region; nothing is traced yet.
+        """Makes a region.
 
         Args:
-            function: what the region computes.
-            operands: the metadata of what it takes.
-            policy: what its backward may find saved.
-            joints: its joint graphs, where they are known already.
-            given: its forward, if it was made from another region's program; else None.
-            states: which operands are generator states for its draws, in order.
-            verify: whether the backward compares saved values with recomputed ones.
-            inputs: the operands that do not wait as they are, and their storages.
-            calls: numbers the calls of the function; those of its derivatives too.
+            function: see the attributes, as for all that is not named here.
+            operands: likewise.
+            policy: likewise.
+            origin: what is known of it: all stages, a forward that was made from another
+                region's program, or a trace, whose first joint graph may lack a backward.
+            states: likewise.
+            verify: likewise.
+            inputs: likewise.
+            calls: likewise.
+            program: likewise.
         """
-        self.verify = verify
-        self.inputs = inputs
-        self.calls = calls or Calls()
         self.function = function
         self.operands = operands
         self.policy = policy
-        self.given = given
         self.states = states
-        self.program: Program | None = None
+        self.verify = verify
+        self.inputs = inputs
+        self.calls = calls or Calls()
+        self.program = program
+        self.given = origin if isinstance(origin, DerivedForward) else None
+        self._stages = origin if isinstance(origin, Stages) else None
+        self._joints = origin if isinstance(origin, tuple) else ()
+        joints = origin.joints if isinstance(origin, Stages) else self._joints
+        self.outline = joints[0] if joints else None
+        self._saving: Forward | None = None
+        self._alone: Forward | None = None
+        self._fast_path: FastPath | None = None
+        self._knows_fast_path = False
+        # The backward before the next one is likely to be like it.
         self._latest: tuple[Asked, TracedRegion] | None = None
-        self._made: dict[Any, Any] = {}
-        # Inside a trace with open sizes its operands' sizes are symbols.
         self._is_open = any(map(is_open, operands))
-        if joints:
-            self._made["joints"] = joints
+        self._derivatives = _Derivatives(self._is_open)
+        self._views = None if are_outputs(self.every_view) else self.every_view
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if self._is_open:
-            key = named(key)
-        found = self._made.get(key)
-        if found is None:
-            # Two threads may both make it; the first result is kept.
-            found = self._made.setdefault(key, make())
-        return found
-
-    def joint(self, roots: Roots) -> Joint:
-        """The joint graph for cotangents laid out like the outputs."""
-        return self._joints(roots)[0]
-
-    def _joints(self, roots: Roots) -> tuple[Joint, ...]:
-        return self._once("joints", lambda: self._trace(roots, None, None))
-
-    def _light(self, roots: Roots) -> Joint:
-        """The forward alone, or a joint graph if there is one already."""
-        if "joints" in self._made:
-            return self._made["joints"][0]
-        return self._once(
-            "light", lambda: self._trace(roots, None, None, gradients=False)[0]
-        )
-
-    def _trace(
-        self,
-        roots: Roots,
-        layout: tuple[TensorMeta | None, ...] | None,
-        numerics: Numerics | None,
-        *,
-        gradients: bool = True,
-    ) -> tuple[Joint, ...]:
-        request = Request(
-            self.function.build(roots),
-            self.operands,
-            layout,
-            backward_numerics=numerics,
-            gradients=gradients,
-        )
-        with (
-            tracer.one_trace_at_a_time(),
-            self.function.restored(roots),
-            self.function.numerics.applied(),
-        ):
-            joints = self.function.joints(request)
-        return tuple(with_states(joint, self.states) for joint in joints)
-
-    def analysis(self, roots: Roots) -> Analysis:
-        """The joint graph with its classes."""
-        return self._once("analysis", lambda: analyze(self.joint(roots)))
-
-    def decisions(self, roots: Roots) -> dict[int, Save]:
-        """What the policy permits, by class."""
-        return self._once(
-            "decisions", lambda: decisions_of(self.analysis(roots), self.policy)
-        )
-
-    def store_named_operands(self, roots: Roots) -> None:
-        """Stores the operands for which the policy names a storage.
-
-        For an operand that `saved_inputs` names too, the storage of `saved_inputs` is used.
-        """
-        named = decide_of_operands(self.analysis(roots), self.policy)
-        storages = {index: answer.storage for index, answer in named.items()}
-        found = {k: each for k, each in storages.items() if not each.keeps}
-        self.inputs = {**found, **self.inputs}
-
-    def cut(self, roots: Roots) -> Cut:
-        """What is saved, and what the backward runs."""
-        return self._once("cut", lambda: self._cut(roots))
-
-    def _cut(self, roots: Roots) -> Cut:
-        analysis = self.analysis(roots)
-        # A forward that was given returns fixed values: nothing else can be saved.
-        permitted = {} if self.given else self.decisions(roots)
-        members = permitted_members(analysis, permitted)
-        return cut(analysis, members, analysis.joint.gradients)
+    def stages(self, roots: Roots) -> Stages:
+        """What became of the function, stage by stage, where reverse mode is wanted."""
+        if self._stages is None:
+            joints = self._joints
+            if not any(ref for joint in joints for ref in joint.gradients):
+                joints = self.function.traced(roots, self.operands, self.states)
+            # A forward that was given returns fixed values: nothing else can be saved.
+            self._stages = Stages.of(joints, None if self.given else self.policy)
+        return self._stages
 
     def forward(self, roots: Roots, save: bool) -> Forward:
         """The forward; if `save`, its results include what the backward will read."""
         if self.given is not None:
             return self.given.forward
-        key = _FORWARDS[save]
-        return self._made.get(key) or self._once(
-            key, lambda: self._forward(roots, save)
-        )
+        if save:
+            if self._saving is None:
+                self._saving = self._forward_of(self.stages(roots))
+            return self._saving
+        if self._alone is None:
+            self._alone = self._forward_of(None)
+        return self._alone
 
-    def _forward(self, roots: Roots, save: bool) -> Forward:
-        saved = self.cut(roots).saved if save else ()
-        joint = self.joint(roots) if save else self._light(roots)
-        if not save:
-            joint = dataclasses.replace(joint, states=())
+    def _forward_of(self, stages: Stages | None) -> Forward:
+        """The forward that saves what the stages say, or saves nothing."""
+        assert self.outline is not None, "a forward that was given is not made"
+        if stages is None:
+            joint, saved = dataclasses.replace(self.outline, states=()), ()
+        else:
+            joint, saved = stages.joint, stages.cut.saved
         graph, untracked = forward_graph(joint, saved)
         shape = (
             len(joint.outputs),
@@ -215,28 +226,18 @@ class TracedRegion:
             self.function.numerics,
             flows=None if all(joint.differentiable) else joint.differentiable,
             untracked=untracked,
-            storages=self.storages(roots) if save else (),
+            storages=() if stages is None else stages.storages,
             calls=self.calls.saved,
             placements=placements_of(joint, self.operands),
         )
 
-    def is_spread(self, roots: Roots) -> bool:
-        """Whether some operand or output is a DTensor that is not taken as a whole."""
-        return self._spread(roots) is not None
-
-    def _spread(self, roots: Roots) -> tuple[Any, ...] | None:
-        if self.given is not None:
+    @property
+    def placements(self) -> tuple[Any, ...] | None:
+        """How outputs and mutations are spread, as DTensors; None if nothing is one."""
+        if self.outline is None:
+            assert self.given is not None
             return self.given.forward.placements
-        return placements_of(self._light(roots), self.operands)
-
-    def storages(self, roots: Roots) -> tuple[AbstractStorage, ...]:
-        """How each saved value waits; empty if all are kept as they are."""
-        analysis, decisions = self.analysis(roots), self.decisions(roots)
-        found = tuple(
-            decisions[analysis.numbers[analysis.roots[index]]].storage
-            for index in self.cut(roots).saved
-        )
-        return () if all(each.keeps for each in found) else found
+        return placements_of(self.outline, self.operands)
 
     @property
     def num_leading(self) -> int:
@@ -253,47 +254,48 @@ class TracedRegion:
         """Whether only a run tells which operands the outputs depend on: here the trace does."""
         return False
 
-    def views(self, roots: Roots) -> tuple[View, ...] | None:
+    @property
+    def views(self) -> tuple[View, ...] | None:
         """How each returned tensor is made; None if the outputs are what is returned."""
-        found = self._made.get("views", ...)
-        if found is ...:
-            every = self.every_view(roots)
-            found = None if are_outputs(every) else every
-            self._made["views"] = found
-        return found
+        return self._views
 
-    def every_view(self, roots: Roots) -> tuple[View, ...]:
+    @property
+    def every_view(self) -> tuple[View, ...]:
         """How each tensor that the function returns is made from the outputs and operands."""
-        return self._light(roots).views if self.given is None else self.given.views
+        if self.outline is not None:
+            return self.outline.views
+        assert self.given is not None
+        return self.given.views
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
-        found = self._made.get("fast_path", ...)
-        if found is ...:
+        if not self._knows_fast_path:
             forward = self.forward(roots, save=True)
-            found = None
             if forward.is_one_run and not self.inputs:
-                found = FastPath(forward, self.views(roots))
-            self._made["fast_path"] = found
-        if found is None or not found.numerics.are_met_by(numerics):
-            return None
-        return found
+                self._fast_path = FastPath(forward, self._views)
+            self._knows_fast_path = True
+        path = self._fast_path
+        return path if path and path.numerics.are_met_by(numerics) else None
 
-    def num_draws(self, roots: Roots) -> int:
+    @property
+    def num_draws(self) -> int:
         """How many generator states the forward records."""
-        if self.given is not None:
-            return self.given.forward.shape[3]
-        return len(self._light(roots).states)
+        if self.outline is not None:
+            return len(self.outline.states)
+        assert self.given is not None
+        return self.given.forward.shape[3]
 
-    def chosen(self, roots: Roots) -> tuple[int, ...]:
+    @property
+    def chosen(self) -> tuple[int, ...]:
         """Which of the tensors that the function returns are the outputs."""
+        if self.outline is not None:
+            return self.outline.chosen
+        assert self.given is not None
         whole = {
             view.output: index
-            for index, view in reversed(list(enumerate(self.every_view(roots))))
+            for index, view in reversed(list(enumerate(self.given.views)))
             if view.output is not None and view.path is None
         }
-        if self.given is None:
-            return self._light(roots).chosen
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
@@ -305,64 +307,85 @@ class TracedRegion:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
+        make = self._derivatives.pulled.get
         if self._is_open:
-            return self._once(asked, lambda: self._vjp(roots, asked))
+            return make(asked, lambda: self._vjp(roots, asked))
         latest = self._latest
         if latest is not None and latest[0] == asked:
             return latest[1]
-        found = self._once(asked, lambda: self._vjp(roots, asked))
-        self._latest = (asked, found)
-        return found
+        region = make(asked, lambda: self._vjp(roots, asked))
+        self._latest = (asked, region)
+        return region
 
     def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
-        if not self.is_spread(roots):
+        placements = self.placements
+        if placements is None:
             asked = asked.taken_whole()
-        require_parts(self._spread(roots) or (), asked)
+        require_parts(placements or (), asked)
         still = asked.without_gradients()
-        given, states = self._once(
-            ("backward", still), lambda: self._backward(roots, still)
+        given, states = self._derivatives.backwards.get(
+            still, lambda: self._backward(roots, still)
         )
         cotangents = [meta for meta in asked.cotangents if meta is not None]
-        derived = TracedRegion(
-            self._pulled_back(roots, asked),
-            (*self.operands, *states, *cotangents),
-            nothing_saveable,
-            given=given,
-            states=self._states_after(asked.num_states),
-            inputs=self.inputs,
-            calls=self.calls,
-        )
         forward = given.forward
-        if (
+        is_alone = (
             forward.verification is None
             and forward.placements is None
             and not self.inputs
-            and not self.storages(roots)
+            and not self.stages(roots).storages
             and forward.numerics.are_met_by(asked.numerics)
             and are_outputs(given.views)
-        ):
-            derived.program = forward.program
-        return derived
+        )
+        return TracedRegion(
+            self._pulled_back(asked),
+            (*self.operands, *states, *cotangents),
+            nothing_saveable,
+            given,
+            states=self._states_after(asked.num_states),
+            inputs=self.inputs,
+            calls=self.calls,
+            program=forward.program if is_alone else None,
+        )
 
     def _backward(
         self, roots: Roots, asked: Asked
     ) -> tuple[DerivedForward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
-        analysis, saved = self._backward_analysis(
-            roots, asked.cotangents, asked.numerics
-        )
-        kept = Kept(
-            analysis, saved, self.storages(roots) or (Keep(),) * len(saved), self.verify
-        )
+        analysis, saved = self._backward_analysis(roots, asked)
+        storages = self.stages(roots).storages or (Keep(),) * len(saved)
+        kept = Kept(analysis, saved, storages, self.verify)
         given = backward_given(self.function, self.operands, kept, asked)
         return given, state_metas(analysis)
+
+    def _backward_analysis(
+        self, roots: Roots, asked: Asked
+    ) -> tuple[Analysis, tuple[int, ...]]:
+        """The joint graph for these cotangents, and where in it the saved values are.
+
+        What is saved was settled by the forward, for cotangents laid out like outputs.
+        """
+        stages, cotangents = self.stages(roots), asked.cotangents
+        analysis, saved = stages.analysis, stages.cut.saved
+        if asked.numerics.autocast == ():
+            for joint in stages.joints:
+                if joint.layout == cotangents:
+                    return dataclasses.replace(analysis, joint=joint), saved
+        joints = self.function.traced(
+            roots,
+            self.operands,
+            self.states,
+            cotangents=cotangents,
+            backward_numerics=asked.numerics,
+        )
+        again = analyze(joints[0])
+        return again, found_again(analysis, again, saved)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
-    def _pulled_back(self, roots: Roots, asked: Asked) -> Function:
-        chosen = self.chosen(roots)
+    def _pulled_back(self, asked: Asked) -> Function:
+        chosen = self.chosen
         pull = Pull(
             tuple(
                 chosen[k] for k, each in enumerate(asked.layouts) if each is not None
@@ -372,24 +395,6 @@ class TracedRegion:
         )
         return self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
 
-    def _backward_analysis(
-        self,
-        roots: Roots,
-        cotangents: tuple[TensorMeta | None, ...],
-        numerics: Numerics,
-    ) -> tuple[Analysis, tuple[int, ...]]:
-        """The joint graph for these cotangents, and where in it the saved values are.
-
-        What is saved was settled by the forward, for cotangents laid out like outputs.
-        """
-        analysis, saved = self.analysis(roots), self.cut(roots).saved
-        if numerics.autocast == ():
-            for joint in self._joints(roots):
-                if joint.layout == cotangents:
-                    return dataclasses.replace(analysis, joint=joint), saved
-        again = analyze(self._trace(roots, cotangents, numerics)[0])
-        return again, found_again(analysis, again, saved)
-
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[TracedRegion, tuple[int, ...]]:
@@ -397,31 +402,34 @@ class TracedRegion:
 
         Its operands: this region's, `num_states` generator states, the tangents.
         """
-        return self._once(
-            ("jvp", has_tangent, num_states),
-            lambda: self._jvp(roots, has_tangent, num_states),
+        pushing = _Pushing(has_tangent, num_states)
+        return self._derivatives.tangents.get(
+            pushing, lambda: self._jvp(roots, has_tangent, num_states)
         )
 
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[TracedRegion, tuple[int, ...]]:
-        chosen = self.chosen(roots)
+        chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
         outputs = tuple(chosen[index] for index in moved)
-        states = state_metas(self.analysis(roots)) if num_states else []
+        recorded = state_metas(self.stages(roots).analysis) if num_states else []
         operands = (
             *self.operands,
-            *states,
+            *recorded,
             *tangent_metas(self.operands, has_tangent),
         )
+        function = self.function.derive(
+            lambda f: pushforward(f, outputs, has_tangent),
+            *("jvp", outputs, has_tangent),
+        )
+        states = self._states_after(num_states)
         region = TracedRegion(
-            self.function.derive(
-                lambda f: pushforward(f, outputs, has_tangent),
-                *("jvp", outputs, has_tangent),
-            ),
+            function,
             operands,
             for_derived(self.policy),
-            states=self._states_after(num_states),
+            function.traced(roots, operands, states, gradients=False),
+            states=states,
             calls=self.calls,
         )
         return region, moved
@@ -431,29 +439,34 @@ class TracedRegion:
 
         Its operands: this region's, the tangents.
         """
-        return self._once(
-            ("pushed", has_tangent, save),
+        return self._derivatives.pushed.get(
+            _Pushing(has_tangent, save=save),
             lambda: self._pushed(roots, has_tangent, save),
         )
 
     def _pushed(
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
     ) -> Pushed:
-        chosen = self.chosen(roots)
+        chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
-        given = None
-        if moved and (save or self.given is not None):
-            given = self._pushed_forward(roots, has_tangent, save)
+        function = self.function.derive(
+            lambda f: with_pushforward(f, chosen, moved, has_tangent),
+            *("values and jvp", chosen, moved, has_tangent),
+        )
+        operands = (*self.operands, *tangent_metas(self.operands, has_tangent))
+        is_given = bool(moved) and (save or self.given is not None)
+        origin = (
+            self._pushed_forward(roots, has_tangent, save)
+            if is_given
+            else self._outline_of(function, roots, operands)
+        )
         region = TracedRegion(
-            self.function.derive(
-                lambda f: with_pushforward(f, chosen, moved, has_tangent),
-                *("values and jvp", chosen, moved, has_tangent),
-            ),
-            (*self.operands, *tangent_metas(self.operands, has_tangent)),
-            nothing_saveable if given else for_derived(self.policy),
-            given=given,
+            function,
+            operands,
+            nothing_saveable if is_given else for_derived(self.policy),
+            origin,
             states=self.states,
-            verify=self.verify and given is None,
+            verify=self.verify and not is_given,
             inputs=self.inputs,
             calls=self.calls,
         )
@@ -467,29 +480,77 @@ class TracedRegion:
         region = self.jvp(roots, has_tangent, num_states)[0]
         tangents = Tangents(
             region.forward(roots, save=False),
-            region.every_view(roots),
+            region.every_view,
             len(self.operands),
             num_states,
         )
         origins = self.given.origins if self.given else None
         return DerivedForward(*push(forward, tangents, origins), origins)
 
+    def _outline_of(
+        self, function: Function, roots: Roots, operands: tuple[TensorMeta, ...]
+    ) -> tuple[Joint, ...]:
+        """The trace of a derived function; with its backward where a gradient is wanted."""
+        wants = any(meta.requires_grad for meta in operands)
+        return function.traced(roots, operands, self.states, gradients=wants)
+
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
-        return self._once(
-            ("batched", batch, save), lambda: self._batched(roots, batch, save)
+        return self._derivatives.batched.get(
+            (batch, save), lambda: self._batched(roots, batch, save)
         )
 
-    def mapped_whole(self, batch: Batch) -> TracedRegion:
+    def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
+        if self.placements is not None:
+            raise mapped_in_parts()
+        if self.given is None and not save:
+            return self._batched_below(roots, batch)
+        forward = self.forward(roots, save)
+        skip = forward.num_leading
+        given, dims = mapped_given(forward, batch)
+        region = TracedRegion(
+            self._mapped(self.chosen, batch, skip, are_apart=True),
+            batch.metas[skip:],
+            nothing_saveable,
+            given,
+            states=self.states,
+            inputs=self.inputs,
+            calls=self.calls,
+        )
+        return Batched(region, dims)
+
+    def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
+        """Where reverse mode is taken below the map: the policy sees batched values."""
+        function = self._mapped(self.chosen, batch, 0)
+        joints = self._outline_of(function, roots, batch.metas)
+        region = TracedRegion(
+            function,
+            batch.metas,
+            for_derived(self.policy),
+            joints,
+            states=self.states,
+            inputs=self.inputs,
+            calls=self.calls,
+        )
+        written = [operand for operand, _ in joints[0].mutations]
+        dims = [0] * len(self.chosen) + [batch.dims[operand] for operand in written]
+        return Batched(region, tuple(dims))
+
+    def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         """The region of the mapped function, each result mapped over its first dimension.
 
         Unlike the region of `batched`, it returns views too, and takes physical tensors.
         """
-        return self._once(("whole", batch), lambda: self._mapped_whole(batch))
+        return self._derivatives.whole.get(
+            batch, lambda: self._mapped_whole(roots, batch)
+        )
 
-    def _mapped_whole(self, batch: Batch) -> TracedRegion:
+    def _mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         function = self._mapped(None, batch, 0)
-        return TracedRegion(function, batch.metas, self.policy, calls=self.calls)
+        joints = function.traced(roots, batch.metas, ())
+        return TracedRegion(
+            function, batch.metas, self.policy, joints, calls=self.calls
+        )
 
     def _mapped(
         self,
@@ -504,35 +565,3 @@ class TracedRegion:
             lambda f: mapped(f, outputs, batch, skip, are_apart=are_apart),
             *("vmap", outputs, size, randomness, dims, skip, are_apart),
         )
-
-    def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
-        chosen = self.chosen(roots)
-        if self.is_spread(roots):
-            raise mapped_in_parts()
-        if self.given is None and not save:
-            # Reverse mode is taken below this level: the policy sees batched values.
-            function = self._mapped(chosen, batch, 0)
-            region = TracedRegion(
-                function,
-                batch.metas,
-                for_derived(self.policy),
-                states=self.states,
-                inputs=self.inputs,
-                calls=self.calls,
-            )
-            written = [operand for operand, _ in region._light(roots).mutations]
-            dims = [0] * len(chosen) + [batch.dims[operand] for operand in written]
-            return Batched(region, tuple(dims))
-        forward = self.forward(roots, save)
-        skip = forward.num_leading
-        given, dims = mapped_given(forward, batch)
-        region = TracedRegion(
-            self._mapped(chosen, batch, skip, are_apart=True),
-            batch.metas[skip:],
-            nothing_saveable,
-            given=given,
-            states=self.states,
-            inputs=self.inputs,
-            calls=self.calls,
-        )
-        return Batched(region, dims)

@@ -55,7 +55,8 @@ class Rerun(WithoutProgram):
     is_primal: bool = True
     num_leading: int = 0
 
-    def views(self, roots: Roots) -> tuple[View, ...] | None:
+    @property
+    def views(self) -> tuple[View, ...] | None:
         """How what it returns is made from the outputs."""
         return self.returned
 

@@ -100,7 +100,7 @@ def link_of(
         entry, roots, found = region.found_for(args, {})
     except ImplicitRandomnessError as error:
         raise _draws(region) from error
-    if entry.region.joint(roots).states:
+    if entry.region.num_draws:
         raise _draws(region)
     if entry.hooked:
         raise refusal(
@@ -181,7 +181,8 @@ def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
 def _costs(link: Link) -> tuple[int, int]:
     """What a stage costs, and the bytes of its record."""
     region, roots = link.region, link.roots
-    analysis, saved = region.analysis(roots), region.cut(roots).saved
+    stages = region.stages(roots)
+    analysis, saved = stages.analysis, stages.cut.saved
     values = analysis.joint.graph.values
     own = {analysis.roots[ref.index] for ref in analysis.joint.outputs}
     written = sum(

@@ -143,7 +143,7 @@ class Link:
     @property
     def num_saved(self) -> int:
         """How many values wait for its backward when it is recorded."""
-        return len(self.region.cut(self.roots).saved)
+        return len(self.region.stages(self.roots).cut.saved)
 
     @functools.cached_property
     def _strides(self) -> list[tuple[int, ...]]:
@@ -168,7 +168,7 @@ class Link:
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
         """The same, and what the stage's backward reads besides its operands."""
         results = run_saving(self._call(numerics), operands)
-        views = self.region.views(self.roots)
+        views = self.region.views
         returned = (
             [*results.outputs]
             if views is None
@@ -186,7 +186,7 @@ class Link:
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
         direct: list[Tensor | None] = [None] * len(operands)
-        if self.region.views(self.roots) is not None:
+        if self.region.views is not None:
             cotangents, direct = self._through_views(operands, cotangents)
         pulled: list[Tensor | None] = [None] * len(operands)
         if any(each is not None for each in cotangents) and any(wanted):
@@ -220,10 +220,10 @@ class Link:
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The cotangents of the outputs, and those that go straight to operands."""
-        views = self.region.every_view(self.roots)
+        views = self.region.every_view
         metas = [
             dataclasses.replace(meta, requires_grad=False)
-            for meta in self.region.joint(self.roots).output_metas
+            for meta in self.region.stages(self.roots).joint.output_metas
         ]
         count = len(metas)
 
@@ -234,7 +234,7 @@ class Link:
         # A view's derivative reads no numbers.
         stand_ins = [each.empty() for each in metas]
         found = pulled(returned, [*stand_ins, *operands], cotangents)
-        flows = self.region.joint(self.roots).differentiable
+        flows = self.region.stages(self.roots).joint.differentiable
         outputs = [
             each if flow else None for each, flow in zip(found, flows, strict=False)
         ]
@@ -244,10 +244,10 @@ class Link:
     @once_a_region
     def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, which of the returned tensors depend on it."""
-        joint = self.region.joint(self.roots)
+        joint = self.region.stages(self.roots).joint
         read_by = _outputs_of_gradients(joint)
         found = [0] * joint.num_operands
-        for place, view in enumerate(self.region.every_view(self.roots)):
+        for place, view in enumerate(self.region.every_view):
             if view.is_cut or view.is_detached:
                 continue
             if view.operand is not None:
@@ -260,7 +260,7 @@ class Link:
     @once_a_region
     def returned(self) -> list[TensorMeta]:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
-        region, joint = self.region, self.region.joint(self.roots)
+        region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
             found, _ = self.advance(fakes, Numerics.current())
             metas = [TensorMeta.of(each) for each in found]
@@ -271,7 +271,7 @@ class Link:
                 if view.output is not None
                 else region.operands[view.operand or 0].requires_grad
             )
-            for view in region.every_view(self.roots)
+            for view in region.every_view
         ]
         return [
             dataclasses.replace(meta, requires_grad=flow and meta.is_differentiable)

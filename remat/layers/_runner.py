@@ -192,7 +192,7 @@ class Runner:
             return None
         if not forward.numerics.are_met_by(self._numerics):
             return None
-        views = region.views(roots)
+        views = region.views
         return _ForwardProgram(
             forward.program.quiet, outputs, outputs + mutations, views
         )
@@ -201,10 +201,10 @@ class Runner:
     def _flows(self) -> _Flows | None:
         """Where cotangents go that are not those of the outputs, one by one."""
         region, roots = self._link.region, self._link.roots
-        views = region.views(roots)
+        views = region.views
         if views is None:
             return None
-        flows = region.joint(roots).differentiable
+        flows = region.stages(roots).joint.differentiable
         targets = tuple(_target(view, flows) for view in views)
         return _Flows(targets, len(flows), len(region.operands))
 
@@ -213,7 +213,7 @@ class Runner:
         """Whether all cotangents pass on unchanged, and at most two of them to one place."""
         if not self._is_quiet or self._records is None:
             return False
-        views = self._link.region.views(self._link.roots)
+        views = self._link.region.views
         if views is None:
             return True
         assert self._flows is not None
@@ -243,7 +243,7 @@ class Runner:
             wanted,
             self._numerics,
             forward.program.quiet,
-            derived.views(link.roots),
+            derived.views,
         )
         others = self._pulled[: _MOST_FOLLOWED - 1]
         self._pulled = _latest[link.region] = (found, *others)

@@ -118,7 +118,8 @@ class Swept(WithoutProgram):
         """Whether its backward reads what the forward saved."""
         return self.replay is not None
 
-    def views(self, roots: Roots) -> None:
+    @property
+    def views(self) -> None:
         """The outputs are what is returned."""
         return
 
@@ -195,9 +196,10 @@ class Pulled(WithoutProgram):
         """What waits is the other region's."""
         return False
 
-    def views(self, roots: Roots) -> tuple[View, ...] | None:
+    @property
+    def views(self) -> tuple[View, ...] | None:
         """Which of the wanted gradients there are."""
-        return self.again.views(roots)
+        return self.again.views
 
     def forward(
         self, roots: Roots, save: bool

@@ -205,7 +205,9 @@ def _mapped(
         *(0 for _ in parts),
         *(captured_dims[place] for place in link.captured),
     )
-    region = link.region.mapped_whole(Batch(batch.size, batch.randomness, dims, metas))
+    region = link.region.mapped_whole(
+        link.roots, Batch(batch.size, batch.randomness, dims, metas)
+    )
     return dataclasses.replace(link, region=region)
 
 

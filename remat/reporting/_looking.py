@@ -54,7 +54,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
 
 def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
     """What plain autograd holds: the forward values that backward steps read."""
-    analysis = entry.region.analysis(roots)
+    analysis = entry.region.stages(roots).analysis
     found = _read_across(analysis)
     made = made_values(analysis, found.saved, "a value that the backward reads")
     graph = analysis.joint.graph

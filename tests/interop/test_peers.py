@@ -248,9 +248,9 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
 ) -> None:
     """Traces belong to the code, and equal layers share one."""
     traced: list[str] = []
-    make_entry = lookup.make_entry
+    compile_call = lookup.compile_call
     monkeypatch.setattr(
-        lookup, "make_entry", lambda *args: (traced.append("x"), make_entry(*args))[1]
+        lookup, "compile_call", lambda *args: (traced.append("x"), compile_call(*args))[1]
     )
     monkeypatch.setattr(decorated, "_caches", {})
     for _ in range(3):

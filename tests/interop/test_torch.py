@@ -439,10 +439,10 @@ def test_under_torch_func():
 def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
-    make_entry, traces = lookup.make_entry, []
+    compile_call, traces = lookup.compile_call, []
     monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        lookup, "make_entry", lambda *args: traces.append(1) or make_entry(*args)
+        lookup, "compile_call", lambda *args: traces.append(1) or compile_call(*args)
     )
 
     def step(scale):

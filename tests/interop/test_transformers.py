@@ -150,10 +150,10 @@ def gradients(model, *, seed=0, **changes):
 @pytest.fixture
 def traces(monkeypatch):
     """Counts the traces that are made, where none is kept from before."""
-    made, make_entry = [], lookup.make_entry
+    made, compile_call = [], lookup.compile_call
     monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        lookup, "make_entry", lambda *args: made.append(1) or make_entry(*args)
+        lookup, "compile_call", lambda *args: made.append(1) or compile_call(*args)
     )
     return made
 

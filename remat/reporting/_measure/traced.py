@@ -94,9 +94,9 @@ class RegionTrace:
     def __init__(self, region: TracedRegion, roots: Roots) -> None:
         self.region = region
         self._roots = roots
-        self.analysis: Analysis = region.analysis(roots)
-        self.found: Cut = region.cut(roots)
-        self._decisions = region.decisions(roots)
+        self.analysis: Analysis = region.stages(roots).analysis
+        self.found: Cut = region.stages(roots).cut
+        self._decisions = region.stages(roots).decisions
         self._known: dict[frozenset[int], Effect] = {}
         self._held: dict[tuple[AbstractStorage, TensorMeta], Held] = {}
 

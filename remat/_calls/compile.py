@@ -1,0 +1,230 @@
+"""The pipeline of a cache miss: from a call to the entry that serves all calls like it.
+
+Each stage takes values that the stages before it gave, and gives a value that nothing
+changes afterwards: `trace_call`, `cover`, then `analyze`, `decide` and `cut` of `Stages`.
+`advise` only reads. With open sizes one trace makes an entry for each size that it serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+from torch import Tensor
+
+from remat import _captures
+from remat._calls.advice import advise
+from remat._calls.call_site import CallSite
+from remat._calls.entry import Entry
+from remat._calls.traced_call import TracedCall, require_lawful, trace_call
+from remat._graph import operators
+from remat._graph.values import TensorMeta
+from remat._partition.permission import decide_of_operands
+from remat._partition.stages import Stages
+from remat._regions.forwards import Calls
+from remat._regions.function import Function
+from remat._regions.traced import TracedRegion
+from remat._switches.numerics import Numerics
+from remat._torch import guards
+from remat._tracing.open_sizes import Fixed, Template, Templates
+from remat._tracing.trace import Joint
+from remat.policies import AbstractPolicy
+from remat.storage import AbstractStorage
+
+
+class InputStorage(Protocol):
+    """How an input waits."""
+
+    def __call__(
+        self, path: str, tensor: Tensor, *, is_argument: bool
+    ) -> AbstractStorage:
+        """The storage of one input, an argument or a captured tensor."""
+        ...
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a function's traces, and what these traces share.
+
+    Attributes:
+        policy: what may be saved.
+        rng: "keys" or "preserve".
+        verify: whether saved values are compared with recomputed ones.
+        backend: what compiles the programs, if anything.
+        inputs: how an input waits, by its path.
+        calls: numbers the calls that store something. All traces of the function share it,
+            so that ranks count alike, although one traces and another does not.
+        where: what messages call the region.
+    """
+
+    policy: AbstractPolicy
+    rng: str
+    verify: bool
+    backend: str | None
+    inputs: InputStorage
+    calls: Calls
+    where: str
+
+
+def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -> Entry:
+    """Handles a cache miss: traces the function and builds the cache entry.
+
+    Args:
+        site: the call.
+        options: of the function.
+        fixed: which dimensions of each argument stay numbers in a trace with open sizes;
+            None for a trace that holds for the sizes of the call alone.
+
+    Raises:
+        TraceError, CapturedTensorError, ImplicitRandomnessError, MutationError,
+        SideEffectError: as their texts say; the user's objects are as they were.
+    """
+    traced = trace_call(site, fixed, options.where)
+    covered = traced.cover()
+    names = (*site.tensor_names, *covered.labels)
+    require_lawful(site, options.rng, traced, names)
+    stages = Stages.of(traced.joints, options.policy)
+    function = _function(site.numerics, options, traced, covered)
+    tensors = (*site.signature.tensors, *traced.captured)
+    region = _region(function, site, options, stages, (names, tensors))
+    advise(
+        _captures.code_key(site.function),
+        options.policy,
+        stages,
+        region.forward(site.roots, save=True).program,
+        where=options.where,
+        verify=options.verify,
+    )
+    return _entry(traced, covered, stages, region, names)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class OpenEntry:
+    """A kept trace for many sizes.
+
+    Attributes:
+        first: the entry for the sizes of the call that was traced.
+        template: the trace.
+        options: of the function.
+    """
+
+    first: Entry
+    template: Template
+    options: Options
+
+    def at(self, site: CallSite) -> Entry | None:
+        """The entry for the sizes of a call, None if the trace does not hold for it."""
+        first = self.first
+        captured = first.gather(site.roots)
+        filled = None if captured is None else self.template.at(site.signature.metas)
+        if captured is None or filled is None:
+            return None
+        joints, statics = filled
+        stages = Stages.of(joints, self.options.policy)
+        tensors = (*site.signature.tensors, *captured)
+        region = _region(
+            first.region.function, site, self.options, stages, (first.labels, tensors)
+        )
+        output = dataclasses.replace(first.output, statics=statics)
+        return dataclasses.replace(
+            first, stages=stages, region=region, output=output, trace_s=None
+        )
+
+    def fixed_for(self, site: CallSite) -> list[tuple[int, int]]:
+        """(tensor, dimension) whose size the trace has fixed, and which differs in this call."""
+        if self.first.gather(site.roots) is None:
+            return []
+        was, now = self.first.region.operands, site.signature.metas
+        return [
+            (place, dim)
+            for place, dim in self.template.fixed
+            if was[place].shape[dim] != now[place].shape[dim]
+        ]
+
+
+def _function(
+    numerics: Numerics, options: Options, traced: TracedCall, covered: _captures.Covered
+) -> Function:
+    """What can be traced again, for derivatives and for other cotangents."""
+    flattened, fixed = traced.flattened, traced.fixed
+    return Function(
+        lambda roots: flattened.build(roots, covered.fetch),
+        covered.restored,
+        numerics,
+        options.backend,
+        None if fixed is None else Templates(fixed),
+    )
+
+
+def _region(
+    function: Function,
+    site: CallSite,
+    options: Options,
+    stages: Stages,
+    named_tensors: tuple[Sequence[str], Sequence[Tensor]],
+) -> TracedRegion:
+    """The region of a call; `named_tensors` are its arguments, then what it captures."""
+    names, tensors = named_tensors
+    count = len(site.signature.tensors)
+    captured = map(TensorMeta.of_operand, tensors[count:])
+    storages = {
+        index: options.inputs(name, tensor, is_argument=index < count)
+        for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+    }
+    # Where both name a storage for an operand, that of `saved_inputs` is used.
+    by_policy = decide_of_operands(stages.analysis, options.policy)
+    inputs = {index: save.storage for index, save in by_policy.items()} | {
+        index: storage for index, storage in storages.items() if not storage.keeps
+    }
+    return TracedRegion(
+        function,
+        (*site.signature.metas, *captured),
+        options.policy,
+        stages,
+        verify=options.verify,
+        inputs={k: storage for k, storage in inputs.items() if not storage.keeps},
+        calls=options.calls,
+    )
+
+
+def _entry(
+    traced: TracedCall,
+    covered: _captures.Covered,
+    stages: Stages,
+    region: TracedRegion,
+    names: tuple[str, ...],
+) -> Entry:
+    joint = stages.joint
+    return Entry(
+        covered=covered,
+        captured=region.operands[len(names) - len(traced.captured) :],
+        stages=stages,
+        guard=_guard(traced.captured),
+        region=region,
+        output=traced.output,
+        labels=names,
+        written=tuple(operand for operand, _ in joint.mutations),
+        unseen=_unseen(joint),
+        streams=frozenset(value.stream for value in joint.graph.values) - {""},
+        hooked=traced.hooked,
+        template=traced.template,
+        trace_s=traced.seconds,
+    )
+
+
+def _unseen(joint: Joint) -> frozenset[int]:
+    """The operands whose new values are statistics of a batch_norm."""
+    values = joint.graph.values
+    return frozenset(
+        operand
+        for operand, new in joint.mutations
+        if operators.makes_statistics(operators.made_by(values[new.index], values))
+    )
+
+
+def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
+    is_plain = bool(captured) and all(map(guards.is_plain, captured))
+    return guards.tensor_guard(captured) if is_plain else None

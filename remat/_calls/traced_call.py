@@ -1,0 +1,238 @@
+"""The trace of a call: the first stage of a cache miss, and what it must not have done.
+
+The walk over what the function reaches, the trace, and the checks of side effects come
+together here. An error leaves the user's objects as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from remat import _captures
+from remat._calls.call_site import CallSite
+from remat._calls.entry import Output
+from remat._calls.signature import Layout
+from remat._captures.hooked import put_back
+from remat._errors import ImplicitRandomnessError, MutationError, refusal
+from remat._generators import host, streams
+from remat._graph import operators
+from remat._graph.values import TensorMeta, label
+from remat._regions.function import Roots
+from remat._torch import trees
+from remat._tracing.engines import require_no_engine
+from remat._tracing.open_sizes import Fixed, Template, trace_open
+from remat._tracing.side_effects import (
+    require_no_effects,
+    require_nothing_left,
+    undone,
+    undone_on_error,
+)
+from remat._tracing.thread import is_taken_whole, substituting
+from remat._tracing.trace import Flat, Joint, Request, Traced, trace
+
+
+@final
+class Flattened:
+    """The user's function as tensors in, tensors out; remembers the structure of its result."""
+
+    def __init__(self, layout: Layout, num_tensors: int) -> None:
+        self.layout = layout
+        self.num_tensors = num_tensors
+        self.output: Output | None = None
+
+    def build(
+        self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None
+    ) -> Flat:
+        """The flat function of these roots; captured tensors follow the arguments."""
+
+        def flat(operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            function: Any = roots[0]
+            args, kwargs = self.layout.arguments(
+                operands[: self.num_tensors], roots[1:]
+            )
+            captured = () if fetch is None else fetch(roots)
+            mapping = {
+                id(real): stands
+                for real, stands in zip(
+                    captured, operands[self.num_tensors :], strict=False
+                )
+            }
+            # The first trace looks at the changes itself.
+            around = contextlib.nullcontext() if fetch is None else undone(roots)
+            with substituting(mapping), around:
+                returned = self._apart(function(*args, **kwargs))
+            # A captured tensor that no operator of the user has met is still the real one.
+            return [mapping.get(id(each), each) for each in returned]
+
+        return flat
+
+    def _apart(self, result: Any) -> list[Tensor]:
+        leaves, spec = trees.flatten(result)
+        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        if self.output is None:
+            is_leaf = isinstance(result, Tensor)
+            self.output = Output(spec, statics, is_tensor, is_leaf)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """What a trace and the walk over the function's state have met.
+
+    Attributes:
+        joints: the joint graphs at the sizes of the call.
+        captured: the tensors that the function reaches by itself.
+        survey: what the function reaches.
+        reads: what of it the trace read.
+        flattened: the function as tensors in, tensors out.
+        output: how the result is put together.
+        hooked: the steps to each module with weights that torch's hooks make at each call.
+        template: the trace with its sizes open, if they were.
+        fixed: which dimensions of each operand are not open; None where none is.
+        seconds: how long it took.
+    """
+
+    joints: tuple[Joint, ...]
+    captured: tuple[Tensor, ...]
+    survey: _captures.Survey = dataclasses.field(repr=False)
+    reads: _captures.Reads = dataclasses.field(repr=False)
+    flattened: Flattened = dataclasses.field(repr=False)
+    output: Output
+    hooked: tuple[tuple[_captures.Step, ...], ...]
+    template: Template | None
+    fixed: Fixed | None
+    seconds: float
+
+    @property
+    def is_buffer(self) -> list[bool]:
+        """For each captured tensor whether it is a buffer of a module."""
+        return [self.survey.is_buffer(id(tensor)) for tensor in self.captured]
+
+    def cover(self) -> _captures.Covered:
+        """What the trace rests on, to be checked at each call."""
+        return _captures.cover(
+            self.survey, self.reads, [id(tensor) for tensor in self.captured]
+        )
+
+
+def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
+    """Traces the function of a call, with open sizes unless `fixed` is None.
+
+    Args:
+        site: the call.
+        fixed: which dimensions of each argument stay numbers.
+        where: what messages call the region.
+
+    Raises:
+        TraceError, CapturedTensorError, SideEffectError: as their texts say.
+        Exception: of torch's, where it cannot go on with a symbol for a size.
+    """
+    started = time.perf_counter()
+    signature, roots = site.signature, site.roots
+    require_no_engine(roots[0])
+    survey = _captures.survey(roots)
+    flattened = Flattened(signature.layout, len(signature.tensors))
+    with undone_on_error(survey), host.told(where):
+        traced, reads, template = _run(site, survey, flattened, fixed)
+        output = flattened.output
+        assert output is not None, "a trace calls the function"
+        hooked = put_back(survey)
+        require_no_effects(survey, reads, traced, where)
+        require_nothing_left(traced.fakes, output.statics, where)
+    joints = traced.joints
+    if template is not None:
+        filled = template.at(signature.metas)
+        assert filled is not None, "the trace does not hold for its own call"
+        joints, statics = filled
+        output = dataclasses.replace(output, statics=statics)
+    if fixed is not None:
+        # Captured tensors are the function's own: their sizes do not vary.
+        fixed = (*fixed, *((True,) * tensor.dim() for tensor in traced.captured))
+    seconds = time.perf_counter() - started
+    return TracedCall(
+        joints, traced.captured, survey, reads, flattened, output, hooked, template,
+        fixed, seconds,
+    )  # fmt: skip
+
+
+def _run(
+    site: CallSite,
+    survey: _captures.Survey,
+    flattened: Flattened,
+    fixed: Fixed | None,
+) -> tuple[Traced, _captures.Reads, Template | None]:
+    request = Request(
+        flattened.build(site.roots, None),
+        site.signature.metas,
+        find=lambda tensor: id(tensor) in survey.tensors,
+        is_in_parts=any(map(is_taken_whole, site.signature.tensors)),
+    )
+    with site.numerics.applied(), _captures.recording(survey) as reads:
+        if fixed is None:
+            return trace(request), reads, None
+        traced, sizes = trace_open(request, fixed)
+    assert flattened.output is not None
+    return traced, reads, Template(traced.joints, flattened.output.statics, sizes)
+
+
+def require_lawful(
+    site: CallSite, rng: str, traced: TracedCall, names: Sequence[str]
+) -> None:
+    """Refuses a function that draws, or writes, what a recomputation cannot repeat.
+
+    Raises:
+        ImplicitRandomnessError: it draws from a generator that is not watched.
+        MutationError: it writes to a tensor that is differentiated, and no buffer.
+    """
+    joint = traced.joints[0]
+    _require_random_by_keys(joint, rng)
+    is_buffer = [False] * len(site.signature.tensors) + traced.is_buffer
+    captured = map(TensorMeta.of_operand, traced.captured)
+    operands = (*site.signature.metas, *captured)
+    _require_only_buffers_change(joint, operands, names, is_buffer)
+
+
+def _require_random_by_keys(joint: Joint, rng: str) -> None:
+    for index, value in enumerate(joint.graph.values):
+        explicit = operators.draws_from(value)
+        if explicit is not None and rng == "preserve":
+            raise refusal(
+                ImplicitRandomnessError,
+                where=label(joint.graph, index),
+                what=f"the function draws from a generator of its own, {explicit!r}.",
+                why='rng="preserve" records the default generators; this one '
+                "would draw other numbers in the recomputation.",
+                do='Draw from the default generator, or use engine="rerun".',
+            )
+        if value.stream == streams.UNKNOWN and rng == "preserve":
+            raise streams.unregistered(label(joint.graph, index))
+        if operators.draws(value) and rng == "keys":
+            raise streams.implicit(label(joint.graph, index))
+
+
+def _require_only_buffers_change(
+    joint: Joint,
+    operands: Sequence[TensorMeta],
+    names: Sequence[str],
+    is_buffer: Sequence[bool],
+) -> None:
+    for operand, new in joint.mutations:
+        if not operands[operand].requires_grad or is_buffer[operand]:
+            continue
+        source = joint.graph.values[new.index].source
+        raise refusal(
+            MutationError,
+            where=f"`{names[operand]}` ({operands[operand]}) at {source}",
+            what="is changed in place by the function.",
+            why="The recomputation would start from the changed value, and the "
+            "tensor belongs to the caller.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+        )

@@ -1,0 +1,101 @@
+"""The stages between a trace and its programs, as one value.
+
+`analyze`, `decide` and `cut` each take what the stage before gave, and give a value that is
+not changed afterwards and prints. `Stages` holds these values in a row: whoever saves,
+runs, plans, reports or warns reads them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import final
+
+from remat._graph.values import TensorMeta, label
+from remat._partition.analysis import Analysis, analyze
+from remat._partition.budgets import decisions as decide, no_remat_bytes
+from remat._partition.cut import Cut, cut, permitted_members
+from remat._partition.permission import Decisions
+from remat._tracing.trace import Joint
+from remat.policies import AbstractPolicy
+from remat.storage import AbstractStorage
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """What became of a function, stage by stage, from its trace to its cut.
+
+    Attributes:
+        joints: its joint graphs: for cotangents laid out like the outputs, then for other
+            usual layouts.
+        analysis: the first of these, with its classes of equal values.
+        decisions: which classes may be saved, and how.
+        cut: what is saved, and what the backward runs.
+    """
+
+    joints: tuple[Joint, ...]
+    analysis: Analysis
+    decisions: Decisions
+    cut: Cut
+
+    @classmethod
+    def of(cls, joints: tuple[Joint, ...], policy: AbstractPolicy | None) -> Stages:
+        """Runs the stages; without a policy nothing may be saved."""
+        analysis = analyze(joints[0])
+        decisions = {} if policy is None else decide(analysis, policy)
+        return cls(joints, analysis, decisions, cut_by(analysis, decisions))
+
+    @property
+    def joint(self) -> Joint:
+        """The joint graph for cotangents laid out like the outputs."""
+        return self.joints[0]
+
+    @property
+    def storages(self) -> tuple[AbstractStorage, ...]:
+        """How each saved value waits; empty if all are kept as they are."""
+        analysis = self.analysis
+        storages = tuple(
+            self.decisions[analysis.numbers[analysis.roots[index]]].storage
+            for index in self.cut.saved
+        )
+        return () if all(storage.keeps for storage in storages) else storages
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved values, before their storages make them fewer."""
+        values = self.joint.graph.values
+        metas = [values[index].meta for index in self.cut.saved]
+        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+    @functools.cached_property
+    def plain_bytes(self) -> int:
+        """Bytes of the values that are saved where all may be, as without remat."""
+        return no_remat_bytes(self.analysis)
+
+    def __str__(self) -> str:
+        """The joint graph, what may be saved, what is, and what runs again."""
+        graph, views = self.joint.graph, self.analysis.views
+        permitted = [
+            f"{views[n]} in {save.storage!r}" for n, save in self.decisions.items()
+        ]
+        saved = [label(graph, index) for index in self.cut.saved]
+        again = [label(graph, index) for index in self.cut.repeats]
+        return "\n".join(
+            (
+                "joint graph:", str(graph),
+                "decisions: may be saved", *_indented(permitted),
+                "cut: is saved", *_indented(saved),
+                "cut: is recomputed", *_indented(again),
+            )
+        )  # fmt: skip
+
+
+def cut_by(analysis: Analysis, decisions: Decisions) -> Cut:
+    """Where forward and backward part if these decisions are followed."""
+    members = permitted_members(analysis, decisions)
+    return cut(analysis, members, analysis.joint.gradients)
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines] or ["  nothing"]
