@@ -24,6 +24,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
 from remat._calls.signature import Statics
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.function import Roots
 from remat._regions.protocol import Asked
@@ -162,6 +163,14 @@ class DecoratedFunction(Generic[_P, _R]):
             region.forward(roots, save=True).program,
             derived.forward(roots, save=False).program,
         )
+
+    def stages(self, *args: _P.args, **kwargs: _P.kwargs) -> Stages:
+        """What becomes of a call, stage by stage: joint graph, decisions, cut; it prints.
+
+        Nothing runs but the trace; `programs` shows the two programs that the last stage
+        gives. What is differentiated is what `saved_residuals` says.
+        """
+        return self.entry_of(args, kwargs)[0].stages
 
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -309,7 +318,7 @@ class BoundRegion:
 
     def __getattr__(self, name: str) -> Any:
         """What regions answer about a call, with the object filled in."""
-        if name in ("programs", "saved_residuals"):
+        if name in ("programs", "saved_residuals", "stages"):
             return functools.partial(getattr(self._region, name), self.__self__)
         if name == "__code__":  # torch.export names the arguments of a forward by it
             return self.__wrapped__.__code__
@@ -367,6 +376,7 @@ class RematModule(nn.Module):
 
 _ANSWERS = (
     "programs",
+    "stages",
     "saved_residuals",
     "entry_of",
     "found_for",

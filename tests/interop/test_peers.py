@@ -250,7 +250,9 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
     traced: list[str] = []
     compile_call = lookup.compile_call
     monkeypatch.setattr(
-        lookup, "compile_call", lambda *args: (traced.append("x"), compile_call(*args))[1]
+        lookup,
+        "compile_call",
+        lambda *args: (traced.append("x"), compile_call(*args))[1],
     )
     monkeypatch.setattr(decorated, "_caches", {})
     for _ in range(3):
