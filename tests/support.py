@@ -7,9 +7,10 @@ The functions that the laws are tried on stand in `tests/zoo.py`.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -26,6 +27,19 @@ _ALIASES = (
     "split_with_sizes squeeze t transpose unbind unsqueeze view _unsafe_view"
 )
 ALIASING = frozenset(f"aten.{name}" for name in _ALIASES.split(" "))
+
+
+def swept(cases: Iterable[Any]) -> list[Any]:
+    """Parameters that only a sweep tries: they repeat what others of their test state."""
+    return [pytest.param(case, marks=pytest.mark.sweep) for case in cases]
+
+
+def daily(cases: Mapping[str, Any], names: Collection[str]) -> list[Any]:
+    """Parameters by their names, of which those not named are left to a sweep."""
+    return [
+        pytest.param(case, id=name, marks=() if name in names else pytest.mark.sweep)
+        for name, case in cases.items()
+    ]
 
 
 def is_real(tensor: Tensor) -> bool:

@@ -20,14 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
-from remat import (
-    RematWarning,
-    TraceError,
-    checkpoint_name,
-    disabled,
-    policies,
-    remat,
-)
+from remat import RematWarning, TraceError, checkpoint_name, disabled, policies, remat
 from tests.support import assert_bitwise, backward_operators, grads, seeded
 
 
@@ -260,20 +253,47 @@ def test_disabled_runs_the_function_as_it_is() -> None:
     assert backward_operators(bare, seeded(3))["aten.sin"] > 0
 
 
-@pytest.mark.parametrize(("value", "runs"), [("1", 2), ("0", 1), ("", 1)])
-def test_the_environment_variable_disables(value: str, runs: int) -> None:
-    """`REMAT_DISABLE=1` does the same for a whole process."""
-    code = (
-        "import torch; from remat import remat\n"
-        "@remat\ndef f(x):\n    print('runs'); return torch.sin(torch.sin(x))\n"
-        "for _ in range(2): f(torch.ones(2, requires_grad=True)).backward(torch.ones(2))"
-    )
-    environment = {"REMAT_DISABLE": value, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )  # fmt: skip
+RUNS_BY_VALUE = {"1": 2, "0": 1, "": 1}
+#: Imports torch once, and then the package in a process for each value of the variable.
+BY_VALUE = f"""
+import os, torch
+for value in {[*RUNS_BY_VALUE]!r}:
+    print(f"value {{value}}", flush=True)
+    process = os.fork()
+    if not process:
+        os.environ["REMAT_DISABLE"] = value
+        from remat import remat
+        @remat
+        def f(x):
+            print("runs", flush=True)
+            return torch.sin(torch.sin(x))
+        for _ in range(2):
+            f(torch.ones(2, requires_grad=True)).backward(torch.ones(2))
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+"""
 
-    assert done.stdout.count("runs") == runs
+
+@pytest.fixture(scope="module")
+def printed_by_value() -> dict[str, str]:
+    """What a function prints in two calls, by the value of the environment variable."""
+    done = subprocess.run(
+        [sys.executable, "-c", BY_VALUE],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    parts = (part.partition("\n") for part in done.stdout.split("value ")[1:])
+    return {value: printed for value, _, printed in parts}
+
+
+@pytest.mark.parametrize(("value", "runs"), RUNS_BY_VALUE.items())
+def test_the_environment_variable_disables(
+    value: str, runs: int, printed_by_value: dict[str, str]
+) -> None:
+    """`REMAT_DISABLE=1` does the same for a whole process."""
+    assert printed_by_value[value].count("runs") == runs
 
 
 def test_checkpoint_name_is_identity_on_pytrees() -> None:

@@ -30,6 +30,7 @@ from tests.benchmarks import (
 )
 from tests.benchmarks.bounds import Bound, judged, verdicts
 from tests.benchmarks.contenders import PLAIN, contenders
+from tests.support import swept
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -364,7 +365,7 @@ def test_the_exit_code_and_the_files_say_what_was_missed(
     assert ("- missed, hard: remat, nothing: time at most 1.12" in shown) == bool(code)
 
 
-@pytest.mark.parametrize("name", ["convolutions", "per-example", "scan"])
+@pytest.mark.parametrize("name", ["per-example", *swept(["convolutions", "scan"])])
 def test_a_row_runs_and_checks_its_gradients(name: str):
     """Peers run under plain autograd only, and the table says what they raise."""
     peers = {"scan": integration.PEER}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import TraceError, checkpoint_name, policies, remat
-from tests.support import LiveBytes, seeded
+from tests.support import LiveBytes, daily, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -88,7 +88,7 @@ STEPS: list[Callable[[Any, list[Tensor]], None]] = [
 
 @pytest.mark.contract
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", daily(OPTIONS, ["nothing", "rerun"]))
 def test_saved_bytes_die_with_the_outputs(step: Any, options: dict[str, Any]) -> None:
     """After a step of any kind nothing is alive, without a garbage collection."""
     region, args = remat(block, **options), leaves()
@@ -162,13 +162,13 @@ def test_a_kept_graph_keeps_its_saved_values() -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_many_steps_hold_memory_flat(options: dict[str, Any]) -> None:
-    """200 steps of training: what is alive after each step is what was after the first."""
+    """50 steps of training: what is alive after each step is what was after the first."""
     region = remat(block, **options)
     w = nn.Parameter(seeded(16, 16, seed=1))
     x = seeded(8, 16)
     live = []
     with LiveBytes() as memory:
-        for _ in range(200):
+        for _ in range(50):
             (grad,) = torch.autograd.grad(region(region(x, w), w).sum(), w)
             with torch.no_grad():
                 w.sub_(grad, alpha=0.01)
@@ -263,7 +263,7 @@ def test_a_replaced_global_dies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", daily(OPTIONS, ["nothing", "rerun"]))
 def test_arguments_die(step: Any, options: dict[str, Any]) -> None:
     """A living region keeps no argument, from the first call on."""
     region, args = remat(block, **options), leaves()

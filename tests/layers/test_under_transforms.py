@@ -20,7 +20,7 @@ from tests.layers.stacks import (
     swap,
     tanh_cell,
 )
-from tests.support import assert_bitwise, assert_close, grads, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded, swept
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -86,7 +86,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 QUICK = [Every(3), Revolve(2)]
 
 
-@pytest.mark.parametrize("make", [tanh_cell, swap, ignoring])
+@pytest.mark.parametrize("make", [tanh_cell, *swept([swap, ignoring])])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_scan_equals_a_loop(name: str, make: Any):
     """Without a schedule, and with one or two."""

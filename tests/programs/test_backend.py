@@ -243,6 +243,7 @@ def test_a_backend_without_meaning_is_refused(options: Any, why: str) -> None:
         remat(mlp, backend="inductor", **options)
 
 
+@pytest.mark.sweep
 def test_the_contract_of_a_block_with_a_backend() -> None:
     """What users test their own blocks with holds to rounding."""
     params, x = arguments()

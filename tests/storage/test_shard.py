@@ -46,7 +46,10 @@ def ended(
 
 
 # What a torch release may change shows in two ranks; four are for our own arithmetic.
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.contract), 4])
+TWO = pytest.param(2, marks=[pytest.mark.contract, pytest.mark.sweep])
+
+
+@pytest.mark.parametrize("size", [TWO, 4])
 @pytest.mark.parametrize("name", checks_in(MODULES))
 def test_on_every_rank(
     ended: Callable[[int], dict[str, list[str]]], name: str, size: int

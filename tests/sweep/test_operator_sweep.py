@@ -45,7 +45,12 @@ def named(name: str):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.contract] * (n in CONTRACT)) for n in CHOSEN],
+    [
+        pytest.param(
+            n, marks=pytest.mark.contract if n in CONTRACT else pytest.mark.sweep
+        )
+        for n in CHOSEN
+    ],
 )
 def test_an_operator_as_a_region(name: str) -> None:
     """Every cell is equal, or the plain function raises too."""
