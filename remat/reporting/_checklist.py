@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
+from remat._regions.waiting import storages
 from remat._switches.switch import disabled
 from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
+from remat.reporting._held import graph_of, leaves_of
 from remat.reporting._make_report import report
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.watch import StepWatcher
@@ -176,24 +177,28 @@ _COPIES = ("aten._to_copy", "aten.clone", "aten.copy")
 
 def _parameters_apart(step: MeasuredStep, found: Report) -> Check:
     question = "parameters apart"
-    figure = f"parameters {show_size(found.parameter_bytes)}"
     with step.kept():
         data = set(map(id, step.data))
-        leaves = [each for each in step.leaves(step.forward()) if id(each) not in data]
+        leaves = [each for each in leaves_of(step.forward()) if id(each) not in data]
         with _CopyWatcher(leaves) as watcher:
             outputs = step.forward()
-            held = step.held_keys(outputs)
+            nodes, _ = graph_of(outputs)
+    held = {
+        tensors.key_of(storage)
+        for node in nodes
+        for tensor in node.saved
+        for storage in storages(tensor)
+    }
     size = sum(
         each.untyped_storage().nbytes()
         for key, each in watcher.copies.items()
         if key in held
     )
-    del outputs
-    return Check(
-        question,
-        _verdict(size == 0),
-        f"{figure}; copies of them among the activations {show_size(size)}",
+    figure = (
+        f"parameters {show_size(found.parameter_bytes)}; "
+        f"copies of them among the activations {show_size(size)}"
     )
+    return Check(question, _verdict(size == 0), figure)
 
 
 def _overhead(found: Facts) -> Check:
@@ -216,7 +221,7 @@ def _determinism(step: MeasuredStep, found: Report) -> Check:
         return Check(question, NOT_APPLICABLE, reason)
     with step.kept():
         outputs = step.forward()
-        leaves = step.leaves(outputs)
+        leaves = leaves_of(outputs)
         first = step.backward(outputs, leaves, keep=True)
         second = step.backward(outputs, leaves)
     differing = _num_differing(first, second)
@@ -238,9 +243,8 @@ def _attention_once(step: MeasuredStep, found: Report) -> Check:
     question = "attention not run twice"
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
-        leaves = step.leaves(outputs)
         forward = watch.counts.copy()
-        step.backward(outputs, leaves)
+        step.backward(outputs, leaves_of(outputs))
     again = watch.counts - forward
     ran = sum(count for name, count in forward.items() if _is_attention(name))
     twice = sum(count for name, count in again.items() if _is_attention(name))
@@ -266,7 +270,9 @@ def _throughput(step: MeasuredStep, found: Report, plain: Report) -> Check:
     if data.numel() == 0:
         return Check(question, NOT_APPLICABLE, "the batch is empty")
     tokens = data[..., 0].numel() if is_embedded else data.numel()
-    with_remat, without = _seconds(step), _seconds_disabled(step)
+    with_remat = _seconds(step)
+    with disabled():
+        without = _seconds(step)
     memory = memory_bytes(data.device)
     largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
     figure = (
@@ -293,22 +299,8 @@ def _largest(facts: Facts, data: Tensor, memory: int) -> int:
 
 def _seconds(step: MeasuredStep) -> float:
     """Seconds of one step, the second of two."""
-    elapsed = 0.0
-    for _ in range(2):
-        with step.kept():
-            started = time.perf_counter()
-            outputs = step.forward()
-            gradients = step.backward(outputs, step.leaves(outputs))
-            for each in gradients[:1]:
-                if each is not None and each.device.type != "cpu":
-                    torch.accelerator.synchronize()
-            elapsed = time.perf_counter() - started
-    return elapsed
-
-
-def _seconds_disabled(step: MeasuredStep) -> float:
-    with disabled():
-        return _seconds(step)
+    step.seconds()
+    return step.seconds()
 
 
 # How far apart sums in another order may be, relative to the largest element: a
@@ -334,8 +326,8 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> Check
     if reason := _why_without_numbers(found):
         return Check(question, NOT_APPLICABLE, reason)
     with disabled():
-        leaves, plain = _step_gradients(step)
-    _, region = _step_gradients(step, leaves)
+        leaves, plain = step.gradients()
+    _, region = step.gradients(leaves)
     differing = _num_differing(plain, region)
     if differing == 0:
         return Check(question, PASS, f"all {len(plain)} to the last bit")
@@ -346,15 +338,6 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> Check
         f"(rounding: {allowed:.0e})"
     )
     return Check(question, _verdict(gap <= allowed), figure)
-
-
-def _step_gradients(
-    step: MeasuredStep, leaves: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    with step.kept():
-        outputs = step.forward()
-        leaves = step.leaves(outputs) if leaves is None else leaves
-        return leaves, step.backward(outputs, leaves)
 
 
 def _gaps(

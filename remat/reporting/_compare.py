@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,12 +18,13 @@ from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
 from remat._switches.switch import disabled
 from remat.policies._sizes import show_size
+from remat.reporting._held import leaves_of
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import to_json
 from remat.reporting._show.figures import comparison_figure
 from remat.reporting._show.progress import progress
-from remat.reporting._show.text import show_flops, show_time, table
+from remat.reporting._show.text import show_flops, show_ratio, show_time, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,12 +78,12 @@ class Comparison:
             (
                 row.name,
                 show_size(row.held_bytes),
-                _ratio(row.held_bytes, plain.held_bytes),
+                show_ratio(row.held_bytes, plain.held_bytes),
                 show_size(row.peak_bytes),
-                _ratio(row.peak_bytes, plain.peak_bytes),
+                show_ratio(row.peak_bytes, plain.peak_bytes),
                 show_flops(row.recompute_flops),
                 show_time(row.step_s) if row.step_s else "",
-                _ratio(row.step_s, plain.step_s) if row.step_s and plain.step_s else "",
+                show_ratio(row.step_s, plain.step_s),
             )
             for row in self.rows
         ]
@@ -162,13 +162,13 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in steps}
     with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
         for name, step in steps.items():
-            _time(step)  # it traces
+            step.seconds()  # it traces
             watched[name] = _watch(step)
             advance(name)
         for _ in range(num_steps):
             for name, step in steps.items():
                 if "meta" not in {each.type for each in step.devices}:
-                    times[name].append(_time(step))
+                    times[name].append(step.seconds())
             advance("timed")
     plain_flops = next(iter(watched.values()))[2]
     rows = [
@@ -238,21 +238,7 @@ def _watch(step: MeasuredStep) -> tuple[int, int, int]:
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
         held_bytes = watch.live_bytes
-        leaves = step.leaves(outputs)
         watch.phase = "backward"
-        gradients = step.backward(outputs, leaves)
+        gradients = step.backward(outputs, leaves_of(outputs))
     del outputs, gradients
     return held_bytes, watch.peak_bytes, sum(watch.flops.values())
-
-
-def _time(step: MeasuredStep) -> float:
-    """Seconds of one step."""
-    with step.kept():
-        started = time.perf_counter()
-        outputs = step.forward()
-        step.backward(outputs, step.leaves(outputs))
-        return time.perf_counter() - started
-
-
-def _ratio(figure: float, plain: float) -> str:
-    return f"{figure / plain:.2f} x" if plain else ""

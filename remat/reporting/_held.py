@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from remat._programs.watching import tensors_in
 from remat._regions.protocol import Call
-from remat._regions.waiting import storages
-from remat._torch import autograd, tensors
+from remat._rerun.dependence import nodes_behind
+from remat._torch import autograd
 from remat.layers._scheduled import Swept
 
 
@@ -41,51 +43,31 @@ class Node:
         """The backward operator, "MulBackward0"."""
         return str(self.raw.name())
 
-    @property
-    def keys(self) -> tuple[tuple[int, int], ...]:
-        """For each storage that it holds, what tells it from others, and its bytes."""
-        return tuple(
-            (tensors.key_of(each), each.nbytes())
-            for tensor in self.saved
-            for each in storages(tensor)
-        )
-
 
 def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor, ...]]:
     """The nodes behind some outputs in the order of the forward, and the leaves.
 
     Reading a saved tensor unpacks what saved-tensor hooks of others packed.
     """
-    raws, leaves = walk(outputs)
-    nodes = sorted(map(_node, raws), key=lambda node: node.number)
-    return tuple(nodes), leaves
+    raws = _raw_nodes(outputs)
+    nodes = [_node(raw) for raw in raws if not hasattr(raw, "variable")]
+    return tuple(sorted(nodes, key=lambda node: node.number)), _variables(raws)
 
 
-def walk(outputs: Sequence[Tensor]) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """Autograd's nodes behind some outputs, in no order, and the leaves."""
-    nodes: list[Any] = []
-    leaves: list[Tensor] = []
-    first: list[Any] = [each.grad_fn or _leaf_node(each) for each in outputs]
-    pending = list(dict.fromkeys(first))
-    seen: set[Any] = set(pending)
-    while pending:
-        raw = pending.pop()
-        if hasattr(raw, "variable"):
-            leaves.append(raw.variable)
-        else:
-            nodes.append(raw)
-        for below, _ in raw.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                pending.append(below)
-    return nodes, tuple(leaves)
+def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves on which some outputs depend."""
+    return _variables(_raw_nodes(outputs))
 
 
-def _leaf_node(leaf: Tensor) -> Any:
-    """The node that accumulates a leaf's gradient."""
-    made = leaf.view_as(leaf).grad_fn
-    assert made is not None
-    return made.next_functions[0][0]
+def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
+    """Autograd's objects behind some outputs, those that accumulate gradients included."""
+    return nodes_behind(
+        [output.grad_fn or get_gradient_edge(output).node for output in outputs]
+    )
+
+
+def _variables(raws: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
 
 
 def _node(raw: Any) -> Node:
@@ -103,8 +85,4 @@ def _saved_by(raw: Any) -> Iterator[Tensor]:
         return
     for name in dir(raw):
         if name.startswith("_saved_"):
-            found = getattr(raw, name)
-            several = (
-                cast("list[Any]", found) if isinstance(found, list | tuple) else [found]
-            )
-            yield from (each for each in several if isinstance(each, Tensor))
+            yield from tensors_in(getattr(raw, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 
@@ -254,15 +254,9 @@ class Facts:
 
 def to_json(schema: str, record: Any) -> str:
     """A dataclass as a JSON object; the schema's name is its first entry."""
-    return json.dumps({"schema": schema, **_plain(record)}, indent=2)
 
+    def dtype_name(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
 
-def _plain(thing: Any) -> Any:
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        fields = dataclasses.fields(thing)
-        return {each.name: _plain(getattr(thing, each.name)) for each in fields}
-    if isinstance(thing, tuple | list):
-        return [_plain(each) for each in cast("list[Any]", thing)]
-    if isinstance(thing, torch.dtype):
-        return str(thing).removeprefix("torch.")
-    return thing
+    entries = {"schema": schema, **dataclasses.asdict(record)}
+    return json.dumps(entries, indent=2, default=dtype_name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, final
 
@@ -18,7 +19,7 @@ from remat import _captures
 from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
 from remat._torch import fakes, tensors, trees
-from remat.reporting._held import graph_of, walk
+from remat.reporting._held import leaves_of
 
 
 @final
@@ -107,17 +108,6 @@ class MeasuredStep:
             "torch.func.grad, whose bytes `remat.reporting.LiveBytes` counts.",
         )
 
-    @staticmethod
-    def leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors with respect to which the outputs are differentiated."""
-        return walk(outputs)[1]
-
-    @staticmethod
-    def held_keys(outputs: Sequence[Tensor]) -> frozenset[int]:
-        """The storages that wait for the backward."""
-        nodes, _ = graph_of(outputs)
-        return frozenset(key for node in nodes for key, _ in node.keys)
-
     @property
     def data(self) -> tuple[Tensor, ...]:
         """The batch: what needs no gradient and is not a key, else the last argument."""
@@ -140,6 +130,25 @@ class MeasuredStep:
         return torch.autograd.grad(
             outputs, wanted, ones, allow_unused=True, retain_graph=keep
         )
+
+    def gradients(
+        self, wanted: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Runs the whole step: the leaves that are wanted, by default all, and theirs."""
+        with self.kept():
+            outputs = self.forward()
+            leaves = leaves_of(outputs) if wanted is None else wanted
+            return leaves, self.backward(outputs, leaves)
+
+    def seconds(self) -> float:
+        """The time of one step, until an accelerator has finished it."""
+        with self.kept():
+            started = time.perf_counter()
+            outputs = self.forward()
+            self.backward(outputs, leaves_of(outputs))
+            if any(each.type not in ("cpu", "meta") for each in self.devices):
+                torch.accelerator.synchronize()
+            return time.perf_counter() - started
 
     def _put_back(self) -> None:
         self._survey.restore()

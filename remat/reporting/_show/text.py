@@ -228,6 +228,11 @@ def show_time(time_s: float) -> str:
     return f"{time_s:.2f} s" if time_s >= 1 else f"{time_s * 1e3:.2f} ms"
 
 
+def show_ratio(figure: float | None, plain: float | None) -> str:
+    """How many times as much as without remat, or as before; "" where that is unknown."""
+    return f"{figure / plain:.2f} x" if plain and figure is not None else ""
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -264,9 +269,7 @@ class Diff:
                 row.figure,
                 _shown(row.before, row.unit),
                 _shown(row.after, row.unit),
-                f"{row.after / row.before:.2f} x"
-                if row.before and row.after is not None
-                else "",
+                show_ratio(row.after, row.before),
             )
             for row in self.rows
         ]
