@@ -7,6 +7,7 @@ command met an error or its claim did not hold; 2, wrong usage; 130, interrupted
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import sys
 import threading
@@ -22,11 +23,7 @@ from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load
 from remat.reporting._demo.gpt import one_layer
 from remat.reporting._demo.run import run_demo
-from remat.reporting._demo.text import (
-    demo_json,
-    demo_table,
-    first_loss_difference,
-)
+from remat.reporting._demo.text import demo_json, demo_table, first_loss_difference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _one_line_warnings():
             return options.run(options)
-    except (
-        SystemExit
-    ) as error:  # by the user's code: the result is missing all the same
+    # By the user's code: the result is missing all the same.
+    except SystemExit as error:
         return _fail(
             f"the code that was named called sys.exit({error.code!r}): guard what a "
             'script runs by if __name__ == "__main__"'
@@ -65,7 +61,7 @@ def _demo(options: argparse.Namespace) -> int:
     rows = run_demo(options.steps, options.seed)
     print(demo_json(rows) if options.json else demo_table(rows))
     difference = first_loss_difference(rows)
-    return 0 if difference is None else _fail(str(difference))
+    return 0 if difference is None else _fail(difference)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -201,15 +197,11 @@ def _budget(text: str) -> int | float | str:
         return text
 
 
-def _positive(text: str) -> int:
-    if (number := _natural(text)) == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _natural(text: str) -> int:
+def _whole(text: str, least: int) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a whole number from 0 on: {text!r}")
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
     return int(text)
 
 
@@ -255,7 +247,7 @@ def _json(text: str = "print JSON instead of the table") -> _Argument:
 
 
 def _number(name: str, default: int, text: str, least: int = 1) -> _Argument:
-    kind = _positive if least else _natural
+    kind = functools.partial(_whole, least=least)
     text = f"{text} (default: %(default)s)"
     return _argument(name, type=kind, default=default, metavar="N", help=text)
 
@@ -305,13 +297,7 @@ _COMMANDS = {
         "ask seven questions of a step, answered by measurement",
         "Runs a few steps of a function, with its regions and without, and says for each "
         "question whether it passes. The exit code is 1 if one fails.",
-        (
-            _FUNCTION,
-            _ARGUMENTS,
-            _device(),
-            _json(),
-            _OUT,
-        ),
+        (_FUNCTION, _ARGUMENTS, _device(), _json(), _OUT),
     ),
     "plan": _Command(
         _plan,

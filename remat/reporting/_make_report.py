@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from typing import Any, final
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
-from remat.policies import Value
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
 from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
@@ -88,6 +86,7 @@ class _Held:
         node: the place of the node.
         position: the place of the tensor among what the node saved.
         allocation: the storage.
+        size_bytes: its size between forward and backward.
         shape: the tensor's shape.
         dtype: its dtype.
         is_away: whether it is elsewhere than on the tensor's device.
@@ -96,9 +95,15 @@ class _Held:
     node: int
     position: int
     allocation: Allocation
+    size_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_away: bool
+
+    @property
+    def waits(self) -> Waits:
+        """Its bytes, by where they are."""
+        return Waits(0, self.size_bytes) if self.is_away else Waits(self.size_bytes)
 
 
 @final
@@ -137,26 +142,26 @@ class _Measurement:
                     self._as_it_is.add((place, position))
                 for part in parts_of(tensor):
                     self._hold(place, position, tensor, part)
-        self.held_sizes = {
-            key: held.allocation.size_bytes for key, held in self.held.items()
-        }
         self._returned = self._allocations(outputs)
         self._away = {each.allocation for each in self.held.values() if each.is_away}
         here = set(self.watch.by_key.values()) - self._away
         self.held_bytes = sum(each.size_bytes for each in here)
         self._waits_at: dict[tuple[int, int], Waits] = {}
-        for key, held in self.held.items():
+        for held in self.held.values():
             at = held.node, held.position
             known = self._waits_at.get(at, Waits())
-            self._waits_at[at] = known.plus(_waits(held, self.held_sizes[key]))
+            self._waits_at[at] = Waits.sum([known, held.waits])
         self.device = str(outputs[0].device)
+        self.is_timed = self.device != "meta"
 
     def _hold(self, place: int, position: int, tensor: Tensor, part: Tensor) -> None:
         is_away = part.device != tensor.device
         for storage in storages(part):
             allocation = self.watch.by_key.get(key_of(storage))
             if allocation is None and is_away:
-                allocation = self._pooled.setdefault(id(part), _pooled(part))
+                # It waits in memory that was there before the step, as a pool's is.
+                pooled = Allocation(id(part), part.nbytes)
+                allocation = self._pooled.setdefault(id(part), pooled)
             if allocation is None:
                 continue  # an argument
             self.readers.setdefault(allocation.key, []).append((place, position))
@@ -165,6 +170,7 @@ class _Measurement:
                     place,
                     position,
                     allocation,
+                    allocation.size_bytes,
                     tuple(tensor.shape),
                     tensor.dtype,
                     is_away or allocation.is_in_file,
@@ -192,7 +198,7 @@ class _Measurement:
         self._programs: dict[int, Foretold] = {}
         self._backwards = self._backward_runs()
         self._outside = self._outside_values()
-        regions = self._regions()
+        regions = tuple(map(self._region, self.calls.rows))
         groups = [
             suggestions.Group(
                 calls[0].name, len(calls), traced, self._shared(traced, calls)
@@ -201,18 +207,13 @@ class _Measurement:
         ]
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
-        outside_bytes = self._waiting(outside).held_bytes
-        known = [each.recompute_flops for each in regions]
-        repeated = [row for row in known if row is not None]
-        is_real = self.device != "meta"
-        times = [each.recompute_s for each in regions if each.recompute_s is not None]
-        is_known = len(repeated) == len(known)
+        is_known = all(each.recompute_flops is not None for each in regions)
         return Report(
             function=self.step.name,
             device=self.device,
             held_bytes=self.held_bytes,
             elsewhere_bytes=held.elsewhere_bytes,
-            outside_bytes=outside_bytes,
+            outside_bytes=self._waiting(outside).held_bytes,
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(),
             allocator_peak_bytes=self.allocator.peak_bytes,
@@ -222,10 +223,14 @@ class _Measurement:
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
             backward_flops=self.watch.flops["backward"],
-            recompute_flops=sum(repeated) if is_known else None,
-            forward_s=self.forward_s if is_real else None,
-            backward_s=self.watch.time_s - self.forward_s if is_real else None,
-            recompute_s=sum(times) if is_real and is_known else None,
+            recompute_flops=sum(each.recompute_flops or 0 for each in regions)
+            if is_known
+            else None,
+            forward_s=self.forward_s if self.is_timed else None,
+            backward_s=self.watch.time_s - self.forward_s if self.is_timed else None,
+            recompute_s=sum(each.recompute_s or 0.0 for each in regions)
+            if self.is_timed and is_known
+            else None,
             regions=regions,
             values=self._values(),
             recomputed=self._recomputed(),
@@ -246,27 +251,24 @@ class _Measurement:
                 found[place] = longest
         return found
 
-    def _regions(self) -> tuple[RegionReport, ...]:
-        return tuple(self._region(calls) for calls in self.calls.rows)
-
     def _region(self, calls: Sequence[RegionCall]) -> RegionReport:
         measured = [self._waiting({call.place}) for call in calls]
         held = [each.held_bytes for each in measured]
-        found = functools.reduce(Waits.plus, map(self._predicted, calls), Waits())
+        predicted = Waits.sum(map(self._predicted, calls))
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
         traced = calls[0].traced
         flops = [self._foretold(run).flops if run and traced else None for run in runs]
-        is_real = self.device != "meta"
+        is_timed = bool(traced) and self.is_timed
         return RegionReport(
             name=calls[0].name,
             policy=calls[0].policy,
             calls=len(calls),
             layers=_folded(held, flops),
             held_bytes=sum(held),
-            predicted_held_bytes=found.held_bytes if traced else None,
+            predicted_held_bytes=predicted.held_bytes if traced else None,
             elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
-            predicted_elsewhere_bytes=found.elsewhere_bytes if traced else None,
+            predicted_elsewhere_bytes=predicted.elsewhere_bytes if traced else None,
             working_set_bytes=max((run.peak_bytes for run in known), default=0),
             predicted_working_set_bytes=max(
                 (self._foretold(run).working_set_bytes for run in known), default=0
@@ -274,9 +276,9 @@ class _Measurement:
             if traced
             else None,
             recompute_flops=sum(each or 0 for each in flops) if traced else None,
-            recompute_s=sum(map(_repeated_s, known)) if traced and is_real else None,
+            recompute_s=sum(map(_repeated_s, known)) if is_timed else None,
             backward_s=sum(sum(run.times_s.values()) for run in known)
-            if traced and is_real
+            if is_timed
             else None,
         )
 
@@ -289,8 +291,7 @@ class _Measurement:
 
     def _waiting(self, places: Container[int]) -> Waits:
         """What the nodes at these places hold, by measurement."""
-        found = [each for at, each in self._waits_at.items() if at[0] in places]
-        return functools.reduce(Waits.plus, found, Waits())
+        return Waits.sum(each for at, each in self._waits_at.items() if at[0] in places)
 
     def _predicted(self, call: RegionCall) -> Waits:
         """The saved values by the trace, and the operands that this call holds first.
@@ -306,14 +307,14 @@ class _Measurement:
             for (place, position), each in self._waits_at.items()
             if place == call.place
         }
-        found = Waits(traced.state_bytes)
+        found = [Waits(traced.state_bytes)]
         for position in {*range(saved), *measured}:
             known = measured.get(position, Waits())
             is_view = position >= saved and (call.place, position) in self._as_it_is
             if position < saved + count:
                 waits = None if is_view else traced.waits(position)
-                found = found.plus(known if waits is None else waits)
-        return found
+                found.append(known if waits is None else waits)
+        return Waits.sum(found)
 
     def _value(self, held: _Held) -> HeldValue:
         call = self.calls.at.get(held.node)
@@ -333,7 +334,7 @@ class _Measurement:
             op=op,
             shape=held.shape,
             dtype=held.dtype,
-            size_bytes=self.held_sizes[allocation.key],
+            size_bytes=held.size_bytes,
             count=1,
             source=source,
             region="" if call is None else call.name,
@@ -368,7 +369,17 @@ class _Measurement:
         counts: Counter[RecomputedValue] = Counter()
         for traced, calls in self.calls.traces:
             for op, value in traced.recomputed:
-                one = _recomputed_value(op, value, calls[0].name)
+                one = RecomputedValue(
+                    name=", ".join(value.names),
+                    op=op,
+                    shape=tuple(value.shape),
+                    dtype=value.dtype,
+                    size_bytes=value.size_bytes,
+                    count=1,
+                    flops=value.flops,
+                    source=value.source,
+                    region=calls[0].name,
+                )
                 counts[one] += len(calls)
         values = [
             dataclasses.replace(
@@ -462,11 +473,10 @@ class _Measurement:
         names = [calls[0].name for calls in self.calls.rows]
         groups = tuple(dict.fromkeys([*names, OUTSIDE, GRADIENTS]))
         live = dict.fromkeys(groups, 0)
-        is_real = self.device != "meta"
         rows: list[tuple[float, tuple[int, ...], bool]] = []
         for index, event in enumerate(self.watch.events):
             live[self._group(event.allocation)] += self._change(event)
-            time_s = event.time_s if is_real else float(index)
+            time_s = event.time_s if self.is_timed else float(index)
             rows.append((time_s, tuple(live.values()), index < self.num_forward))
         rows = _thinned(rows)
         columns = tuple(zip(*(row[1] for row in rows), strict=True))
@@ -475,43 +485,8 @@ class _Measurement:
             groups,
             columns or tuple(() for _ in groups),
             sum(row[2] for row in rows),
-            is_real,
+            self.is_timed,
         )
-
-
-def _pooled(part: Tensor) -> Allocation:
-    """For what waits in memory that was there before the step, as a pool's is."""
-    return Allocation(
-        key=id(part),
-        size_bytes=part.nbytes,
-        maker=None,
-        source="",
-        names=(),
-        phase="forward",
-        run=None,
-        step=-1,
-        item=0,
-        node=None,
-    )
-
-
-def _waits(held: _Held, size_bytes: int) -> Waits:
-    return Waits(0, size_bytes) if held.is_away else Waits(size_bytes)
-
-
-def _recomputed_value(op: str, value: Value, region: str) -> RecomputedValue:
-    """A value of one call."""
-    return RecomputedValue(
-        name=", ".join(value.names),
-        op=op,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        size_bytes=value.size_bytes,
-        count=1,
-        flops=value.flops,
-        source=value.source,
-        region=region,
-    )
 
 
 def _thinned(
@@ -539,11 +514,9 @@ def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
 
 def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ...]:
     """Equal layers as one."""
-    counts = Counter(zip(held, flops, strict=True))
     kinds = list(zip(held, flops, strict=True))
     return tuple(
-        Layer(kinds.index(kind), count, kind[0], kind[1])
-        for kind, count in counts.items()
+        Layer(kinds.index(kind), count, *kind) for kind, count in Counter(kinds).items()
     )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -20,13 +20,12 @@ from torch import Tensor
 from remat._errors import RematError, refusal
 from remat._graph.values import Graph, TensorMeta
 from remat._messages import user_line
-from remat._programs.watching import Watcher
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat.reporting._held import graph_of
 from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.watch import ProgramRun
+from remat.reporting._measure.watch import ProgramRun, StepListener
 
 
 @final
@@ -93,14 +92,11 @@ class _Seen:
 
 
 @final
-class _NameWatcher(Watcher):
+class _NameWatcher(StepListener):
     """Copies values that have a name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "forward"
-        self.node: int | None = None
-        self.runs: list[ProgramRun] = []
         self.seen: list[_Seen] = []
         self._stack: list[tuple[Graph, dict[int, Any], list[int]]] = []
 
@@ -111,8 +107,7 @@ class _NameWatcher(Watcher):
         """Keeps what each step gives until the run ends, then copies what has a name."""
         results: dict[int, Any] = dict(enumerate(inputs))
         step = [-1]
-        run = ProgramRun(graph, self.phase, self.node)
-        self.runs.append(run)
+        run = self.begin_run(graph)
         self._stack.append((graph, results, step))
 
         def at(index: int) -> None:
@@ -252,12 +247,10 @@ class _Again:
                 elif each.node is not None and each.node in calls.at:
                     by_node.append((each.node, each))
         # What runs again in Python has no ranks: its names come in the forward's order.
-        self._calls = calls
-        by_node.sort(key=lambda pair: pair[0])
-        self._in_order: dict[tuple[str, str, Any], Iterator[tuple[int, _Seen]]] = {}
-        for key in dict.fromkeys(_key(each) for _, each in by_node):
-            rows = [pair for pair in by_node if _key(pair[1]) == key]
-            self._in_order[key] = iter(rows)
+        self._in_order: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
+        for node, each in sorted(by_node, key=lambda pair: pair[0]):
+            row = self._in_order.setdefault(_key(each), deque())
+            row.append((each.tensor, calls.at[node]))
 
     def of(
         self, seen: _Seen, call: RegionCall | None
@@ -267,11 +260,9 @@ class _Again:
             return self._by_rank.get((call.place, seen.rank, seen.name)), None
         if seen.run is not None:
             return None, None
-        place, found = next(self._in_order.get(_key(seen), iter(())), (None, None))
-        if place is None or found is None:
-            return None, None
-        return found.tensor, self._calls.at[place]
+        row = self._in_order.get(_key(seen))
+        return row.popleft() if row else (None, None)
 
 
-def _key(seen: _Seen) -> tuple[str, str, Any]:
+def _key(seen: _Seen) -> Hashable:
     return seen.name, seen.source, seen.tensor.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from remat import _captures
 from remat._regions.out_of_memory import name_of
@@ -11,13 +11,7 @@ from remat._regions.traced import TracedRegion
 from remat._rerun.region import Rerun
 from remat.reporting._held import Node
 from remat.reporting._measure.traced import RegionTrace
-from remat.reporting._measure.watch import ProgramRun
-
-
-class NodeListener(Protocol):
-    """A watcher that is told which node's backward runs."""
-
-    node: int | None
+from remat.reporting._measure.watch import ProgramRun, StepListener
 
 
 @final
@@ -116,7 +110,7 @@ class RegionCalls:
         return found
 
 
-def hook(nodes: Sequence[Node], listener: NodeListener) -> None:
+def hook(nodes: Sequence[Node], listener: StepListener) -> None:
     """Tells a listener, when a backward runs, which node it has come to."""
 
     def enter(place: int) -> Callable[[Any], None]:

@@ -213,7 +213,9 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
             saved[place].discard(number)
             continue
         now[place] = found
-        points.append(_point(describe(traced.described(number)), groups, now))
+        points.append(
+            _point(describe(traced.alternative(number, {number})), groups, now)
+        )
     # Some values save nothing unless others are saved too.
     whole = [group.traced.at(set(group.traced.choices)) for group in groups]
     last = _point("all that is left", groups, whole)

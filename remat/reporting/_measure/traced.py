@@ -34,9 +34,10 @@ class Waits(NamedTuple):
     held_bytes: int = 0
     elsewhere_bytes: int = 0
 
-    def plus(self, other: Waits) -> Waits:
-        """The bytes of both."""
-        return Waits(*map(sum, zip(self, other, strict=True)))
+    @classmethod
+    def sum(cls, several: Iterable[Waits]) -> Waits:
+        """The bytes of all together."""
+        return cls(*map(sum, zip(Waits(), *several, strict=True)))
 
 
 @final
@@ -72,13 +73,8 @@ class Alternative:
 
     @property
     def key(self) -> Hashable:
-        """See `_key`."""
-        return _key(self.names, self.op, self.source)
-
-
-def _key(names: tuple[str, ...], op: str, source: str) -> Hashable:
-    """What identifies values in code: their names, else operator and line."""
-    return names or (op, source)
+        """What identifies the values in code: their names, else operator and line."""
+        return self.names or (self.op, self.source)
 
 
 @final
@@ -134,7 +130,8 @@ class RegionTrace:
     def state_bytes(self) -> int:
         """The bytes of the generator states that draws started from."""
         joint = self.analysis.joint
-        return _size(joint.graph, [state.index for state in joint.states])
+        metas = [joint.graph.values[state.index].meta for state in joint.states]
+        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
     def waits(self, position: int) -> Waits | None:
         """What the saved value or operand at this place holds.
@@ -168,11 +165,6 @@ class RegionTrace:
         assert isinstance(meta, TensorMeta)
         decision = self._decisions.get(self._root_number(index), Save())
         return decision.storage, meta
-
-    @property
-    def saved_numbers(self) -> frozenset[int]:
-        """The classes of the saved values."""
-        return frozenset(self._root_number(index) for index in self.found.saved)
 
     @property
     def forward_work(self) -> int:
@@ -220,17 +212,19 @@ class RegionTrace:
     @property
     def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
         """The values that the backward computes again, with the operator of each."""
-        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
+        views = self.analysis.views
         return tuple(
-            (self._made_by(k), v)
-            for k, v in self.analysis.views.items()
-            if k in repeated
+            (self._made_by(number), views[number])
+            for number in self._repeated(self.found)
         )
 
     @property
     def choices(self) -> tuple[int, ...]:
         """The classes that may be saved, and that are recomputed if nothing is."""
-        found = self._cut(set())
+        return self._repeated(self._cut(set()))
+
+    def _repeated(self, found: Cut) -> tuple[int, ...]:
+        """The classes that a backward computes again, in the order of the forward."""
         repeated = {self.analysis.numbers[index] for index in found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
@@ -244,31 +238,28 @@ class RegionTrace:
 
     def saving(self) -> Iterator[Alternative]:
         """For recomputed values of each key, what saving them too would give."""
-        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
         permitted = {*self._decisions}
-        for alike in self._alike(repeated - permitted):
-            yield self._alternative(alike[0], permitted.union(alike))
+        for alike in self._alike({*self._repeated(self.found)} - permitted):
+            yield self.alternative(alike[0], permitted.union(alike))
 
     def dropping(self) -> Iterator[Alternative]:
         """For saved values of each key, what recomputing them would give."""
         permitted = {*self._decisions}
-        for alike in self._alike(self.saved_numbers & permitted):
-            yield self._alternative(alike[0], permitted.difference(alike))
+        saved = {self._root_number(index) for index in self.found.saved}
+        for alike in self._alike(saved & permitted):
+            yield self.alternative(alike[0], permitted.difference(alike))
 
     def _alike(self, numbers: Set[int]) -> Iterable[list[int]]:
         """Some classes by their keys, in the order of the forward."""
         found: dict[Hashable, list[int]] = {}
         for number, view in self.analysis.views.items():
             if number in numbers:
-                key = _key(view.names, self._made_by(number), view.source)
+                key = view.names or (self._made_by(number), view.source)
                 found.setdefault(key, []).append(number)
         return found.values()
 
-    def described(self, number: int) -> Alternative:
-        """One class, if it were the only permitted one."""
-        return self._alternative(number, {number})
-
-    def _alternative(self, number: int, saveable: set[int]) -> Alternative:
+    def alternative(self, number: int, saveable: set[int]) -> Alternative:
+        """What one class is in words, and the effect of permitting some classes."""
         view = self.analysis.views[number]
         return Alternative(
             view.names, self._made_by(number), view.source, self.at(saveable)
@@ -303,10 +294,10 @@ def work_of(graph: Graph, value: Value) -> int:
         return 0
     if value.op is operators.constant or operators.viewed(value) is not None:
         return 0
-    flops = step_flops(graph, value)
-    if flops:
-        return flops
-    return sum(_numel(meta) for meta in _metas(value))
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return step_flops(graph, value) or sum(
+        meta.size_bytes // meta.dtype.itemsize for meta in metas if meta is not None
+    )
 
 
 def _maker(graph: Graph, index: int) -> tuple[int, int]:
@@ -317,23 +308,8 @@ def _maker(graph: Graph, index: int) -> tuple[int, int]:
     return index, 0
 
 
-def _numel(meta: TensorMeta) -> int:
-    return meta.size_bytes // meta.dtype.itemsize
-
-
-def _metas(value: Value) -> tuple[TensorMeta, ...]:
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    return tuple(meta for meta in metas if meta is not None)
-
-
-def _size(graph: Graph, indices: Sequence[int]) -> int:
-    metas = [graph.values[index].meta for index in indices]
-    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
-
-
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Foretold:
+class Foretold(NamedTuple):
     """The figures of a backward program.
 
     Attributes:

@@ -68,14 +68,14 @@ class Allocation:
 
     key: int
     size_bytes: int
-    maker: Any
-    source: str
-    names: tuple[str, ...]
-    phase: str
-    run: ProgramRun | None
-    step: int
-    item: int
-    node: int | None
+    maker: Any = None
+    source: str = ""
+    names: tuple[str, ...] = ()
+    phase: str = "forward"
+    run: ProgramRun | None = None
+    step: int = -1
+    item: int = 0
+    node: int | None = None
 
     @property
     def op(self) -> str:
@@ -104,8 +104,30 @@ class Event:
     allocation: Allocation
 
 
+class StepListener(Watcher):
+    """A watcher of one step, which is told how far the step has come.
+
+    Attributes:
+        phase: "forward" or "backward", set by who drives the step.
+        node: the number of the autograd node that runs, set in the same way.
+        runs: the programs of regions that ran, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.node: int | None = None
+        self.runs: list[ProgramRun] = []
+
+    def begin_run(self, graph: Graph) -> ProgramRun:
+        """Notes that a program begins to run."""
+        run = ProgramRun(graph, self.phase, self.node)
+        self.runs.append(run)
+        return run
+
+
 @final
-class StepWatcher(Watcher):
+class StepWatcher(StepListener):
     """Records storages, runs and times while it is active.
 
     It counts what operators on real and meta tensors make, each storage once. It does
@@ -116,27 +138,21 @@ class StepWatcher(Watcher):
     tune in their first call.
 
     Attributes:
-        phase: "forward" or "backward", set by who drives the step.
-        node: the number of the autograd node that runs, set in the same way.
         time_s: seconds spent in operators so far.
         live_bytes: what lives now.
         flops: of each phase, by torch's formulas.
         events: each storage made and freed, in order.
-        runs: the programs of regions that ran, in order.
         by_key: the living storages.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "forward"
-        self.node: int | None = None
         self.time_s = 0.0
         self.live_bytes = 0
         self.flops = {"forward": 0, "backward": 0}
         self._counts: Counter[Any] = Counter()
         self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
-        self.runs: list[ProgramRun] = []
         self.by_key: dict[int, Allocation] = {}
         self._stack: list[ProgramRun] = []
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
@@ -146,8 +162,7 @@ class StepWatcher(Watcher):
         self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> Generator[Callable[[int], None]]:
         """Notes a run of a program, and its steps as they come."""
-        run = ProgramRun(graph, self.phase, self.node)
-        self.runs.append(run)
+        run = self.begin_run(graph)
         self._stack.append(run)
 
         def at(step: int) -> None:
@@ -220,22 +235,20 @@ class StepWatcher(Watcher):
     ) -> Allocation:
         source, names = "", ()
         run = self._stack[-1] if self._stack else None
-        step = -1 if run is None else run.step
         if run is not None and run.step >= 0:
-            value = run.graph.values[step]
+            value = run.graph.values[run.step]
             source, names = value.source, value.names
         elif self.phase == "forward":
             source = user_line()
-        key = tensors.key_of(storage)
         return Allocation(
-            key=key,
+            key=tensors.key_of(storage),
             size_bytes=storage.nbytes(),
             maker=op,
             source=source,
             names=names,
             phase=self.phase,
             run=run,
-            step=step,
+            step=-1 if run is None else run.step,
             item=item,
             node=self.node,
         )
@@ -262,8 +275,6 @@ class StepWatcher(Watcher):
 
 def _finish(result: Any) -> None:
     """Waits for an accelerator, whose operators return before they are done."""
-    if not torch.accelerator.is_available():
-        return
     if any(
         each.device.type not in ("cpu", "meta") for each in trees.tensor_leaves(result)
     ):
