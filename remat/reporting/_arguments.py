@@ -34,20 +34,14 @@ def load(target: str) -> Callable[..., Any]:
     thing: Any = _module(place, target)
     for part in name.split("."):
         if not hasattr(thing, part):
-            raise _refused(
-                target,
-                f"`{place}` has no `{part}`.",
-                "Correct the name after the colon.",
-            )
+            what = f"`{place}` has no `{part}`."
+            raise _refused(target, what, "Correct the name after the colon.")
         thing = getattr(thing, part)
     if not callable(thing):
         raise _refused(target, "cannot be called.", "Name a function or a module.")
     found: Any = thing
-    return found() if _is_module_class(found) else found
-
-
-def _is_module_class(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, nn.Module)
+    is_class = isinstance(thing, type) and issubclass(thing, nn.Module)
+    return found() if is_class else found
 
 
 def _module(place: str, target: str) -> Any:
@@ -58,9 +52,8 @@ def _module(place: str, target: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                 raise
-            raise _refused(
-                target, f"there is no module `{place}`.", "Correct it, or name a file."
-            ) from error
+            what = f"there is no module `{place}`."
+            raise _refused(target, what, "Correct it, or name a file.") from error
     path = Path(place)
     if not path.is_file():
         raise _refused(target, f"there is no file `{place}`.", "Correct the path.")
@@ -123,21 +116,15 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
             name = tensor[1]
             value = _tensor(tensor, device, generator, word)
         else:
-            raise _refused(
-                word,
-                "is not an argument.",
-                "Write x=8,256:bfloat16 for a tensor, heads==4 for a value.",
-            )
+            do = "Write x=8,256:bfloat16 for a tensor, heads==4 for a value."
+            raise _refused(word, "is not an argument.", do)
         *path, last = name.split(".")
         owner: Any = found
         for part in path:
             below: Any = owner.setdefault(part, {})
             if not isinstance(below, dict):
-                raise _refused(
-                    word,
-                    f"`{part}` is already a value, not a dict.",
-                    "Give it one name or the other.",
-                )
+                what = f"`{part}` is already a value, not a dict."
+                raise _refused(word, what, "Give it one name or the other.")
             owner = cast("dict[str, Any]", below)
         if last in owner:
             raise _refused(word, f"`{name}` is given twice.", "Leave one out.")
@@ -149,9 +136,8 @@ def _literal(text: str, word: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise _refused(
-            word, f"`{text}` is not a Python literal.", "Quote strings: name=='gelu'."
-        ) from error
+        what = f"`{text}` is not a Python literal."
+        raise _refused(word, what, "Quote strings: name=='gelu'.") from error
 
 
 def _tensor(
@@ -160,9 +146,8 @@ def _tensor(
     sizes = [int(size) for size in found[2].split(",") if size]
     dtype: Any = getattr(torch, found[3] or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise _refused(
-            word, f"`{found[3]}` is not a dtype.", "Write bfloat16, for example."
-        )
+        what = f"`{found[3]}` is not a dtype."
+        raise _refused(word, what, "Write bfloat16, for example.")
     if device == "meta":
         return torch.empty(sizes, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:

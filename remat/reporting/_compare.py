@@ -153,8 +153,12 @@ def compare(
         >>> found.rows[1].name, found.rows[1].held_bytes < found.rows[0].held_bytes
         ('nothing_saveable', True)
     """
-    own = _ways(f)
-    others = {**_installed(f), **_wrapped(f, peers or {})}
+    plain = getattr(f, "__wrapped__", f)
+    own = _ways(f, plain)
+    wrappers = dict(peers or {})
+    if importlib.util.find_spec(_PEER) is not None:
+        wrappers = {_PEER: importlib.import_module(_PEER).checkpoint(), **wrappers}
+    others = {name: wrap(plain) for name, wrap in wrappers.items()}
     steps = {
         name: MeasuredStep(each, (), kwargs) for name, each in {**own, **others}.items()
     }
@@ -185,9 +189,8 @@ def compare(
     return Comparison(name_of(f), tuple(rows), _left_out(bool(peers)))
 
 
-def _ways(f: Any) -> dict[str, Callable[..., Any]]:
+def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """No remat, policies, and budgets between them."""
-    plain = getattr(f, "__wrapped__", f)
     rows = (
         policies.nothing_saveable,
         policies.save_attention_outputs,
@@ -206,19 +209,6 @@ def _ways(f: Any) -> dict[str, Callable[..., Any]]:
     if is_region(f):
         ways.setdefault(repr(f.settings.policy), f)
     return ways
-
-
-def _installed(f: Any) -> dict[str, Callable[..., Any]]:
-    if importlib.util.find_spec(_PEER) is None:
-        return {}
-    return _wrapped(f, {_PEER: importlib.import_module(_PEER).checkpoint()})
-
-
-def _wrapped(
-    f: Any, peers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-) -> dict[str, Callable[..., Any]]:
-    plain = getattr(f, "__wrapped__", f)
-    return {name: wrap(plain) for name, wrap in peers.items()}
 
 
 def _left_out(has_peers: bool) -> tuple[str, ...]:

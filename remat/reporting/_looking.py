@@ -8,13 +8,11 @@ from typing import Any
 
 from remat import storage
 from remat._calls.decorated import is_region, plain_region
-from remat._calls.entry import Entry
 from remat._calls.residuals import Residual, made_values, operand_residual
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
-from remat._regions.function import Roots
 from remat.policies._sizes import show_size
-from remat.reporting._show.text import aligned
+from remat.reporting._show.text import aligned, show_type
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -47,14 +45,8 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     """
     if is_region(f):
         return f.saved_residuals(*args, **kwargs)
-    region = plain_region(f)
-    entry, roots = region.entry_of(args, kwargs)
-    return _residuals_of_plain(entry, roots)
-
-
-def _residuals_of_plain(entry: Entry, roots: Roots) -> list[Residual]:
-    """What plain autograd holds: the forward values that backward steps read."""
-    analysis = entry.region.stages(roots).analysis
+    entry, _ = plain_region(f).entry_of(args, kwargs)
+    analysis = entry.stages.analysis
     found = _read_across(analysis)
     made = made_values(analysis, found.saved, "a value that the backward reads")
     graph = analysis.joint.graph
@@ -120,12 +112,11 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
 
 
 def _row(residual: Residual) -> tuple[str, ...]:
-    dtype = str(residual.dtype).removeprefix("torch.")
     return (
         residual.path,
         residual.name if residual.name != residual.path else "",
         residual.op,
-        f"{dtype}[{', '.join(map(str, residual.shape))}]",
+        show_type(residual),
         show_size(residual.size_bytes),
         repr(residual.storage),
         residual.source,

@@ -175,6 +175,11 @@ class Timeline:
     is_timed: bool
 
     @property
+    def time_words(self) -> str:
+        """What the times count, for an axis."""
+        return "time in operators (ms)" if self.is_timed else "storages made and freed"
+
+    @property
     def total_bytes(self) -> tuple[int, ...]:
         """The bytes of all owners at each point."""
         return tuple(map(sum, zip(*self.size_bytes, strict=True)))

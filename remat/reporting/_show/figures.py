@@ -35,9 +35,9 @@ def timeline_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    figure, axes = _axes(title)
     totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
     name, unit = unit_of(max(totals, default=0))
+    figure, axes = _axes(title, timeline.time_words, f"live bytes ({name})")
     scale = 1e3 if timeline.is_timed else 1.0
     times = [time_s * scale for time_s in timeline.times_s]
     layers = axes.stackplot(
@@ -52,9 +52,8 @@ def timeline_figure(
     for place, layer in enumerate(layers):
         layer.set_hatch(_HATCHES[place % len(_HATCHES)])
     if plain is not None:
-        plain_times = [time_s * scale for time_s in plain.times_s]
         axes.step(
-            plain_times,
+            [time_s * scale for time_s in plain.times_s],
             [size / unit for size in plain.total_bytes],
             where="post",
             color="black",
@@ -63,10 +62,6 @@ def timeline_figure(
         )
     if 0 < timeline.num_forward < len(times):
         axes.axvline(times[timeline.num_forward], color="0.3", linestyle=":")
-    axes.set_xlabel(
-        "time in operators (ms)" if timeline.is_timed else "storages made and freed"
-    )
-    axes.set_ylabel(f"live bytes ({name})")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper")  # pyright: ignore[reportUnknownMemberType]
     return figure
@@ -89,12 +84,13 @@ def frontier_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    figure, axes = _axes(title)
-    others = others or {}
     sizes = [point.saved_bytes for point in points]
+    singles = others or {}
     name, unit = unit_of(
-        max([*sizes, *(size for size, _ in others.values())], default=0)
+        max([*sizes, *(size for size, _ in singles.values())], default=0)
     )
+    x_words = f"saved bytes of the regions ({name})"
+    figure, axes = _axes(title, x_words, "recomputed in one step (GFLOP)")
     axes.step(
         [size / unit for size in sizes],
         [point.recompute_work / 1e9 for point in points],
@@ -104,18 +100,10 @@ def frontier_figure(
         markersize=3,
         label="the best value first",
     )
-    for place, (label, (size, work)) in enumerate(others.items()):
-        axes.plot(
-            [size / unit],
-            [work / 1e9],
-            linestyle="none",
-            marker="sDv^P*X"[place % 7],
-            markerfacecolor="white",
-            markeredgecolor="black",
-            label=label,
-        )
-    axes.set_xlabel(f"saved bytes of the regions ({name})")
-    axes.set_ylabel("recomputed in one step (GFLOP)")
+    placed = {
+        label: (size / unit, work / 1e9) for label, (size, work) in singles.items()
+    }
+    _mark(axes, placed, "sDv^P*X", "white")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     return figure
@@ -137,9 +125,10 @@ def comparison_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    figure, axes = _axes(title)
     sizes = [size for size, _ in (*own.values(), *peers.values())]
     name, unit = unit_of(max(sizes, default=0))
+    x_words = f"held for the backward ({name})"
+    figure, axes = _axes(title, x_words, "time of one step (ms)")
     best = _best(list(own.values()))
     axes.step(
         [size / unit for size, _ in best],
@@ -150,18 +139,8 @@ def comparison_figure(
         label="the best for its bytes",
     )
     for points, face in ((own, "white"), (peers, "0.4")):
-        for place, (label, (size, time_s)) in enumerate(points.items()):
-            axes.plot(
-                [size / unit],
-                [time_s * 1e3],
-                linestyle="none",
-                marker="osDv^P*X"[place % 8],
-                markerfacecolor=face,
-                markeredgecolor="black",
-                label=label,
-            )
-    axes.set_xlabel(f"held for the backward ({name})")
-    axes.set_ylabel("time of one step (ms)")
+        placed = {label: (size / unit, s * 1e3) for label, (size, s) in points.items()}
+        _mark(axes, placed, "osDv^P*X", face)
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
     return figure
@@ -192,9 +171,10 @@ def batch_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    figure, axes = _axes(title)
     sizes = [size for curve in curves.values() for size in curve.values()]
     name, unit = unit_of(max([*sizes, limit_bytes or 0], default=0))
+    y_words = f"peak bytes of one step ({name})"
+    figure, axes = _axes(title, "batch size (examples)", y_words)
     for place, (label, curve) in enumerate(curves.items()):
         batches = sorted(curve)
         axes.plot(
@@ -207,14 +187,28 @@ def batch_figure(
         )
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, color="0.4", linewidth=2, label="limit")
-    axes.set_xlabel("batch size (examples)")
-    axes.set_ylabel(f"peak bytes of one step ({name})")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
     return figure
 
 
-def _axes(title: str) -> tuple[Figure, Any]:
+def _mark(
+    axes: Any, points: Mapping[str, tuple[float, float]], markers: str, face: str
+) -> None:
+    """Draws single points, each with a marker and a label of its own."""
+    for place, (label, (x, y)) in enumerate(points.items()):
+        axes.plot(
+            [x],
+            [y],
+            linestyle="none",
+            marker=markers[place % len(markers)],
+            markerfacecolor=face,
+            markeredgecolor="black",
+            label=label,
+        )
+
+
+def _axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
     """A figure with one pair of axes, made without pyplot and its global state."""
     if importlib.util.find_spec("matplotlib") is None:
         raise refusal(
@@ -228,6 +222,6 @@ def _axes(title: str) -> tuple[Figure, Any]:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes: Any = figure.add_subplot()  # pyright: ignore[reportUnknownMemberType]
-    axes.set_title(title)
+    axes.set(title=title, xlabel=x_words, ylabel=y_words)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

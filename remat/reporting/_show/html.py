@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from remat.policies._sizes import show_size
 from remat.reporting._records import Facts, HeldValue, RecomputedValue, RegionReport
 from remat.reporting._show.svg import frontier_svg, timeline_svg
 from remat.reporting._show.text import (
+    counted_size,
     heading,
+    made_by,
     notes,
     region_rows,
     show_flops,
@@ -68,24 +69,10 @@ field.addEventListener("input", () => {
 """
 
 _REGIONS = (
-    "region",
-    "calls",
-    "held",
-    "predicted",
-    "working set",
-    "predicted",
-    "again (FLOP)",
-    "again (time)",
-)
-_VALUES = (
-    "value",
-    "bytes",
-    "waits",
-    "again (FLOP)",
-    "made by",
-    "read by",
-    "region",
-)
+    "region", "calls", "held", "predicted", "working set", "predicted",
+    "again (FLOP)", "again (time)",
+)  # fmt: skip
+_VALUES = ("value", "bytes", "waits", "again (FLOP)", "made by", "read by", "region")
 
 
 def html_report(facts: Facts) -> str:
@@ -143,31 +130,21 @@ def _region(region: RegionReport) -> Sequence[_Cell]:
 
 def _held(value: HeldValue) -> Sequence[_Cell]:
     waits = "held" if value.storage == "Keep()" else value.storage
-    made, read = value_row(value)[2:4]
-    return _cells(value, (waits, waits), ("", "0"), made, read)
+    return _cells(value, waits, ("", "0"), value_row(value)[3])
 
 
 def _recomputed(value: RecomputedValue) -> Sequence[_Cell]:
-    made = f"{value.op} {value.source}".rstrip()
     work = (show_flops(value.flops), str(value.flops))
-    return _cells(value, ("recomputed", "recomputed"), work, made, "")
+    return _cells(value, "recomputed", work, "")
 
 
 def _cells(
-    value: HeldValue | RecomputedValue, waits: _Cell, work: _Cell, made: str, read: str
+    value: HeldValue | RecomputedValue, waits: str, work: _Cell, read: str
 ) -> Sequence[_Cell]:
-    name, region = title(value), value.region or "none"
-    count = f"{value.count} x " if value.count > 1 else ""
-    size = f"{count}{show_size(value.size_bytes // value.count)}"
-    return [
-        (name, name),
-        (size, str(value.size_bytes)),
-        waits,
-        work,
-        (made, made),
-        (read, read),
-        (region, region),
-    ]
+    name, made, region = title(value), made_by(value), value.region or "none"
+    size = (counted_size(value), str(value.size_bytes))
+    words = [(each, each) for each in (made, read, region)]
+    return [(name, name), size, (waits, waits), work, *words]
 
 
 def _table(

@@ -24,15 +24,9 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
     Yields:
         The function to call after each step, with a few words about it.
     """
-    if stream.isatty() and importlib.util.find_spec("rich") is not None:
-        with _bar(title, total, stream) as advance:
-            yield advance
-    else:
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(title, total, stream)
-
-
-@contextmanager
-def _bar(title: str, total: int, stream: TextIO) -> Generator[Advance]:
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -25,8 +25,7 @@ def timeline_svg(timeline: Timeline) -> str:
     times = [time * scale for time in timeline.times_s]
     across = _Scale(max(times, default=1.0), _LEFT, _WIDTH - _RIGHT)
     up = _Scale(max(total, default=1) / unit, _HEIGHT - _BOTTOM, _TOP)
-    words = "time in operators (ms)" if timeline.is_timed else "storages made and freed"
-    parts = [*_patterns(len(timeline.groups))]
+    parts = ["<defs>", *map(_pattern, range(len(timeline.groups))), "</defs>"]
     below = [0.0] * len(times)
     for place, sizes in enumerate(timeline.size_bytes):
         above = [low + size / unit for low, size in zip(below, sizes, strict=True)]
@@ -39,7 +38,7 @@ def timeline_svg(timeline: Timeline) -> str:
             "</polygon>"
         )
         below = above
-    parts += _axes(across, up, words, f"live bytes ({name})")
+    parts += _axes(across, up, timeline.time_words, f"live bytes ({name})")
     return _svg("Live bytes over the time of one step, by owner", parts) + _legend(
         timeline.groups
     )
@@ -48,15 +47,10 @@ def timeline_svg(timeline: Timeline) -> str:
 def frontier_svg(points: Sequence[SavingPoint]) -> str:
     """Recomputed work against saved bytes."""
     name, unit = unit_of(max((point.saved_bytes for point in points), default=1))
-    most = max((point.recompute_work for point in points), default=1) / 1e9
-    across = _Scale(
-        max((point.saved_bytes for point in points), default=1) / unit,
-        _LEFT,
-        _WIDTH - _RIGHT,
-    )
-    up = _Scale(most, _HEIGHT - _BOTTOM, _TOP)
     sizes = [point.saved_bytes / unit for point in points]
     works = [point.recompute_work / 1e9 for point in points]
+    across = _Scale(max(sizes, default=1.0), _LEFT, _WIDTH - _RIGHT)
+    up = _Scale(max(works, default=1.0), _HEIGHT - _BOTTOM, _TOP)
     curve = " ".join(f"{x:.1f},{y:.1f}" for x, y in _steps(sizes, works, across, up))
     parts = [f'<polyline points="{curve}" fill="none" stroke="black"/>']
     for point, size, work in zip(points, sizes, works, strict=True):
@@ -80,11 +74,6 @@ class _Scale:
     def __call__(self, figure: float) -> float:
         return self.start + (self.end - self.start) * figure / self.most
 
-    @property
-    def ticks(self) -> tuple[float, ...]:
-        """Five figures from 0 to the most."""
-        return tuple(self.most * k / 4 for k in range(5))
-
 
 def _steps(
     xs: Sequence[float], ys: Sequence[float], across: _Scale, up: _Scale
@@ -103,10 +92,10 @@ def _axes(across: _Scale, up: _Scale, x_words: str, y_words: str) -> Iterator[st
         f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}" '
         'fill="none" stroke="black"/>'
     )
-    for tick in across.ticks:
-        yield _text(across(tick), _HEIGHT - _BOTTOM + 16, f"{tick:.3g}", "middle")
-    for tick in up.ticks:
-        yield _text(_LEFT - 6, up(tick) + 4, f"{tick:.3g}", "end")
+    for quarter in range(5):
+        x, y = across.most * quarter / 4, up.most * quarter / 4
+        yield _text(across(x), _HEIGHT - _BOTTOM + 16, f"{x:.3g}", "middle")
+        yield _text(_LEFT - 6, up(y) + 4, f"{y:.3g}", "end")
     yield _text((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_words, "middle")
     middle = (_HEIGHT - _BOTTOM + _TOP) / 2
     yield (
@@ -121,16 +110,13 @@ def _text(x: float, y: float, words: str, anchor: str) -> str:
     )
 
 
-def _patterns(count: int) -> Iterator[str]:
-    yield "<defs>"
-    for place in range(count):
-        color, line = _COLORS[place % len(_COLORS)], _LINES[place % len(_LINES)]
-        yield (
-            f'<pattern id="p{place}" width="8" height="8" '
-            f'patternUnits="userSpaceOnUse"><rect width="8" height="8" fill="{color}"/>'
-            f'<path d="{line}" stroke="#333" stroke-width="0.7"/></pattern>'
-        )
-    yield "</defs>"
+def _pattern(place: int) -> str:
+    color, line = _COLORS[place % len(_COLORS)], _LINES[place % len(_LINES)]
+    return (
+        f'<pattern id="p{place}" width="8" height="8" '
+        f'patternUnits="userSpaceOnUse"><rect width="8" height="8" fill="{color}"/>'
+        f'<path d="{line}" stroke="#333" stroke-width="0.7"/></pattern>'
+    )
 
 
 def _legend(groups: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from remat._calls.residuals import Residual
 from remat.policies._sizes import show_size
 from remat.reporting._records import (
     Facts,
@@ -18,15 +19,8 @@ from remat.reporting._records import (
 _Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 _REGIONS = (
-    "region",
-    "calls",
-    "held",
-    "predicted",
-    "working set",
-    "predicted",
-    "again",
-    "",
-)
+    "region", "calls", "held", "predicted", "working set", "predicted", "again", "",
+)  # fmt: skip
 _MOST_VALUES = 10
 _VALUES = ("value", "held", "made by", "read by", "region")
 
@@ -50,9 +44,8 @@ def rich_report(facts: Facts) -> Any:
     for heads, rows in _tables(facts):
         made = Table()
         for head in heads:
-            made.add_column(
-                head, overflow="fold"
-            )  # a figure that is cut short is another
+            # A figure that is cut short is another.
+            made.add_column(head, overflow="fold")
         for row in rows:
             made.add_row(*map(Text, row))  # a name may look like rich's markup
         parts.append(made)
@@ -161,16 +154,9 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
         _maybe(show_time, region.recompute_s),
     )
     for layer in region.layers:
-        yield (
-            f"  each, x {layer.count}",
-            "",
-            show_size(layer.held_bytes),
-            "",
-            "",
-            "",
-            _maybe(show_flops, layer.recompute_flops),
-            "",
-        )
+        name, held = f"  each, x {layer.count}", show_size(layer.held_bytes)
+        flops = _maybe(show_flops, layer.recompute_flops)
+        yield name, "", held, "", "", "", flops, ""
 
 
 def _held(here: int | None, elsewhere: int | None) -> str:
@@ -181,20 +167,33 @@ def _held(here: int | None, elsewhere: int | None) -> str:
 
 def title(value: HeldValue | RecomputedValue) -> str:
     """A value's name, dtype and shape."""
+    return f"{value.name} {show_type(value)}".lstrip()
+
+
+def show_type(value: HeldValue | RecomputedValue | Residual) -> str:
+    """A value's dtype and shape: "float32[8, 16]"."""
     dtype = str(value.dtype).removeprefix("torch.")
-    what = f"{dtype}[{', '.join(map(str, value.shape))}]"
-    return f"{value.name} {what}" if value.name else what
+    return f"{dtype}[{', '.join(map(str, value.shape))}]"
+
+
+def made_by(value: HeldValue | RecomputedValue) -> str:
+    """The operator, and the user's line if it is known."""
+    return f"{value.op} {value.source}".rstrip()
+
+
+def counted_size(value: HeldValue | RecomputedValue) -> str:
+    """The bytes of one call's value, and of how many calls: "2 x 1.0 KiB"."""
+    count = f"{value.count} x " if value.count > 1 else ""
+    return f"{count}{show_size(value.size_bytes // value.count)}"
 
 
 def value_row(value: HeldValue) -> tuple[str, ...]:
     """The row of the table for a value."""
     waits = "" if value.storage == "Keep()" else f", {value.storage}"
-    count = f"{value.count} x " if value.count > 1 else ""
-    source = f" {value.source}" if value.source else ""
     return (
         title(value),
-        f"{count}{show_size(value.size_bytes // value.count)}{waits}",
-        f"{value.op}{source}",
+        f"{counted_size(value)}{waits}",
+        made_by(value),
         ", ".join(value.consumers[:2]) + (" ..." if len(value.consumers) > 2 else ""),
         value.region or "none",
     )
@@ -311,9 +310,6 @@ def diff(one: Facts, other: Facts) -> Diff:
 def _shown(figure: float | None, unit: str) -> str:
     if figure is None:
         return "-"
-    show: dict[str, Callable[[Any], str]] = {
-        "B": show_size,
-        "FLOP": show_flops,
-        "s": show_time,
-    }
-    return show[unit](figure)
+    shows: dict[str, Callable[[Any], str]]
+    shows = {"B": show_size, "FLOP": show_flops, "s": show_time}
+    return shows[unit](figure)
