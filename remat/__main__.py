@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 from remat._errors import RematError
 from remat._messages import line_of
@@ -209,13 +209,8 @@ def _whole(text: str, least: int) -> int:
 _Argument = tuple[str, dict[str, Any]]
 
 
-class _Command(NamedTuple):
-    """One command: what it runs, what its help says, and its arguments."""
-
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    description: str
-    arguments: tuple[_Argument, ...]
+#: What a command runs, its help in short, its description, and its arguments.
+_Command = tuple[Callable[[argparse.Namespace], int], str, str, tuple[_Argument, ...]]
 
 
 def _argument(name: str, **settings: Any) -> _Argument:
@@ -262,8 +257,8 @@ _DRAWN_OUT = _file(
     "write to this file instead of printing: .svg and .png hold the figure, any other "
     "file the text or JSON",
 )
-_COMMANDS = {
-    "demo": _Command(
+_COMMANDS: dict[str, _Command] = {
+    "demo": (
         _demo,
         "train a small GPT under several policies and compare memory and time",
         "Trains a byte-level GPT of about 1 M parameters, with dropout by random keys, on "
@@ -278,7 +273,7 @@ _COMMANDS = {
             _json(),
         ),
     ),
-    "report": _Command(
+    "report": (
         _report,
         "measure one step of a function: what each region holds and recomputes",
         "Runs one forward and its backward, and reports where the bytes and the seconds "
@@ -292,14 +287,14 @@ _COMMANDS = {
             _file("--html", "also write the report to this file as a page"),
         ),
     ),
-    "checklist": _Command(
+    "checklist": (
         _checklist,
         "ask seven questions of a step, answered by measurement",
         "Runs a few steps of a function, with its regions and without, and says for each "
         "question whether it passes. The exit code is 1 if one fails.",
         (_FUNCTION, _ARGUMENTS, _device(), _json(), _OUT),
     ),
-    "plan": _Command(
+    "plan": (
         _plan,
         "decide what a function saves within a budget of bytes",
         "Traces a function without running it, and prints what to save so that a budget "
@@ -326,7 +321,7 @@ _COMMANDS = {
             _OUT,
         ),
     ),
-    "compare": _Command(
+    "compare": (
         _compare,
         "run a function under several policies, and peers, on this machine",
         "Runs a function as one region under several policies, without remat, and under "
@@ -362,12 +357,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Recomputes activations where memory is short.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, command in _COMMANDS.items():
-        own = commands.add_parser(
-            name, help=command.help, description=command.description
-        )
-        own.set_defaults(run=command.run)
-        for argument, settings in command.arguments:
+    for name, (run, text, description, own_arguments) in _COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=description)
+        own.set_defaults(run=run)
+        for argument, settings in own_arguments:
             own.add_argument(argument, **settings)
     return parser
 

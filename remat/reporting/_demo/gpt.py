@@ -30,20 +30,12 @@ Loss = Callable[[Parameters, Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class GPTShape:
-    """The sizes of the model and of one batch.
-
-    Attributes:
-        layers: number of blocks.
-        width: size of a token's vector, a multiple of `heads`.
-        heads: number of attention heads.
-        time: number of bytes that one sequence predicts.
-        batch: number of sequences in a step.
-    """
+    """The sizes of the model and of one batch."""
 
     layers: int = 5
-    width: int = 128
+    width: int = 128  # of a token's vector, a multiple of `heads`
     heads: int = 4
-    time: int = 128
+    time: int = 128  # how many bytes one sequence predicts
     batch: int = 8
 
 
@@ -76,15 +68,8 @@ def block(
 ) -> Tensor:
     """One layer: attention, then a perceptron, each dropped out and added to its input.
 
-    Args:
-        parameters: the layer's weights: norm1 (c,), qkv (c, 3c), out (c, c), norm2 (c,),
-            up (c, 4c), down (4c, c).
-        x: what the layer below gives, shape (b, t, c).
-        key: decides what is dropped, a key of `remat.random`.
-        heads: the number of attention heads.
-
-    Returns:
-        What the layer above gets, shape (b, t, c).
+    It takes and gives (b, t, c). The weights are norm1 (c,), qkv (c, 3c), out (c, c),
+    norm2 (c,), up (c, 4c), down (4c, c); the key decides what is dropped.
     """
     mixed = _attention(parameters, x, heads)
     x = x + random.dropout(random.fold_in(key, 0), mixed, DROPOUT)
@@ -125,16 +110,10 @@ def one_layer(device: str) -> tuple[Callable[..., Tensor], dict[str, Any]]:
 
 
 def make_loss(shape: GPTShape, block: Block) -> Loss:
-    """Builds the loss of a batch from the function that runs one layer.
+    """The loss of a batch, by `block`, plain or decorated, for each layer.
 
-    Args:
-        shape: the model's sizes.
-        block: `block` above, plain or decorated.
-
-    Returns:
-        A pure function of the parameters, of a batch of int64 bytes, shape
-        (b, t + 1), and of the step's key, to the mean cross-entropy of the next byte, in
-        nats, shape ().
+    It is a pure function of the parameters, of a batch of int64 bytes, shape (b, t + 1),
+    and of the step's key: the mean cross-entropy of the next byte, in nats, shape ().
     """
 
     def loss(parameters: Parameters, batch: Tensor, key: Tensor) -> Tensor:

@@ -11,18 +11,18 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from remat import policies, random
 from remat._api import remat
 from remat.reporting._demo.gpt import (
     Block,
     GPTShape,
-    Loss,
     Parameters,
     block,
     initial_parameters,
@@ -37,53 +37,43 @@ _LEARNING_RATE = 1e-3
 @final
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """What one policy cost, and what it computed.
+    """What one policy cost, and what it computed."""
 
-    Attributes:
-        name: the policy, as code, or "no remat".
-        losses: the loss of each step, in nats a byte.
-        held_bytes: what lives between forward and backward, beyond parameters and batch.
-        peak_bytes: the most that lives at one time in one step, gradients included,
-            beyond parameters and batch.
-        step_time_s: median time of one step.
-    """
-
-    name: str
-    losses: tuple[float, ...]
+    name: str  # the policy, as code, or "no remat"
+    losses: tuple[float, ...]  # the loss of each step, in nats a byte
+    # what lives between forward and backward, beyond parameters and batch
     held_bytes: int
+    # the most that lives at one time in one step, gradients included, beyond
+    # parameters and batch
     peak_bytes: int
-    step_time_s: float
+    step_time_s: float  # median time of one step
 
 
 @final
-@dataclass(slots=True)
 class _Trainer:
     """One row while it trains: its loss function, its own parameters, its records."""
 
-    name: str
-    loss: Loss
-    parameters: Parameters
-    optimizer: torch.optim.Optimizer
-    losses: list[float] = field(default_factory=list[float])
-    times_s: list[float] = field(default_factory=list[float])
+    def __init__(self, name: str, block: Block, shape: GPTShape, seed: int) -> None:
+        self.name = name
+        self.loss = make_loss(shape, block)
+        generator = torch.Generator().manual_seed(seed)
+        self.parameters = initial_parameters(shape, generator)
+        leaves = _leaves(self.parameters)
+        self.optimizer: Optimizer = torch.optim.AdamW(leaves, lr=_LEARNING_RATE)
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
 
 
 def run_demo(
     num_steps: int, seed: int = 0, shape: GPTShape | None = None
 ) -> list[DemoRow]:
-    """Trains the model once under each policy and measures it.
+    """Trains the model once under each policy and measures it, first without remat.
 
-    Args:
-        num_steps: how many steps each row trains, at least 1.
-        seed: decides the initial parameters, the batches and what is dropped out, which
-            all rows share.
-        shape: the model's sizes, by default those of `GPTShape`, about 1 M parameters.
-
-    Returns:
-        One row a policy; the first is the model without remat.
+    The seed decides the initial parameters, the batches and what is dropped out, which
+    all rows share.
     """
     shape = shape or GPTShape()
-    trainers = [_trainer(name, b, shape, seed) for name, b in _blocks().items()]
+    trainers = [_Trainer(name, b, shape, seed) for name, b in _blocks().items()]
     batches = draw_batches(shape, num_steps, seed)
     key = random.key(seed)
     with progress("training each policy", num_steps, sys.stderr) as advance:
@@ -121,13 +111,6 @@ def _blocks() -> dict[str, Block]:
     )
     regions: dict[str, Block] = {repr(row): remat(block, policy=row) for row in rows}
     return {"no remat": block} | regions
-
-
-def _trainer(name: str, block: Block, shape: GPTShape, seed: int) -> _Trainer:
-    generator = torch.Generator().manual_seed(seed)
-    parameters = initial_parameters(shape, generator)
-    optimizer = torch.optim.AdamW(_leaves(parameters), lr=_LEARNING_RATE)
-    return _Trainer(name, make_loss(shape, block), parameters, optimizer)
 
 
 def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:

@@ -13,16 +13,9 @@ _NUM_LINES = 10  # how many lines stand for the bar where there is none
 
 @contextmanager
 def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
-    """Gives a function that reports one finished step out of `total`.
+    """Yields what is to be called after each of `total` steps.
 
-    Args:
-        title: what runs, in a few words.
-        total: the number of steps, at least 1.
-        stream: where to write; standard error leaves standard output to the result.
-            Only a terminal gets a bar, and only where rich is installed.
-
-    Yields:
-        The function to call after each step, with a few words about it.
+    Only a terminal gets a bar, and only where rich is installed.
     """
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(title, total, stream)

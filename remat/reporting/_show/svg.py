@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import final
 
 from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
 _WIDTH, _HEIGHT = 760, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 12, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 740, 12, 254  # the corners of what the axes enclose
 _COLORS = ("#c6dbef", "#f4a582", "#e5f5e0", "#8c96c6", "#fee391", "#66a3a0")
 _LINES = ("", "M0 8L8 0", "M0 0L8 8", "M4 0V8", "M0 4H8", "M0 0L8 8M0 8L8 0")
 
@@ -23,25 +24,21 @@ def timeline_svg(timeline: Timeline) -> str:
     name, unit = unit_of(max(total, default=1))
     scale = 1e3 if timeline.is_timed else 1.0
     times = [time * scale for time in timeline.times_s]
-    across = _Scale(max(times, default=1.0), _LEFT, _WIDTH - _RIGHT)
-    up = _Scale(max(total, default=1) / unit, _HEIGHT - _BOTTOM, _TOP)
+    axes = _Axes(max(times, default=1.0), max(total, default=1) / unit)
     parts = ["<defs>", *map(_pattern, range(len(timeline.groups))), "</defs>"]
     below = [0.0] * len(times)
     for place, sizes in enumerate(timeline.size_bytes):
         above = [low + size / unit for low, size in zip(below, sizes, strict=True)]
-        edge = _steps(times, above, across, up)
-        back = reversed(_steps(times, below, across, up))
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*edge, *back])
+        edge = [*axes.steps(times, above), *reversed(axes.steps(times, below))]
         parts.append(
-            f'<polygon points="{points}" fill="url(#p{place})" stroke="#333" '
+            f'<polygon points="{" ".join(edge)}" fill="url(#p{place})" stroke="#333" '
             f'stroke-width="0.5"><title>{escape(timeline.groups[place])}</title>'
             "</polygon>"
         )
         below = above
-    parts += _axes(across, up, timeline.time_words, f"live bytes ({name})")
-    return _svg("Live bytes over the time of one step, by owner", parts) + _legend(
-        timeline.groups
-    )
+    parts += axes.drawn(timeline.time_words, f"live bytes ({name})")
+    title = "Live bytes over the time of one step, by owner"
+    return _svg(title, parts) + _legend(timeline.groups)
 
 
 def frontier_svg(points: Sequence[SavingPoint]) -> str:
@@ -49,59 +46,56 @@ def frontier_svg(points: Sequence[SavingPoint]) -> str:
     name, unit = unit_of(max((point.saved_bytes for point in points), default=1))
     sizes = [point.saved_bytes / unit for point in points]
     works = [point.recompute_work / 1e9 for point in points]
-    across = _Scale(max(sizes, default=1.0), _LEFT, _WIDTH - _RIGHT)
-    up = _Scale(max(works, default=1.0), _HEIGHT - _BOTTOM, _TOP)
-    curve = " ".join(f"{x:.1f},{y:.1f}" for x, y in _steps(sizes, works, across, up))
+    axes = _Axes(max(sizes, default=1.0), max(works, default=1.0))
+    curve = " ".join(axes.steps(sizes, works))
     parts = [f'<polyline points="{curve}" fill="none" stroke="black"/>']
     for point, size, work in zip(points, sizes, works, strict=True):
         said = point.added or "nothing saved"
         parts.append(
-            f'<circle cx="{across(size):.1f}" cy="{up(work):.1f}" r="4" fill="white" '
+            f'<circle cx="{axes.x(size):.1f}" cy="{axes.y(work):.1f}" r="4" fill="white" '
             f'stroke="black"><title>{escape(said)}: {size:.3g} {name}, '
             f"{work:.3g} GFLOP</title></circle>"
         )
-    parts += _axes(across, up, f"saved bytes ({name})", "recomputed (GFLOP)")
+    parts += axes.drawn(f"saved bytes ({name})", "recomputed (GFLOP)")
     return _svg("What saving more values costs and spares", parts)
 
 
-class _Scale:
-    """From a figure to a place on the page."""
+@final
+class _Axes:
+    """From figures, which begin at 0, to places on the page."""
 
-    def __init__(self, most: float, start: float, end: float) -> None:
-        self.most = most or 1.0
-        self.start, self.end = start, end
+    def __init__(self, most_x: float, most_y: float) -> None:
+        self._most_x, self._most_y = most_x or 1.0, most_y or 1.0
 
-    def __call__(self, figure: float) -> float:
-        return self.start + (self.end - self.start) * figure / self.most
+    def x(self, figure: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * figure / self._most_x
 
+    def y(self, figure: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * figure / self._most_y
 
-def _steps(
-    xs: Sequence[float], ys: Sequence[float], across: _Scale, up: _Scale
-) -> list[tuple[float, float]]:
-    """The corners of a line that keeps each value until the next place."""
-    found: list[tuple[float, float]] = []
-    for place, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        if place:
-            found.append((across(x), found[-1][1]))
-        found.append((across(x), up(y)))
-    return found
+    def steps(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+        """The corners of a line that keeps each value until the next place."""
+        corners: list[str] = []
+        for place, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            if place:
+                corners.append(f"{self.x(x):.1f},{self.y(ys[place - 1]):.1f}")
+            corners.append(f"{self.x(x):.1f},{self.y(y):.1f}")
+        return corners
 
-
-def _axes(across: _Scale, up: _Scale, x_words: str, y_words: str) -> Iterator[str]:
-    yield (
-        f'<path d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}" '
-        'fill="none" stroke="black"/>'
-    )
-    for quarter in range(5):
-        x, y = across.most * quarter / 4, up.most * quarter / 4
-        yield _text(across(x), _HEIGHT - _BOTTOM + 16, f"{x:.3g}", "middle")
-        yield _text(_LEFT - 6, up(y) + 4, f"{y:.3g}", "end")
-    yield _text((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_words, "middle")
-    middle = (_HEIGHT - _BOTTOM + _TOP) / 2
-    yield (
-        f'<text transform="translate(16 {middle:.0f}) rotate(-90)" '
-        f'text-anchor="middle">{escape(y_words)}</text>'
-    )
+    def drawn(self, x_words: str, y_words: str) -> Iterator[str]:
+        """Two lines, five figures at each, and what they are."""
+        yield (
+            f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="black"/>'
+        )
+        for quarter in range(5):
+            x, y = self._most_x * quarter / 4, self._most_y * quarter / 4
+            yield _text(self.x(x), _BOTTOM + 16, f"{x:.3g}", "middle")
+            yield _text(_LEFT - 6, self.y(y) + 4, f"{y:.3g}", "end")
+        yield _text((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_words, "middle")
+        yield (
+            f'<text transform="translate(16 {(_BOTTOM + _TOP) / 2:.0f}) rotate(-90)" '
+            f'text-anchor="middle">{escape(y_words)}</text>'
+        )
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
