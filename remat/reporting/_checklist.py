@@ -111,22 +111,25 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
     with disabled():
         plain = report(f, *args, **kwargs)
     found = report(f, *args, **kwargs)
-    checks = (
-        _by_layer(found, plain),
-        _parameters_apart(step, found),
-        _overhead(found),
-        _determinism(step, found),
-        _attention_once(step, found),
-        _throughput(step, found, plain),
-        _gradients(step, found, plain),
-    )
-    return Checklist(step.name, checks)
+    answers = {
+        "activation bytes by layer": _by_layer(found, plain),
+        "parameters apart": _parameters_apart(step, found),
+        "recompute overhead": _overhead(found),
+        "determinism": _determinism(step, found),
+        "attention not run twice": _attention_once(step),
+        "tokens per second, and largest batch": _throughput(step, found, plain),
+        "gradients equal to undecorated": _gradients(step, found, plain),
+    }
+    checks = [Check(question, *answer) for question, answer in answers.items()]
+    return Checklist(step.name, tuple(checks))
 
 
-def _by_layer(found: Report, plain: Report) -> Check:
-    question = "activation bytes by layer"
+_Answer = tuple[str, str]  # the verdict, and the figure
+
+
+def _by_layer(found: Report, plain: Report) -> _Answer:
     if not found.regions:
-        return Check(question, NOT_APPLICABLE, "no region ran")
+        return NOT_APPLICABLE, "no region ran"
     layers = ", ".join(
         f"{region.name}: {layer.count} x {show_size(layer.held_bytes)}"
         for region in found.regions
@@ -136,7 +139,7 @@ def _by_layer(found: Report, plain: Report) -> Check:
         f"{layers}; all {show_size(found.held_bytes)}, "
         f"without remat {show_size(plain.held_bytes)}"
     )
-    return Check(question, _verdict(found.held_bytes < plain.held_bytes), figure)
+    return _verdict(found.held_bytes < plain.held_bytes), figure
 
 
 def _why_without_numbers(found: Facts) -> str:
@@ -175,8 +178,7 @@ class _CopyWatcher(modes.DispatchMode):
 _COPIES = ("aten._to_copy", "aten.clone", "aten.copy")
 
 
-def _parameters_apart(step: MeasuredStep, found: Report) -> Check:
-    question = "parameters apart"
+def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
     with step.kept():
         data = set(map(id, step.data))
         leaves = [each for each in leaves_of(step.forward()) if id(each) not in data]
@@ -198,27 +200,25 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> Check:
         f"parameters {show_size(found.parameter_bytes)}; "
         f"copies of them among the activations {show_size(size)}"
     )
-    return Check(question, _verdict(size == 0), figure)
+    return _verdict(size == 0), figure
 
 
-def _overhead(found: Facts) -> Check:
-    question = "recompute overhead"
+def _overhead(found: Facts) -> _Answer:
     if not found.regions:
-        return Check(question, NOT_APPLICABLE, "no region ran")
+        return NOT_APPLICABLE, "no region ran"
     if found.recompute_flops is None:
-        return Check(question, NOT_APPLICABLE, "unknown: some region does not tell")
+        return NOT_APPLICABLE, "unknown: some region does not tell"
     forward, whole = found.forward_flops, found.forward_flops + found.backward_flops
     once = whole - found.recompute_flops
     share = found.recompute_flops / forward if forward else 0.0
     part = found.recompute_flops / once if once else 0.0
     figure = f"{share:.0%} of a forward, {part:.0%} of the step without it, in FLOPs"
-    return Check(question, _verdict(share <= 1.0), figure)
+    return _verdict(share <= 1.0), figure
 
 
-def _determinism(step: MeasuredStep, found: Report) -> Check:
-    question = "determinism"
+def _determinism(step: MeasuredStep, found: Report) -> _Answer:
     if reason := _why_without_numbers(found):
-        return Check(question, NOT_APPLICABLE, reason)
+        return NOT_APPLICABLE, reason
     with step.kept():
         outputs = step.forward()
         leaves = leaves_of(outputs)
@@ -226,7 +226,7 @@ def _determinism(step: MeasuredStep, found: Report) -> Check:
         second = step.backward(outputs, leaves)
     differing = _num_differing(first, second)
     figure = f"{differing} of {len(leaves)} gradients differ in a second recomputation"
-    return Check(question, _verdict(differing == 0), figure)
+    return _verdict(differing == 0), figure
 
 
 def _num_differing(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
@@ -239,8 +239,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return tensors.same_bits(one, other)
 
 
-def _attention_once(step: MeasuredStep, found: Report) -> Check:
-    question = "attention not run twice"
+def _attention_once(step: MeasuredStep) -> _Answer:
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
         forward = watch.counts.copy()
@@ -249,26 +248,25 @@ def _attention_once(step: MeasuredStep, found: Report) -> Check:
     ran = sum(count for name, count in forward.items() if _is_attention(name))
     twice = sum(count for name, count in again.items() if _is_attention(name))
     if ran == 0:
-        return Check(question, NOT_APPLICABLE, "no fused attention ran")
+        return NOT_APPLICABLE, "no fused attention ran"
     figure = f"{ran} in the forward, {twice} again in the backward"
-    return Check(question, _verdict(twice == 0), figure)
+    return _verdict(twice == 0), figure
 
 
 def _is_attention(name: str) -> bool:
     return "scaled_dot_product" in name and not name.endswith("backward")
 
 
-def _throughput(step: MeasuredStep, found: Report, plain: Report) -> Check:
-    question = "tokens per second, and largest batch"
+def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
     if not step.data:
-        return Check(question, NOT_APPLICABLE, "there is no batch")
+        return NOT_APPLICABLE, "there is no batch"
     if reason := _why_without_numbers(found):
-        return Check(question, NOT_APPLICABLE, reason)
+        return NOT_APPLICABLE, reason
     data = max(step.data, key=lambda each: each.nbytes)
     # Of (batch, time, width) the first two count; of whole numbers, each is a token.
     is_embedded = data.is_floating_point()
     if data.numel() == 0:
-        return Check(question, NOT_APPLICABLE, "the batch is empty")
+        return NOT_APPLICABLE, "the batch is empty"
     tokens = data[..., 0].numel() if is_embedded else data.numel()
     with_remat = _seconds(step)
     with disabled():
@@ -279,7 +277,7 @@ def _throughput(step: MeasuredStep, found: Report, plain: Report) -> Check:
         f"{tokens / with_remat:.0f} tokens/s, largest batch {largest}; "
         f"without remat {tokens / without:.0f} and {largest_plain}"
     )
-    return Check(question, _verdict(largest > largest_plain), figure)
+    return _verdict(largest > largest_plain), figure
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -321,23 +319,22 @@ def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
     return max((_ROUNDING.get(dtype, 0.0) for dtype in real), default=0.0)
 
 
-def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> Check:
-    question = "gradients equal to undecorated"
+def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answer:
     if reason := _why_without_numbers(found):
-        return Check(question, NOT_APPLICABLE, reason)
+        return NOT_APPLICABLE, reason
     with disabled():
         leaves, plain = step.gradients()
     _, region = step.gradients(leaves)
     differing = _num_differing(plain, region)
     if differing == 0:
-        return Check(question, PASS, f"all {len(plain)} to the last bit")
+        return PASS, f"all {len(plain)} to the last bit"
     gap = max(_gaps(plain, region), default=float("inf"))
     allowed = _rounding(plain_report, plain)
     figure = (
         f"{differing} of {len(plain)} differ, relatively by at most {gap:.2g} "
         f"(rounding: {allowed:.0e})"
     )
-    return Check(question, _verdict(gap <= allowed), figure)
+    return _verdict(gap <= allowed), figure
 
 
 def _gaps(

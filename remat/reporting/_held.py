@@ -24,18 +24,12 @@ from remat.layers._scheduled import Swept
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One node of autograd's graph, with what it saved.
+    """One node of autograd's graph, with what it saved."""
 
-    Attributes:
-        raw: autograd's object.
-        number: its place in the order of the forward.
-        call: the call of a region that it is; None for an operator of torch.
-        saved: the tensors that it saved, by the order or the name in which it did.
-    """
-
-    raw: Any
-    number: int
-    call: Call | None
+    raw: Any  # autograd's object
+    number: int  # its place in the order of the forward
+    call: Call | None  # the call of a region that it is; None for an operator of torch
+    # the tensors that it saved, by the order or the name in which it did
     saved: tuple[Tensor, ...]
 
     @property

@@ -18,7 +18,7 @@ from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.live_bytes import allocator_peaks
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.traced import Foretold, RegionTrace, Waits, foretold
-from remat.reporting._measure.watch import Allocation, Event, ProgramRun, StepWatcher
+from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
     Layer,
@@ -80,25 +80,15 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """One storage that a node holds, and the tensor by which it does.
+    """One storage that a node holds, and the tensor by which it does."""
 
-    Attributes:
-        node: the place of the node.
-        position: the place of the tensor among what the node saved.
-        allocation: the storage.
-        size_bytes: its size between forward and backward.
-        shape: the tensor's shape.
-        dtype: its dtype.
-        is_away: whether it is elsewhere than on the tensor's device.
-    """
-
-    node: int
-    position: int
+    node: int  # the place of the node
+    position: int  # the place of the tensor among what the node saved
     allocation: Allocation
-    size_bytes: int
+    size_bytes: int  # the bytes of the storage between forward and backward
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_away: bool
+    is_away: bool  # whether the storage is elsewhere than on the tensor's device
 
     @property
     def waits(self) -> Waits:
@@ -207,6 +197,7 @@ class _Measurement:
         ]
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
+        history = self._history()
         is_known = all(each.recompute_flops is not None for each in regions)
         return Report(
             function=self.step.name,
@@ -215,7 +206,7 @@ class _Measurement:
             elsewhere_bytes=held.elsewhere_bytes,
             outside_bytes=self._waiting(outside).held_bytes,
             output_bytes=self.held_bytes - held.held_bytes,
-            peak=self._peak(),
+            peak=self._peak(history),
             allocator_peak_bytes=self.allocator.peak_bytes,
             parameter_bytes=_bytes_of(self.leaves),
             argument_bytes=_bytes_of(self.step.arguments, less=self.leaves),
@@ -237,7 +228,7 @@ class _Measurement:
             unmatched=self._unmatched(),
             suggestion=suggestions.suggest(groups, self.held_bytes, self._outside),
             frontier=suggestions.frontier(groups),
-            timeline=self._timeline(),
+            timeline=self._timeline(history),
         )
 
     def _backward_runs(self) -> dict[int, ProgramRun]:
@@ -351,7 +342,7 @@ class _Measurement:
             elif call.traced is None:
                 found[call.name] = None
             else:
-                found.update(dict.fromkeys(call.traced.consumers(position)))
+                found.update(dict.fromkeys(call.traced.consumers.get(position, ())))
         return tuple(found)
 
     def _values(self) -> tuple[HeldValue, ...]:
@@ -443,64 +434,59 @@ class _Measurement:
         call = self._caller.get(id(allocation.run))
         return OUTSIDE if call is None else call.name
 
-    def _change(self, event: Event) -> int:
-        """The bytes that an event adds or takes, less what waits elsewhere."""
-        return 0 if event.allocation in self._away else event.change
+    def _history(self) -> list[Counter[str]]:
+        """The bytes of each owner after each event, without what waits elsewhere."""
+        names = [calls[0].name for calls in self.calls.rows]
+        live = Counter(dict.fromkeys([*names, OUTSIDE, GRADIENTS], 0))
+        history: list[Counter[str]] = []
+        for event in self.watch.events:
+            if event.allocation not in self._away:
+                live[self._group(event.allocation)] += event.change
+            history.append(live.copy())
+        return history
 
-    def _peak(self) -> Peak:
-        live = peak = place = 0
-        for index, event in enumerate(self.watch.events):
-            live += self._change(event)
-            if live > peak:
-                peak, place = live, index
-        groups: Counter[str] = Counter()
-        for event in self.watch.events[: place + 1]:
-            groups[self._group(event.allocation)] += self._change(event)
+    def _peak(self, history: Sequence[Counter[str]]) -> Peak:
+        totals = [live.total() for live in history]
+        place = totals.index(max(totals))
         made = self.watch.events[place].allocation
         call = self._caller.get(id(made.run))
         node = None if made.node is None else self.names[made.node]
         return Peak(
-            size_bytes=peak,
+            size_bytes=totals[place],
             phase=made.phase,
             region="" if call is None else call.name,
             call=None if call is None else call.number,
             op=made.op if call is not None or node is None else node,
             source=made.source,
-            groups=tuple((name, size) for name, size in groups.most_common() if size),
+            groups=tuple(each for each in history[place].most_common() if each[1]),
         )
 
-    def _timeline(self) -> Timeline:
-        names = [calls[0].name for calls in self.calls.rows]
-        groups = tuple(dict.fromkeys([*names, OUTSIDE, GRADIENTS]))
-        live = dict.fromkeys(groups, 0)
-        rows: list[tuple[float, tuple[int, ...], bool]] = []
-        for index, event in enumerate(self.watch.events):
-            live[self._group(event.allocation)] += self._change(event)
-            time_s = event.time_s if self.is_timed else float(index)
-            rows.append((time_s, tuple(live.values()), index < self.num_forward))
-        rows = _thinned(rows)
-        columns = tuple(zip(*(row[1] for row in rows), strict=True))
+    def _timeline(self, history: Sequence[Counter[str]]) -> Timeline:
+        places, events = _thinned(history), self.watch.events
+        rows = [history[place].values() for place in places]
         return Timeline(
-            tuple(row[0] for row in rows),
-            groups,
-            columns or tuple(() for _ in groups),
-            sum(row[2] for row in rows),
-            self.is_timed,
+            times_s=tuple(
+                events[place].time_s if self.is_timed else float(place)
+                for place in places
+            ),
+            groups=tuple(history[0]),
+            size_bytes=tuple(zip(*rows, strict=True)),
+            num_forward=sum(place < self.num_forward for place in places),
+            is_timed=self.is_timed,
         )
 
 
-def _thinned(
-    rows: list[tuple[float, tuple[int, ...], bool]],
-) -> list[tuple[float, tuple[int, ...], bool]]:
-    """At most about `_MOST_POINTS` of the points: of each stretch the highest and the last."""
-    if len(rows) <= _MOST_POINTS:
-        return rows
-    size = -(-2 * len(rows) // _MOST_POINTS)
+def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
+    """About `_MOST_POINTS` places at most: of each stretch the highest and the last."""
+    places = range(len(history))
+    if len(places) <= _MOST_POINTS:
+        return places
+    size = -(-2 * len(places) // _MOST_POINTS)
     kept: set[int] = set()
-    for first in range(0, len(rows), size):
-        stretch = range(first, min(first + size, len(rows)))
-        kept |= {max(stretch, key=lambda index: sum(rows[index][1])), stretch[-1]}
-    return [rows[index] for index in sorted(kept)]
+    for first in places[::size]:
+        stretch = places[first : first + size]
+        kept |= {max(stretch, key=lambda place: history[place].total()), stretch[-1]}
+    return sorted(kept)
 
 
 def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, final
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import final
 
 from remat import _captures
 from remat._regions.out_of_memory import name_of
@@ -112,12 +113,5 @@ class RegionCalls:
 
 def hook(nodes: Sequence[Node], listener: StepListener) -> None:
     """Tells a listener, when a backward runs, which node it has come to."""
-
-    def enter(place: int) -> Callable[[Any], None]:
-        def note(_: Any) -> None:
-            listener.node = place
-
-        return note
-
     for place, node in enumerate(nodes):
-        node.raw.register_prehook(enter(place))
+        node.raw.register_prehook(functools.partial(listener.enter, place))

@@ -91,13 +91,10 @@ class LiveBytes(modes.DispatchMode):
 @final
 @dataclasses.dataclass
 class AllocatorPeak:
-    """A peak that is known once the step is over.
+    """A peak that is known once the step is over."""
 
-    Attributes:
-        peak_bytes: the most that was allocated beyond what was there before, on all CUDA
-            devices together; None where there is none.
-    """
-
+    # the most that was allocated beyond what was there before, on all CUDA devices
+    # together; None where there is none
     peak_bytes: int | None = None
 
 
@@ -107,9 +104,6 @@ def allocator_peaks(devices: Iterable[torch.device]) -> Generator[AllocatorPeak]
 
     The allocator keeps one peak per device, which is reset here: what
     `torch.cuda.max_memory_allocated` recorded of earlier steps is lost.
-
-    Args:
-        devices: where the step's tensors are, each once.
     """
     found = AllocatorPeak()
     cuda = [device for device in devices if device.type == "cuda"]

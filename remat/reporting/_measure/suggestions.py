@@ -18,19 +18,13 @@ _LEAST_FRACTION = 0.05
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """A traced region and how often the step called it.
-
-    Attributes:
-        name: its name.
-        calls: how many calls.
-        traced: its trace.
-        shared: of a class, how many calls return it to what holds it anyway: the next
-            region, an operator of torch's, or the caller.
-    """
+    """A traced region and how often the step called it."""
 
     name: str
     calls: int
     traced: RegionTrace
+    # of a class, how many calls return it to what holds it anyway: the next region, an
+    # operator of torch's, or the caller
     shared: Mapping[int, int]
 
     def saved_bytes(self, outcome: Effect) -> int:
@@ -47,12 +41,8 @@ def suggest(
     """The change that is likely to be worth most.
 
     Saving and dropping a value are judged by the same limit, so that following one
-    suggestion never leads to the opposite one.
-
-    Args:
-        groups: the regions.
-        held_bytes: all that waits for the backward.
-        outside: the values that plain autograd makes and holds, the largest first.
+    suggestion never leads to the opposite one. `outside` has the values that plain
+    autograd makes and holds, the largest first.
     """
     outside_bytes = sum(value.size_bytes for value in outside)
     if outside_bytes > held_bytes / 2:
@@ -84,19 +74,12 @@ def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
-    """What one line of code would change, in all traces of a function.
+    """What one line of code would change, in all traces of a function."""
 
-    Attributes:
-        region: the function.
-        value: one of the values that it is about.
-        size_bytes: by how much it changes what is held.
-        work: by how much it changes what is recomputed, see `work_of`.
-    """
-
-    region: str
-    value: Alternative
-    size_bytes: int
-    work: int
+    region: str  # the function
+    value: Alternative  # one of the values that it is about
+    size_bytes: int  # by how much it changes what is held
+    work: int  # by how much it changes what is recomputed, see `work_of`
 
 
 def _changes(
@@ -219,11 +202,9 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
     # Some values save nothing unless others are saved too.
     whole = [group.traced.at(set(group.traced.choices)) for group in groups]
     last = _point("all that is left", groups, whole)
-    return (
-        (*points, last)
-        if last.recompute_work < points[-1].recompute_work
-        else tuple(points)
-    )
+    if last.recompute_work < points[-1].recompute_work:
+        points.append(last)
+    return tuple(points)
 
 
 def _price(group: Group, number: int, nothing: Effect) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, final
 
 from remat import policies
@@ -24,15 +24,10 @@ from remat.storage import AbstractStorage, Held, Keep
 
 @final
 class Waits(NamedTuple):
-    """Bytes of what waits.
+    """Bytes of what waits."""
 
-    Attributes:
-        held_bytes: on the device of the value.
-        elsewhere_bytes: in host memory, on another device, or in a file.
-    """
-
-    held_bytes: int = 0
-    elsewhere_bytes: int = 0
+    held_bytes: int = 0  # on the device of the value
+    elsewhere_bytes: int = 0  # in host memory, on another device, or in a file
 
     @classmethod
     def sum(cls, several: Iterable[Waits]) -> Waits:
@@ -43,33 +38,21 @@ class Waits(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of decisions.
+    """The effect of decisions."""
 
-    Attributes:
-        saved: the joint graph's values that wait.
-        work: of what is recomputed, see `work_of`.
-    """
-
-    saved: tuple[int, ...]
-    work: int
+    saved: tuple[int, ...]  # the joint graph's values that wait
+    work: int  # of what is recomputed, see `work_of`
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """Other decisions about some values of a region, and their effect.
+    """Other decisions about some values of a region, and their effect."""
 
-    Attributes:
-        names: the names of each of them.
-        op: the operator that makes each, or one that does.
-        source: the user's line.
-        outcome: what would be saved and recomputed.
-    """
-
-    names: tuple[str, ...]
-    op: str
-    source: str
-    outcome: Effect
+    names: tuple[str, ...]  # the names of each of them
+    op: str  # the operator that makes each, or one that does
+    source: str  # the user's line
+    outcome: Effect  # what would be saved and recomputed
 
     @property
     def key(self) -> Hashable:
@@ -104,10 +87,8 @@ class RegionTrace:
     def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The class of each of some values, and the bytes that it holds if it is saved."""
         for index in saved:
-            yield (
-                self._root_number(index),
-                self._held_in(*self._saved(index)).size_bytes,
-            )
+            held = self._held_in(*self._saved(index))
+            yield self._root_number(index), held.size_bytes
 
     @functools.cached_property
     def output_classes(self) -> dict[tuple[int, int], int]:
@@ -134,15 +115,18 @@ class RegionTrace:
         return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
     def waits(self, position: int) -> Waits | None:
-        """What the saved value or operand at this place holds.
+        """What is held of the saved value, or operand after these, at this place.
 
-        Args:
-            position: its place among the saved values, followed by the operands.
-
-        Returns:
-            The bytes; None where they depend on the numbers, as with `Sparse`.
+        None where the bytes depend on the numbers, as with `Sparse`.
         """
-        held = self._held_in(*self._waiting(position))
+        saved = self.found.saved
+        if position < len(saved):
+            storage, meta = self._saved(saved[position])
+        else:
+            operand = position - len(saved)
+            storage = self.region.inputs.get(operand, Keep())
+            meta = self.region.operands[operand]
+        held = self._held_in(storage, meta)
         return None if held.is_bound else Waits(held.size_bytes, held.elsewhere_bytes)
 
     def _held_in(self, storage: AbstractStorage, meta: TensorMeta) -> Held:
@@ -150,14 +134,6 @@ class RegionTrace:
         if key not in self._held:
             self._held[key] = storage.held(meta)
         return self._held[key]
-
-    def _waiting(self, position: int) -> tuple[AbstractStorage, TensorMeta]:
-        saved = self.found.saved
-        if position >= len(saved):
-            operand = position - len(saved)
-            storage = self.region.inputs.get(operand, Keep())
-            return storage, self.region.operands[operand]
-        return self._saved(saved[position])
 
     def _saved(self, index: int) -> tuple[AbstractStorage, TensorMeta]:
         """How a value of the joint graph waits, also if it is not saved now, and its form."""
@@ -171,20 +147,13 @@ class RegionTrace:
         """Work of the whole forward, see `work_of`."""
         return self._work(self.analysis.forward)
 
-    def consumers(self, position: int) -> tuple[str, ...]:
-        """The backward's operators that read a saved value or an operand.
-
-        Args:
-            position: its place among the saved values, followed by the operands.
-
-        Returns:
-            Their names; a step that is recomputed is called "again aten.mm", and stands
-            after those of the derivative.
-        """
-        return self._readers.get(position, ())
-
     @functools.cached_property
-    def _readers(self) -> dict[int, tuple[str, ...]]:
+    def consumers(self) -> Mapping[int, tuple[str, ...]]:
+        """The backward's operators that read a saved value or an operand, by its place.
+
+        The operands follow the saved values. A step that is recomputed is called
+        "again aten.mm", and stands after those of the derivative.
+        """
         joint = self.analysis.joint
         graph = backward_graph(joint, self.found, self.found.saved, joint.gradients)
         owners = roots(graph)
@@ -310,15 +279,10 @@ def _maker(graph: Graph, index: int) -> tuple[int, int]:
 
 @final
 class Foretold(NamedTuple):
-    """The figures of a backward program.
+    """The figures of a backward program."""
 
-    Attributes:
-        flops: of the steps that run again, by torch's formulas.
-        working_set_bytes: the most bytes that a run has made and not yet freed.
-    """
-
-    flops: int
-    working_set_bytes: int
+    flops: int  # of the steps that run again, by torch's formulas
+    working_set_bytes: int  # the most bytes that a run has made and not yet freed
 
 
 def foretold(graph: Graph) -> Foretold:

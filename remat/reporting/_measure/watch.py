@@ -26,56 +26,36 @@ from remat._torch import flops, modes, tensors, trees
 @final
 @dataclasses.dataclass(slots=True)
 class ProgramRun:
-    """One run of a region's program.
+    """One run of a region's program."""
 
-    Attributes:
-        graph: what ran.
-        phase: "forward" or "backward".
-        node: the number of the autograd node whose backward it was; None in a forward.
-        times_s: seconds in the operators of each step.
-        made: the storages that it made, also those that it freed.
-        live_bytes: what lives of them.
-        peak_bytes: the most of them that lived at one time.
-    """
-
-    graph: Graph
-    phase: str
+    graph: Graph  # what ran
+    phase: str  # "forward" or "backward"
+    # the number of the autograd node whose backward it was; None in a forward
     node: int | None
+    # seconds in the operators of each step
     times_s: dict[int, float] = dataclasses.field(default_factory=dict[int, float])
+    # the storages that it made, also those that it freed
     made: set[Allocation] = dataclasses.field(default_factory=set["Allocation"])
-    live_bytes: int = 0
-    peak_bytes: int = 0
+    live_bytes: int = 0  # what lives of them
+    peak_bytes: int = 0  # the most of them that lived at one time
     step: int = -1
 
 
 @final
 @dataclasses.dataclass(eq=False, slots=True)
 class Allocation:
-    """One storage that an operator of the step made.
+    """One storage that an operator of the step made."""
 
-    Attributes:
-        key: identifies it while it lives.
-        size_bytes: its size.
-        maker: the operator.
-        source: the user's line in the forward, "" in the backward.
-        names: what `checkpoint_name` called it.
-        phase: "forward" or "backward".
-        run: the program that made it; None outside regions.
-        step: which step of the program did, -1 for none.
-        item: which of the tensors that the operator returned.
-        node: the number of the autograd node whose backward made it.
-    """
-
-    key: int
+    key: int  # identifies it while it lives
     size_bytes: int
-    maker: Any = None
-    source: str = ""
-    names: tuple[str, ...] = ()
-    phase: str = "forward"
-    run: ProgramRun | None = None
-    step: int = -1
-    item: int = 0
-    node: int | None = None
+    maker: Any = None  # the operator
+    source: str = ""  # the user's line in the forward, "" in the backward
+    names: tuple[str, ...] = ()  # what `checkpoint_name` called it
+    phase: str = "forward"  # "forward" or "backward"
+    run: ProgramRun | None = None  # the program that made it; None outside regions
+    step: int = -1  # which step of the program did, -1 for none
+    item: int = 0  # which of the tensors that the operator returned
+    node: int | None = None  # the number of the autograd node whose backward made it
 
     @property
     def op(self) -> str:
@@ -91,16 +71,10 @@ class Allocation:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One storage made or freed.
+    """One storage made or freed."""
 
-    Attributes:
-        time_s: seconds in operators until then.
-        change: the bytes that it adds or takes.
-        allocation: the storage.
-    """
-
-    time_s: float
-    change: int
+    time_s: float  # seconds in operators until then
+    change: int  # the bytes that it adds or takes
     allocation: Allocation
 
 
@@ -109,7 +83,7 @@ class StepListener(Watcher):
 
     Attributes:
         phase: "forward" or "backward", set by who drives the step.
-        node: the number of the autograd node that runs, set in the same way.
+        node: the place of the autograd node whose backward runs.
         runs: the programs of regions that ran, in order.
     """
 
@@ -118,6 +92,10 @@ class StepListener(Watcher):
         self.phase = "forward"
         self.node: int | None = None
         self.runs: list[ProgramRun] = []
+
+    def enter(self, node: int, _: object) -> None:
+        """Notes that the backward has come to a node, whose prehook this is."""
+        self.node = node
 
     def begin_run(self, graph: Graph) -> ProgramRun:
         """Notes that a program begins to run."""
@@ -284,19 +262,12 @@ def _finish(result: Any) -> None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Traits:
-    """Properties of an operator that are known before it runs.
+    """Properties of an operator that are known before it runs."""
 
-    Attributes:
-        is_view: what it returns shares storage with what it takes.
-        is_mutable: it writes to an argument.
-        has_formula: torch can tell its FLOPs.
-        is_repeatable: it is torch's own, and running it twice changes nothing.
-    """
-
-    is_view: bool
-    is_mutable: bool
-    has_formula: bool
-    is_repeatable: bool
+    is_view: bool  # what it returns shares storage with what it takes
+    is_mutable: bool  # it writes to an argument
+    has_formula: bool  # torch can tell its FLOPs
+    is_repeatable: bool  # it is torch's own, and running it twice changes nothing
 
 
 @functools.cache
