@@ -22,9 +22,8 @@ from remat._programs.barriers import kept
 from remat._regions.fast_path import FastPath
 from remat._regions.function import Roots
 from remat._regions.protocol import Call
-from remat._regions.rules import apply_fast_path, bind_all
+from remat._regions.rules import bind_all, run_fast
 from remat._regions.traced import TracedRegion
-from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._switches.orders import is_first_order
 from remat._torch import levels, trees
@@ -118,10 +117,7 @@ class Entry:
             is_first_order=is_first_order(),
             fast_path=fast_path,
         )
-        outputs = apply_fast_path(call, *levels.unwrap_dead(tensors))
-        if fast_path.views is not None:
-            outputs = make_views(fast_path.views, outputs, tensors)
-        return outputs[0] if self.output.is_leaf else self.output.tree(outputs)
+        return self.output.tree(run_fast(call, levels.unwrap_dead(tensors)))
 
     @property
     def wants_gradient(self) -> bool:
@@ -161,10 +157,10 @@ class Entry:
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)
-        return self.output.tree(self._with_buffers(roots, returned, tensors))
+        return self.output.tree(self._with_buffers(returned, tensors))
 
     def _with_buffers(
-        self, roots: Roots, returned: list[Tensor | None], tensors: Sequence[Tensor]
+        self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
         views = self.region.every_view
         return [

@@ -15,8 +15,8 @@ from torch import Tensor
 from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, TensorGuard, guard_of
-from remat._regions.rules import Call, apply_fast_path
-from remat._regions.views import make_views
+from remat._regions.protocol import Call
+from remat._regions.rules import run_fast
 from remat._switches.departures import departures
 from remat._torch import guards
 
@@ -78,12 +78,7 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
         if fast_path is not None:
             region, labels = entry.region, entry.labels
             call = Call(region, roots, numerics, labels, False, False, fast_path)
-            operands = (*tensors, *captured)
-            outputs = apply_fast_path(call, *operands)
-            if fast_path.views is not None:
-                outputs = make_views(fast_path.views, outputs, operands)
-            output = entry.output
-            return outputs[0] if output.is_leaf else output.tree(outputs)
+            return entry.output.tree(run_fast(call, (*tensors, *captured)))
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED

@@ -56,14 +56,14 @@ _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
-def bind(call: Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def bind(call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """What the region's function returns for these tensors; mutations are dropped."""
     return bind_all(call, tensors)[0]
 
 
 def bind_all(
     call: Call, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
         is_recorded = not call.is_last and _is_differentiated(call, tensors)
@@ -74,12 +74,19 @@ def bind_all(
             call = call._replace(
                 is_first_order=_wants_first_order(), fast_path=fast_path
             )
-            outputs = apply_fast_path(call, *levels.unwrap_dead(tensors))
-            return _returned(call, outputs, tensors), ()
+            return run_fast(call, levels.unwrap_dead(tensors)), ()
         results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
     return _returned(call, results.outputs, tensors), results.mutations
+
+
+def run_fast(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What the region's function returns, for a call with a `fast_path`."""
+    assert call.fast_path is not None, "the call needs more than one program"
+    outputs: tuple[Tensor, ...] = _apply_fast(call, *operands)
+    views = call.fast_path.views
+    return outputs if views is None else make_views(views, outputs, operands)
 
 
 def _returned(
@@ -582,7 +589,7 @@ class _FastPathFunction(torch.autograd.Function):
 _apply_plainly = autograd.plain_apply(_PlainFunction)
 
 # (a call with a `fast_path`, *operands) -> the outputs.
-apply_fast_path = autograd.plain_apply(_FastPathFunction)
+_apply_fast = autograd.plain_apply(_FastPathFunction)
 
 
 class _LevelFunction(levels.SingleLevelFunction):
