@@ -23,8 +23,7 @@ from remat._errors import (
     TraceError,
 )
 from remat._plans.plan import Plan, plan
-from remat._switches.orders import first_order
-from remat._switches.switch import disabled
+from remat._switches.blocks import disabled, first_order
 from remat._tracing.naming import checkpoint_name
 from remat.layers import chain, scan
 from remat.reporting import (

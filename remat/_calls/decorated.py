@@ -30,8 +30,8 @@ from remat._regions.function import Roots
 from remat._regions.protocol import Asked
 from remat._rerun import call
 from remat._rerun.hidden import require_nothing_hidden
+from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
-from remat._switches.switch import is_inert
 from remat._torch import dynamo, levels, tracer
 from remat._tracing.thread import has_open_sizes, is_lifting, lift
 from remat.policies import nothing_saveable

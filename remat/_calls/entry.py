@@ -24,8 +24,8 @@ from remat._regions.function import Roots
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all, run_fast
 from remat._regions.traced import TracedRegion
+from remat._switches.blocks import is_first_order
 from remat._switches.numerics import Numerics
-from remat._switches.orders import is_first_order
 from remat._torch import levels, trees
 from remat._tracing.open_sizes import Template
 

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from remat._calls.entry import Entry
 from remat._errors import RematError, explain
 from remat._messages import with_lines
-from remat._switches.switch import is_disabled
+from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]

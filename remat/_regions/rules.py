@@ -42,7 +42,7 @@ from remat._regions.waiting import (
     joints_of,
     wait_differentiably,
 )
-from remat._switches import orders
+from remat._switches import blocks
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, isolation, levels, tracer
 from remat._torch.forward_ad import dual_level_is_active
@@ -439,7 +439,7 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
 
 def _wants_first_order() -> bool:
     """Whether second derivatives are refused; never in a trace, which serves later calls."""
-    return orders.is_first_order() and not tracer.proxy_is_active()
+    return blocks.is_first_order() and not tracer.proxy_is_active()
 
 
 def _made_by(operands: Sequence[Tensor]) -> list[Any]:

@@ -28,7 +28,7 @@ from remat._errors import (
 from remat._generators import streams, trackers
 from remat._graph.values import TensorMeta
 from remat._messages import user_line
-from remat._switches.departures import departing
+from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, overrides_functions, storage_key

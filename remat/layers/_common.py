@@ -23,8 +23,8 @@ from remat._partition.analysis import forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all
 from remat._rerun.hidden import require_nothing_hidden
+from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
-from remat._switches.switch import is_inert
 from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
 from remat.layers._links import Link, once_a_region, present

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._errors import KeyReuseError, refusal
 from remat._messages import user_line
-from remat._switches.switch import disabled
+from remat._switches.blocks import disabled
 from remat._torch import autograd
 
 # The bits of (seed, offset) -> the line that consumed them.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from remat._graph import operators
 from remat._regions.waiting import storages
-from remat._switches.switch import disabled
+from remat._switches.blocks import disabled
 from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
 from remat.reporting._held import graph_of, leaves_of

@@ -16,7 +16,7 @@ from remat._api import remat
 from remat._calls.decorated import is_region
 from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
-from remat._switches.switch import disabled
+from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._held import leaves_of
 from remat.reporting._measure.step import MeasuredStep

@@ -1,0 +1,143 @@
+"""Blocks that change what regions do: `disabled()` and `first_order()`.
+
+Both are seldom entered, but each call of a region has to ask for both. One number answers
+for all threads: zero means that no such block is open.
+
+`torch.func.grad` records every backward in case somebody differentiates it, and the record
+holds the backward's cotangents until the whole gradient is done. Under `first_order()` there
+will be no second derivative, and the cotangents are freed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Generator
+from typing import final
+
+import torch
+
+_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
+
+
+@final
+class _OpenBlocks:
+    """Counts the open blocks, so that the fast path tests one integer.
+
+    Attributes:
+        count: of the blocks on all threads.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+departures = _OpenBlocks()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def departing() -> Generator[None]:
+    """Counts as such a block: calls inside take no fast path, and ask what is in force."""
+    with _lock:
+        departures.count += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            departures.count -= 1
+
+
+@final
+class _Depth(threading.local):
+    """How many blocks of one kind this thread is in."""
+
+    def __init__(self) -> None:
+        # On the instance, where Dynamo notices a change.
+        self.depth = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Generator[None]:
+        """One more, until the `with` statement ends."""
+        self.depth += 1
+        try:
+            with departing():
+                yield
+        finally:
+            self.depth -= 1
+
+
+_off = _Depth()
+_first = _Depth()
+
+
+@contextlib.contextmanager
+def disabled() -> Generator[None]:
+    """Runs every region inside as the plain function, on this thread.
+
+    The environment variable `REMAT_DISABLE=1` does the same for a whole process.
+
+    Example:
+        >>> import torch
+        >>> from remat import disabled, remat
+        >>> f = remat(lambda x: x.sin().sin())
+        >>> with disabled():
+        ...     y = f(torch.ones(2, requires_grad=True))
+        >>> y.grad_fn.name()
+        'SinBackward0'
+    """
+    with _off.entered():
+        yield
+
+
+@contextlib.contextmanager
+def first_order() -> Generator[None]:
+    """Gives regions called inside, on this thread, first derivatives only.
+
+    Under `torch.func.grad`, `vjp` and `jacrev`, and under `backward(create_graph=True)`, a
+    region's backward then holds no cotangent after its use: the peak is lower by one
+    set of cotangents a region. Elsewhere nothing changes.
+
+    Laws: gradients are the same to the bit. Reverse mode over the gradient of such a
+    region raises, and is never silently zero; forward mode over it still works.
+
+    Raises:
+        SecondDerivativeError: when the gradient of a region that was called inside is
+            itself differentiated in reverse mode.
+
+    Example:
+        >>> import torch
+        >>> from remat import first_order, remat
+        >>> f = remat(lambda x: x.sin().sin().sum())
+        >>> with first_order():
+        ...     slope = torch.func.grad(f)(torch.zeros(3))
+        >>> slope
+        tensor([1., 1., 1.])
+    """
+    with _first.entered():
+        yield
+
+
+def is_disabled() -> bool:
+    """Whether regions run as the plain function on this thread, as in `torch.export`.
+
+    An exported program is a forward, for any size that is left open.
+    """
+    return _DISABLED or _off.depth > 0 or torch.compiler.is_exporting()
+
+
+def is_inert() -> bool:
+    """Whether regions run as the plain function here, whatever the arguments."""
+    return (
+        is_disabled()
+        or not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def is_first_order() -> bool:
+    """Whether this thread wants no second derivative of the regions it calls."""
+    return _first.depth > 0
