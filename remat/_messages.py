@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from remat._errors import (
     explain,
     refusal,
 )
-from remat._torch.frames import caller
 
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
@@ -99,7 +99,8 @@ def warn(
 
 def _user_frame() -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code, and how many calls it is above the caller."""
-    frame, num_calls = caller(1), 0
+    own = inspect.currentframe()
+    frame, num_calls = own and own.f_back, 0
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
             break

@@ -6,18 +6,14 @@ Obsolete when torch.export's shape environment is public.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from remat._torch.frames import caller
 
 
 def shape_env_of(numbers: Iterable[int]) -> Any:
@@ -28,8 +24,13 @@ def shape_env_of(numbers: Iterable[int]) -> Any:
     return None
 
 
-#: The numbers of a trace that depend on open sizes.
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+#: The classes of a trace's numbers that depend on open sizes, and what they stand for.
+PLAIN: dict[type[Any], Callable[[Any], Any]] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
+SYMBOLIC = tuple(PLAIN)
 
 
 class OpenSizes:
@@ -121,29 +122,6 @@ class OpenSizes:
         """A number of the trace, in Python."""
         return self._text(number.node.expr)
 
-    @contextlib.contextmanager
-    def like_numbers(self) -> Generator[None]:
-        """Inside, these symbols look like numbers to code outside torch and this package.
-
-        `isinstance(size, int)` is true, and `size > 4` is True or False. The text of a size
-        is that of its number, and an array of it holds its number; the trace then fixes the
-        size. The symbol's own text would be a wrong key, or a wrong result, without an error.
-        Obsolete when torch's symbols behave so.
-        """
-        with _lock:
-            if not _answering:
-                for kind, name, hook in _answers():
-                    setattr(kind, name, hook)
-            _answering.append(self.env)
-        try:
-            yield
-        finally:
-            with _lock:
-                _answering.remove(self.env)
-                if not _answering:
-                    for kind, name, _ in _answers():
-                        _restore(kind, name)
-
 
 @functools.cache
 def _shape_env() -> type[Any]:
@@ -157,8 +135,8 @@ def _shape_env() -> type[Any]:
         """
 
         def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-            is_whole = sym_node.pytype is int and _is_whole(sym_node.expr)
-            if is_whole or sym_node.pytype is bool or sym_node.hint is None:
+            is_integer = sym_node.pytype is int and is_whole(sym_node)
+            if is_integer or sym_node.pytype is bool or sym_node.hint is None:
                 torchs: Any = super()
                 return torchs.evaluate_sym_node(sym_node, *args, **kwargs)
             for symbol in sym_node.expr.free_symbols:
@@ -166,99 +144,6 @@ def _shape_env() -> type[Any]:
             return sym_node.hint
 
     return Env
-
-
-# The shape environments whose symbols look like numbers, and the lock of the list.
-_answering: list[Any] = []
-
-
-_lock = threading.Lock()
-
-
-_INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
-
-
-_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-
-
-# The symbols' own methods.
-_OWN: dict[tuple[type[Any], str], Callable[..., Any]] = {
-    (kind, name): vars(kind)[name]
-    for kind in SYMBOLIC
-    for name in ("__repr__", *_COMPARISONS)
-    if name in vars(kind)
-}
-
-
-def _answers() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
-    for kind in SYMBOLIC:
-        yield kind, "__repr__", _text
-        yield kind, "__format__", _formatted
-        yield kind, "__getattribute__", _attribute
-        yield kind, "__array__", _array
-    for kind, name in _OWN:
-        if name in _COMPARISONS and kind is not torch.SymBool:
-            yield kind, name, _comparing(_OWN[kind, name])
-
-
-def _restore(kind: type[Any], name: str) -> None:
-    if (kind, name) in _OWN:
-        setattr(kind, name, _OWN[kind, name])
-    else:
-        delattr(kind, name)
-
-
-def _text(symbol: Any) -> str:
-    if _is_users(symbol):
-        asks = caller(1)
-        if asks is not None and asks.f_globals.get("__name__") == "json.encoder":
-            # It asks because a symbol is no number to it: `default=str` would write "4".
-            raise TypeError("json writes a size as an object of another class")
-        return repr(number(symbol))
-    return _OWN[type(symbol), "__repr__"](symbol)
-
-
-def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A comparison that gives the user's code True or False, which the trace then assumes."""
-
-    def compared(symbol: Any, other: Any) -> Any:
-        found = compare(symbol, other)
-        return number(found) if _is_users(symbol) else found
-
-    return compared
-
-
-def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
-    """The array that numpy asks for; otherwise it would make an array of objects."""
-    numpy: Any = importlib.import_module("numpy")
-    return numpy.asarray(number(symbol), *args, **kwargs)
-
-
-def _formatted(symbol: Any, how: str) -> str:
-    if _is_users(symbol):
-        return format(number(symbol), how)
-    return object.__format__(symbol, how)
-
-
-def _attribute(symbol: Any, name: str) -> Any:
-    # `isinstance` looks at the type first, then at `__class__`.
-    if name == "__class__" and _is_users(symbol):
-        return next(plain for kind, plain in _SYMBOLS if kind is type(symbol))
-    return object.__getattribute__(symbol, name)
-
-
-def _is_users(symbol: Any) -> bool:
-    """Whether the user's code asks, and not a library."""
-    env = getattr(node_of(symbol), "shape_env", None)
-    if not any(each is env for each in _answering):
-        return False
-    frame, package = caller(2), ""
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in sys.stdlib_module_names:
-            break
-        frame = frame.f_back
-    return package not in _INTERNAL
 
 
 def node_of(number: Any) -> Any:
@@ -279,13 +164,9 @@ def is_exact(number: Any) -> bool:
     return not any(each.is_Float for each in expression_of(number).atoms())
 
 
-def is_whole(number: Any) -> bool:
-    """Whether nothing in a number of a trace is rounded before its last step."""
-    return _is_whole(node_of(number).expr)
-
-
-def _is_whole(expression: Any) -> bool:
-    return all(each.is_integer for each in _below(expression))
+def is_whole(node: Any) -> bool:
+    """Whether nothing in the number of a symbol's node is rounded before its last step."""
+    return all(each.is_integer for each in _below(node.expr))
 
 
 def _below(expression: Any) -> Iterator[Any]:
@@ -312,17 +193,7 @@ def number(symbol: Any) -> Any:
     Anything else is returned as it is. Obsolete, like the next function, when graphs may hold
     for all sizes.
     """
-    for symbolic, plain in _SYMBOLS:
-        if isinstance(symbol, symbolic):
-            return plain(symbol)
-    return symbol
-
-
-_SYMBOLS: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
-    (torch.SymInt, int),
-    (torch.SymFloat, float),
-    (torch.SymBool, bool),
-)
+    return PLAIN[type(symbol)](symbol) if isinstance(symbol, SYMBOLIC) else symbol
 
 
 def why_open(symbol: Any) -> str:
@@ -332,7 +203,7 @@ def why_open(symbol: Any) -> str:
     raises if a guard fixes it; or a number that is known only from values. Obsolete when a
     `SymInt` can be asked for its constraint.
     """
-    if not isinstance(symbol, tuple(symbolic for symbolic, _ in _SYMBOLS)):
+    if not isinstance(symbol, SYMBOLIC):
         return ""
     node = node_of(symbol)
     if not node.has_hint():

@@ -25,6 +25,7 @@ from remat._errors import TraceError
 from remat._graph.values import Graph, TensorMeta, Value
 from remat._torch import sizes as torch_sizes
 from remat._tracing.importing import Computed
+from remat._tracing.like_numbers import like_numbers
 from remat._tracing.trace import Joint, Request, Traced, View, trace
 
 Fixed = tuple[tuple[bool, ...], ...]
@@ -110,9 +111,8 @@ class Template:
             return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
 
         def static(number: Any) -> Any:
-            if isinstance(number, torch_sizes.SYMBOLIC) and not torch_sizes.is_whole(
-                number
-            ):
+            is_symbol = isinstance(number, torch_sizes.SYMBOLIC)
+            if is_symbol and not torch_sizes.is_whole(torch_sizes.node_of(number)):
                 return torch_sizes.number(number)
             return hole(number)
 
@@ -266,5 +266,5 @@ def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, torch_sizes.Open
     if any(meta.placement is not None for meta in request.operands):
         raise TraceError("a DTensor has two sizes, the whole's and its part's.")
     sizes = torch_sizes.OpenSizes()
-    with sizes.like_numbers():
+    with like_numbers(sizes.env):
         return trace(opened(request, fixed, sizes)), sizes

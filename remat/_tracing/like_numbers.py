@@ -1,0 +1,127 @@
+"""Inside a trace with open sizes, sizes look like numbers to the user's code.
+
+`isinstance(size, int)` is true, and `size > 4` is True or False. The text of a size is that
+of its number, and an array of it holds its number; the trace then fixes the size. The
+symbol's own text would be a wrong key, or a wrong result, without an error. Torch and this
+package still meet symbols. Obsolete when torch's symbols behave so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from remat._torch.sizes import PLAIN, SYMBOLIC, node_of, number
+
+# The shape environments whose symbols look like numbers, and the lock of the list.
+_answering: list[Any] = []
+_lock = threading.Lock()
+
+_INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+# The symbols' own methods.
+_OWN: dict[tuple[type[Any], str], Callable[..., Any]] = {
+    (kind, name): vars(kind)[name]
+    for kind in SYMBOLIC
+    for name in ("__repr__", *_COMPARISONS)
+    if name in vars(kind)
+}
+
+
+@contextlib.contextmanager
+def like_numbers(env: Any) -> Generator[None]:
+    """Inside, the symbols of a shape environment look like numbers to the user's code."""
+    with _lock:
+        if not _answering:
+            for kind, name, hook in _hooks():
+                setattr(kind, name, hook)
+        _answering.append(env)
+    try:
+        yield
+    finally:
+        with _lock:
+            _answering.remove(env)
+            if not _answering:
+                for kind, name, _ in _hooks():
+                    _restore(kind, name)
+
+
+def _hooks() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
+    for kind in SYMBOLIC:
+        yield kind, "__repr__", _text
+        yield kind, "__format__", _formatted
+        yield kind, "__getattribute__", _attribute
+        yield kind, "__array__", _array
+    for kind, name in _OWN:
+        if name in _COMPARISONS and kind is not torch.SymBool:
+            yield kind, name, _comparing(_OWN[kind, name])
+
+
+def _restore(kind: type[Any], name: str) -> None:
+    if (kind, name) in _OWN:
+        setattr(kind, name, _OWN[kind, name])
+    else:
+        delattr(kind, name)
+
+
+def _text(symbol: Any) -> str:
+    if not _is_users(symbol):
+        return _OWN[type(symbol), "__repr__"](symbol)
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back
+    if caller is not None and caller.f_globals.get("__name__") == "json.encoder":
+        # It asks because a symbol is no number to it: `default=str` would write "4".
+        raise TypeError("json writes a size as an object of another class")
+    return repr(number(symbol))
+
+
+def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A comparison that gives the user's code True or False, which the trace then assumes."""
+
+    def compared(symbol: Any, other: Any) -> Any:
+        answer = compare(symbol, other)
+        return number(answer) if _is_users(symbol) else answer
+
+    return compared
+
+
+def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
+    """The array that numpy asks for; otherwise it would make an array of objects."""
+    numpy: Any = importlib.import_module("numpy")
+    return numpy.asarray(number(symbol), *args, **kwargs)
+
+
+def _formatted(symbol: Any, how: str) -> str:
+    if _is_users(symbol):
+        return format(number(symbol), how)
+    return object.__format__(symbol, how)
+
+
+def _attribute(symbol: Any, name: str) -> Any:
+    # `isinstance` looks at the type first, then at `__class__`.
+    if name == "__class__" and _is_users(symbol):
+        return PLAIN[type(symbol)]
+    return object.__getattribute__(symbol, name)
+
+
+def _is_users(symbol: Any) -> bool:
+    """Whether the user's code asks, and not a library."""
+    env = getattr(node_of(symbol), "shape_env", None)
+    if not any(each is env for each in _answering):
+        return False
+    frame, package = inspect.currentframe(), ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if module != __name__ and package not in sys.stdlib_module_names:
+            break
+        frame = frame.f_back
+    return package not in _INTERNAL
