@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from remat._graph import operators
+from remat._graph.building import Building, prune
 from remat._graph.values import (
     Graph,
     Numbering,
@@ -28,8 +29,6 @@ from remat._graph.values import (
     Value,
     check,
     has_effect,
-    prune,
-    renumbered,
     roots,
 )
 
@@ -93,51 +92,48 @@ class _Line:
 def _line_up(
     first: Graph, second: Graph, reads: Sequence[Ref | None], known: Graph | None
 ) -> _Line:
-    given = zip(second.values, reads, strict=False)
-    further = [value for value, ref in given if ref is None]
-    values = [*first.values[: first.num_inputs], *further]
-    num_inputs = len(values)
+    pairs = zip(second.values, reads, strict=False)
+    further = [value for value, ref in pairs if ref is None]
+    line = Building([*first.values[: first.num_inputs], *further], {})
+    num_inputs = len(line.values)
     numbering = Numbering()
-    for value in values:
+    for value in line.values:
         numbering.add(value)
 
-    def append(graph: Graph, places: dict[int, int], like: Mapping[int, int]) -> range:
-        start = len(values)
+    def append(
+        graph: Graph, places: Mapping[int, int], like: Mapping[int, int]
+    ) -> range:
+        start, line.places = len(line.values), dict(places)
         for index in range(graph.num_inputs, len(graph.values)):
-            value = renumbered(graph.values[index], lambda use: Ref(places[use]))
-            places[index] = len(values)
-            values.append(value)
-            numbering.add(value, like.get(index))
-        return range(start, len(values))
+            line.copy(index, graph.values[index])
+            numbering.add(line.values[-1], like.get(index))
+        return range(start, len(line.values))
 
     inputs = {index: index for index in range(first.num_inputs)}
     if known is not None:
         what = {ref.index: k for k, ref in enumerate(known.outputs) if ref is not None}
-        append(known, dict(inputs), what)
-    firsts, rest = dict(inputs), iter(range(first.num_inputs, num_inputs))
-    in_first = append(first, firsts, {})
+        append(known, inputs, what)
+    in_first = append(first, inputs, {})
+    outputs = line.refs(first.outputs)
+    rest = iter(range(first.num_inputs, num_inputs))
     seconds = {
-        index: next(rest) if ref is None else firsts[ref.index]
+        index: next(rest) if ref is None else line.places[ref.index]
         for index, ref in enumerate(reads)
     }
     in_second = append(second, seconds, {})
     owners = roots(second)
     handed_out = {owners[ref.index] for ref in second.outputs if ref is not None}
     return _Line(
-        values=tuple(values),
+        values=tuple(line.values),
         numbers=tuple(numbering.numbers),
         num_inputs=num_inputs,
         first=in_first,
         second=in_second,
-        outputs=(*_renamed(first, firsts), *_renamed(second, seconds)),
+        outputs=(*outputs, *line.refs(second.outputs)),
         own=frozenset(
-            seconds[k] for k, owner in enumerate(owners) if owner in handed_out
+            line.places[k] for k, owner in enumerate(owners) if owner in handed_out
         ),
     )
-
-
-def _renamed(graph: Graph, places: Mapping[int, int]) -> list[Ref | None]:
-    return [None if ref is None else Ref(places[ref.index]) for ref in graph.outputs]
 
 
 @final
@@ -178,15 +174,15 @@ def _match(line: _Line) -> _Match:
 
 def _needed(line: _Line, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
     """The steps of the second that its outputs need; stand-ins need none."""
-    found: set[int] = set()
+    needed: set[int] = set()
     pending = [ref.index for ref in line.outputs if ref is not None]
     pending += [index for index in line.second if has_effect(line.values[index])]
     while pending:
         index = pending.pop()
-        if index in line.second and index not in found and index not in stand_ins:
-            found.add(index)
+        if index in line.second and index not in needed and index not in stand_ins:
+            needed.add(index)
             pending.extend(line.values[index].uses)
-    return tuple(sorted(found))
+    return tuple(sorted(needed))
 
 
 def _order(line: _Line, match: _Match) -> list[int]:
@@ -222,24 +218,21 @@ def _order(line: _Line, match: _Match) -> list[int]:
 
 def _written(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
     is_late = any(line.values[index].is_backward for index in line.first)
-    number = {index: index for index in range(line.num_inputs)} | dict(match.stand_ins)
+    inputs = {index: index for index in range(line.num_inputs)}
+    new = Building(line.values[: line.num_inputs], inputs | dict(match.stand_ins))
     firsts = {twin: index for index, twin in match.twins.items()}
-    values = list(line.values[: line.num_inputs])
     for index in order:
-        value = renumbered(line.values[index], lambda use: Ref(number[use]))
-        number[index] = len(values)
+        value = line.values[index]
         if index in firsts:
             twin = line.values[firsts[index]]
             same = {"args": value.args, "kwargs": value.kwargs, "state": value.state}
             value = dataclasses.replace(twin, **same)
-            number[firsts[index]] = len(values)
         elif index in line.second:
             # A rank counts the values of one function: the first program's.
             value = dataclasses.replace(value, is_backward=is_late, rank=-1)
-        values.append(value)
-    outputs = tuple(
-        None if ref is None else Ref(number[ref.index]) for ref in line.outputs
-    )
-    graph = Graph(tuple(values), line.num_inputs, outputs)
-    effects = [index for index, value in enumerate(values) if has_effect(value)]
+        new.copy(index, value)
+        if index in firsts:
+            new.places[firsts[index]] = new.places[index]
+    graph = new.graph(line.num_inputs, line.outputs)
+    effects = [index for index, value in enumerate(graph.values) if has_effect(value)]
     return check(prune(graph, effects))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -353,40 +353,6 @@ def has_effect(value: Value) -> bool:
     """Whether a step matters even if nothing reads it: it draws, or may raise."""
     is_draw = operators.draws(value) and not value.is_redraw
     return is_draw or operators.is_check(value.op)
-
-
-def prune(graph: Graph, keep: Iterable[int] = ()) -> Graph:
-    """The graph with only the steps that its outputs or `keep` need; all inputs stay."""
-    needed = set(keep) | {ref.index for ref in graph.outputs if ref is not None}
-    for index in range(len(graph.values) - 1, -1, -1):
-        if index in needed:
-            needed.update(graph.values[index].uses)
-    order = [
-        index
-        for index in range(len(graph.values))
-        if index < graph.num_inputs or index in needed
-    ]
-    return select(graph, order, graph.outputs)
-
-
-def select(graph: Graph, order: list[int], outputs: tuple[Ref | None, ...]) -> Graph:
-    """The graph of the values in `order`, renumbered."""
-    number = {old: new for new, old in enumerate(order)}
-    values = tuple(
-        renumbered(graph.values[old], lambda use: Ref(number[use])) for old in order
-    )
-    renamed = tuple(None if ref is None else Ref(number[ref.index]) for ref in outputs)
-    return Graph(values, graph.num_inputs, renamed)
-
-
-def renumbered(value: Value, rename: Callable[[int], Ref]) -> Value:
-    """The same step, reading other values."""
-    return dataclasses.replace(
-        value,
-        args=replace_refs(value.args, rename),
-        kwargs=replace_refs(value.kwargs, rename),
-        state=None if value.state is None else rename(value.state.index),
-    )
 
 
 class Numbering:

@@ -11,16 +11,8 @@ from typing import Any
 import torch
 
 from remat._graph import operators
-from remat._graph.values import (
-    Graph,
-    Ref,
-    Value,
-    check,
-    has_effect,
-    prune,
-    renumbered,
-    roots,
-)
+from remat._graph.building import Building, prune
+from remat._graph.values import Graph, Ref, Value, check, has_effect, roots
 from remat._partition.cut import Cut
 from remat._tracing.importing import view_path
 from remat._tracing.trace import Joint, View
@@ -55,8 +47,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         for place, ref in enumerate(outputs)
         if owners[ref.index] != ref.index and owners[ref.index] not in shared
     )
-    pruned = _with_inputs(prune(graph, effects), joint.num_operands)
-    return pruned, untracked
+    return check(prune(graph, effects, joint.num_operands)), untracked
 
 
 def _ranked(graph: Graph) -> Graph:
@@ -95,24 +86,6 @@ def _split_of(value: Value) -> int | None:
     return value.args[0].index if value.op is operator.getitem else None
 
 
-def _with_inputs(graph: Graph, count: int) -> Graph:
-    """The graph without its inputs after the first `count`, which it does not read."""
-    dropped = graph.num_inputs - count
-    number = {
-        index: index if index < count else index - dropped
-        for index in range(len(graph.values))
-    }
-    values = tuple(
-        renumbered(value, lambda use: Ref(number[use]))
-        for index, value in enumerate(graph.values)
-        if not count <= index < graph.num_inputs
-    )
-    outputs = tuple(
-        None if ref is None else Ref(number[ref.index]) for ref in graph.outputs
-    )
-    return check(Graph(values, count, outputs))
-
-
 def backward_graph(
     joint: Joint, found: Cut, saved: Sequence[int], wanted: Sequence[Ref | None]
 ) -> Graph:
@@ -129,27 +102,26 @@ def backward_graph(
         *(state.index for state in joint.states),
         *joint.cotangents,
     ]
-    number = {index: position for position, index in enumerate(inputs)}
-    number |= {index: number[stands] for index, stands in found.stand_ins.items()}
-    lines = [
-        Value(None, meta=values[index].meta, names=values[index].names)
-        for index in inputs
-    ]
+    places = {index: position for position, index in enumerate(inputs)}
+    places |= {index: places[stands] for index, stands in found.stand_ins.items()}
+    new = Building(
+        [
+            Value(None, meta=values[index].meta, names=values[index].names)
+            for index in inputs
+        ],
+        places,
+    )
     for index in late(values, found.steps):
         value = values[index]
-        number[index] = len(lines)
-        is_redraw = value.is_redraw or (
-            operators.draws(value) and not value.is_backward
-        )
-        value = dataclasses.replace(
+        is_draw = operators.draws(value) and not value.is_backward
+        step = dataclasses.replace(
             value,
             is_backward=True,
-            is_redraw=is_redraw,
+            is_redraw=value.is_redraw or is_draw,
             rank=found.repeats.get(index, -1),
         )
-        lines.append(renumbered(value, lambda use: Ref(number[use])))
-    outputs = tuple(None if ref is None else Ref(number[ref.index]) for ref in wanted)
-    return check(Graph(tuple(lines), len(inputs), outputs))
+        new.copy(index, step)
+    return check(new.graph(len(inputs), wanted))
 
 
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
+from remat._graph.building import renumbered
 from remat._graph.values import (
     Graph,
     Numbering,
@@ -28,7 +29,6 @@ from remat._graph.values import (
     TensorMeta,
     Value,
     check,
-    renumbered,
     roots,
 )
 from remat._torch import schemas, tracer
@@ -176,7 +176,9 @@ class _Writing:
         return owner
 
     def _renamed(self, index: int, copied: int | None) -> Value:
-        return renumbered(self._old[index], lambda use: Ref(self.place(use, copied)))
+        value = self._old[index]
+        places = {use: self.place(use, copied) for use in value.uses}
+        return renumbered(value, places)
 
     def _write(self, value: Value) -> int:
         place = len(self.values)

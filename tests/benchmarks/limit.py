@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from remat import Residual, remat
-from remat._graph.values import Ref, TensorMeta, prune
+from remat._graph.building import prune
+from remat._graph.values import Ref, TensorMeta
 from remat._programs.program import Program
 from tests.benchmarks.contenders import POLICIES
 from tests.benchmarks.memory import allocated
