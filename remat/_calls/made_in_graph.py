@@ -78,13 +78,24 @@ def _call_made(
 @dynamo.constant_for_dynamo
 def _why_made_outside(**options: Any) -> str:
     """Why a graph ends in front of a call of `remat`, if it does; else empty."""
-    if not all(map(dynamo.has_its_attributes, options.values())):
+    if not all(map(_has_its_attributes, options.values())):
         return _MADE_OUTSIDE
     try:
         settings_of(**options)
     except (RematError, TypeError, ValueError) as error:
         return str(error)  # which is raised outside of the graph
     return ""
+
+
+def _has_its_attributes(value: object) -> bool:
+    """Whether an object has its attributes, which one that Dynamo makes has not yet.
+
+    Obsolete when a constant function of Dynamo's refuses what is not a constant.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(hasattr(value, field.name) for field in dataclasses.fields(value))
+    sets_some = type(value).__init__ is not object.__init__
+    return not sets_some or getattr(value, "__dict__", None) != {}
 
 
 @dynamo.constant_for_dynamo

@@ -16,7 +16,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, TensorGuard, guard_of
 from remat._regions.protocol import Call
-from remat._regions.rules import Call, run_fast
+from remat._regions.rules import run_fast
 from remat._switches.blocks import departures
 from remat._torch import guards
 

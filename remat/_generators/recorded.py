@@ -11,12 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 
-from remat._torch import levels, schemas, tracer
-
-_library = schemas.library()
-_library.define("rng_state(Device device) -> Tensor")
-_library.define("rng_swap(Tensor state, Device device) -> Tensor")
+from remat._torch import levels, schemas
 
 
 def _module(kind: str) -> Any:
@@ -63,30 +60,26 @@ def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return found
 
 
-_library.impl("rng_state", get, "CompositeExplicitAutograd")
-_library.impl("rng_swap", _swap, "CompositeExplicitAutograd")
-STATE = torch.ops.remat.rng_state.default
-SWAP = torch.ops.remat.rng_swap.default
-tracer.keep_in_traces(STATE)
-tracer.keep_in_traces(SWAP)
-
-
 def fake_state(device: torch.device) -> torch.Tensor:
     """A tensor like the state of a device's generator."""
     return torch.empty(size_bytes(device), dtype=torch.uint8)
+
+
+def size_bytes(device: torch.device) -> int:
+    """How large the state of a device's generator is."""
+    return {"cpu": 5056, "meta": 0}.get(device.type, 16)
 
 
 def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
 
 
-schemas.register_fake("rng_state", fake_state)
-schemas.register_fake("rng_swap", _fake_swap)
-
-
-def size_bytes(device: torch.device) -> int:
-    """How large the state of a device's generator is."""
-    return {"cpu": 5056, "meta": 0}.get(device.type, 16)
+STATE = schemas.define("rng_state", "(Device device) -> Tensor", get, fake_state)
+SWAP = schemas.define(
+    "rng_swap", "(Tensor state, Device device) -> Tensor", _swap, _fake_swap
+)
+has_side_effect(STATE)
+has_side_effect(SWAP)
 
 
 def record(device: torch.device) -> torch.Tensor:

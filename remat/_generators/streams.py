@@ -19,11 +19,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
 from remat._generators import recorded, trackers
 from remat._generators.trackers import Tracker
-from remat._torch import schemas, tracer
+from remat._torch import schemas
 
 # What `current` returns if a generator holds neither the state that it had when the trace
 # began nor the current state of a stream.
@@ -37,12 +38,8 @@ _States = list[tuple[int, Tracker, dict[str, Any]]]
 
 def read(stream: str) -> Tensor:
     """The state of a stream, by value."""
-    return trackers.state_of(_held(stream))
-
-
-def _held(stream: str) -> Any:
     tracker, name = _of(stream)
-    return tracker.get_states()[name]
+    return trackers.state_of(tracker.get_states()[name])
 
 
 def write(stream: str, state: Tensor) -> None:
@@ -298,9 +295,5 @@ def _fake_state(stream: str) -> Tensor:
     return torch.empty(read(stream).shape, dtype=torch.uint8)
 
 
-_library = schemas.library()
-_library.define("stream_state(str stream) -> Tensor")
-_library.impl("stream_state", read, "CompositeExplicitAutograd")
-schemas.register_fake("stream_state", _fake_state)
-STATE = torch.ops.remat.stream_state.default
-tracer.keep_in_traces(STATE)
+STATE = schemas.define("stream_state", "(str stream) -> Tensor", read, _fake_state)
+has_side_effect(STATE)

@@ -14,6 +14,7 @@ from typing import Any, cast, final
 
 from remat import policies
 from remat._graph import operators
+from remat._graph.flops import step_flops
 from remat._graph.values import (
     Graph,
     Meta,
@@ -22,7 +23,6 @@ from remat._graph.values import (
     roots,
     value_numbers,
 )
-from remat._partition.flops import step_flops
 from remat._torch import sizes
 from remat._tracing.trace import Joint
 

@@ -18,12 +18,12 @@ import torch
 
 from remat._errors import BudgetError, PolicyError, refusal
 from remat._graph import operators
+from remat._graph.flops import step_flops
 from remat._graph.values import Meta, Ref, TensorMeta
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis
 from remat._partition.costs import Costs, by_flops, is_free
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
-from remat._partition.flops import step_flops
 from remat._partition.peak import peak_bytes
 from remat._partition.permission import Decisions, decide
 from remat.planners import Option, Problem, Solution, Step, solve_cut

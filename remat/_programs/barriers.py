@@ -33,8 +33,6 @@ from remat._graph.values import (
 )
 from remat._torch import schemas, tracer
 
-schemas.library().define("hold(Tensor value, Tensor until) -> Tensor")
-
 
 def _hold(value: Tensor, until: Tensor) -> Tensor:
     """A copy with the same strides, also those of expanded dimensions, which are 0."""
@@ -48,9 +46,7 @@ def _hold(value: Tensor, until: Tensor) -> Tensor:
     return copy.copy_(distinct).expand(value.shape)
 
 
-schemas.library().impl("hold", _hold, "CompositeExplicitAutograd")
-schemas.register_fake("hold", _hold)
-HOLD = torch.ops.remat.hold.default
+HOLD = schemas.define("hold", "(Tensor value, Tensor until) -> Tensor", _hold, _hold)
 
 
 def _mapped(

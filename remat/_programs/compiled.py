@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from remat._graph import operators
 from remat._graph.values import Graph, TensorMeta, Value, replace_refs
-from remat._programs import overhead
-from remat._torch import inductor, levels, schemas, tracer
+from remat._programs.interpreted import overhead_dominates
+from remat._torch import levels, runners, schemas, tracer
 
 # What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
 _FOR_CPP = 16
@@ -57,10 +57,10 @@ class Compiled:
                 torch.no_grad(),
             ):
                 like = [tensor.detach() for tensor in inputs]
-                self._function = inductor.inductor(
+                self._function = runners.inductor(
                     exported(self._graph),
                     like,
-                    wrapper_in_cpp=overhead.dominates(
+                    wrapper_in_cpp=overhead_dominates(
                         self._graph, fewest_steps=_FOR_CPP
                     ),
                 )

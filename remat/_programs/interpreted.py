@@ -4,7 +4,7 @@ For small tensors the Python code between operators takes as long as the operato
 has an interpreter in C++, TorchScript's, that calls the same operators in the same order and
 frees each value after its last use. It turns every error into a RuntimeError. So it is used
 only for operators that do not raise whatever the numbers are, and not for large tensors, for
-which memory may run out (`_programs.overhead` decides).
+which memory may run out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.values import Graph, Value, replace_refs
-from remat._torch import schemas, torchscript
+from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+from remat._torch import runners, schemas
 
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
 # lie outside a tensor nor matrices that may be singular are among what these read.
@@ -36,10 +36,27 @@ _MORE = (
 )
 _SURE = frozenset(f"aten.{name}" for name in _MORE.split(" "))
 
-_Function = Callable[[list[Tensor]], list[Any]]
+# The most bytes of inputs of a small program: up to here, kernels take microseconds.
+_MOST_BYTES = 2**20
 
 
-def function_of(graph: Graph) -> _Function | None:
+def overhead_dominates(graph: Graph, *, fewest_steps: int) -> bool:
+    """Whether the calls around a program's kernels take longer than the kernels.
+
+    They do if tensors are small, on a CPU, and steps are many, `fewest_steps` at least.
+    Then it pays to replace Python, by this interpreter or by a wrapper that a compiler writes
+    in C++ (`_programs.compiled`).
+    """
+    steps = graph.values[graph.num_inputs :]
+    if sum(step.op is not operator.getitem for step in steps) < fewest_steps:
+        return False
+    metas = [value.meta for value in graph.values[: graph.num_inputs]]
+    held = [meta for meta in metas if isinstance(meta, TensorMeta)]
+    is_near = all(meta.device.type == "cpu" for meta in held)
+    return is_near and sum(meta.size_bytes for meta in held) <= _MOST_BYTES
+
+
+def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
     """The graph as a function that empties its list; None if the interpreter cannot run it."""
     steps = graph.values[graph.num_inputs :]
     if not all(map(_is_sure, steps)):
@@ -78,7 +95,7 @@ def _is_sure(value: Value) -> bool:
 
 def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
     """The interpreter's function, and the constants that it takes after the inputs."""
-    steps = torchscript.Interpreted()
+    steps = runners.Interpreted()
     given = range(graph.num_inputs)
     fixed = [
         index
@@ -100,7 +117,7 @@ def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
 
 
 def _call(
-    steps: torchscript.Interpreted, value: Value, made: dict[int, list[Any]]
+    steps: runners.Interpreted, value: Value, made: dict[int, list[Any]]
 ) -> list[Any]:
     op: Any = value.op
     args, kwargs = replace_refs(

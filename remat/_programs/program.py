@@ -30,7 +30,7 @@ from remat._graph.values import (
     replace_refs,
     roots,
 )
-from remat._programs import batching, compiled, interpreted, overhead, watching
+from remat._programs import batching, compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
 from remat._programs.overwriting import reusing
@@ -153,7 +153,7 @@ class Program:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
             return compiled.Compiled(self.graph)
-        if overhead.dominates(self.graph, fewest_steps=_FOR_INTERPRETER):
+        if interpreted.overhead_dominates(self.graph, fewest_steps=_FOR_INTERPRETER):
             return interpreted.function_of(self.graph) or self._run
         reused = reusing(self.graph)
         if reused is self.graph:

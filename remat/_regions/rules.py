@@ -328,7 +328,7 @@ def _run_under_vmap(
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
-    with levels.lowered_vmap(interpreter):
+    with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
         metas = tuple(

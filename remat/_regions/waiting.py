@@ -17,7 +17,7 @@ from remat._errors import RematError, refusal
 from remat._graph.values import TensorMeta, once
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, levels, tracer
-from remat._torch.tensors import shares_storage, tensor_without_data
+from remat._torch.tensors import storage_key, tensor_without_data
 from remat.storage import AbstractStorage, Place, Stored, densely, stored_in
 
 _aten: Any = torch.ops.aten
@@ -151,7 +151,7 @@ def wait(
     else:
         stored = _store_once(dense, storage, place, {} if twins is None else twins)
     waiting = stored.tensors
-    if len(waiting) == 1 and shares_storage(waiting[0], value):
+    if len(waiting) == 1 and storage_key(waiting[0]) == storage_key(value):
         return value
     return Waiting.of(value, stored, order)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from remat import _captures
 from remat._errors import SecondDerivativeError, TraceError, refusal
-from remat._torch import autograd, fully_shard
+from remat._torch import autograd, distributed
 from remat._tracing import engines
 
 
@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = set(map(id, modules))
         self.managed = [
-            p for each in modules for p in fully_shard.sharded_parameters(each)
+            p for each in modules for p in distributed.sharded_parameters(each)
         ]
         self.anchor = torch.empty(0, requires_grad=True)
         self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
@@ -61,7 +61,7 @@ class Engine:
             return None
         values = [node.value for node in survey.nodes.values()]
         modules = [each for each in values if isinstance(each, fsdp.FSDPModule)]
-        idle = [each for each in modules if fully_shard.is_idle(each)]
+        idle = [each for each in modules if distributed.is_idle(each)]
         return cls(idle) if idle else None
 
     def add(self, variable: Tensor) -> None:
@@ -91,10 +91,10 @@ class Engine:
             self.called = True
             called.append(module)
             if autograd.in_backward():
-                again.enter_context(fully_shard.called_again(module))
+                again.enter_context(distributed.called_again(module))
 
         def leave(module: nn.Module) -> None:
-            for parameter in fully_shard.sharded_parameters(module):
+            for parameter in distributed.sharded_parameters(module):
                 self.add(parameter)
 
         _running().append(self)
@@ -104,7 +104,7 @@ class Engine:
         finally:
             _running().remove(self)
         for module in called:
-            if not fully_shard.is_idle(module):
+            if not distributed.is_idle(module):
                 raise _in_part(module)
 
     def accumulates(self, cotangents: Iterable[Tensor]) -> bool:

@@ -1,15 +1,16 @@
-"""Collectives, process groups, and the policies of torch's own wrappers.
+"""Collectives, process groups, `fully_shard`, and the policies of torch's own wrappers.
 
-Obsolete when torch types them.
+Obsolete when torch types them, and tells the state of a module of `fully_shard`.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -80,16 +81,6 @@ def ranks_of(group: Any) -> list[int]:
     return _dist.get_process_group_ranks(group)
 
 
-def selective_policy(context: object) -> Callable[..., Any] | None:
-    """The policy of a context of torch's own selective checkpointing, None of another.
-
-    Looked up by the class's module, so that torch.utils.checkpoint is not imported. Obsolete
-    when torch lets one ask such a context for its policy.
-    """
-    is_of_torch = type(context).__module__ == "torch.utils.checkpoint"
-    return getattr(context, "policy_fn", None) if is_of_torch else None
-
-
 def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | None:
     """The modules, and options for each, that a policy of FSDP's picks out of a model.
 
@@ -99,3 +90,42 @@ def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | No
     if callable(policy) or not hasattr(policy, "_run_policy"):
         return None
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+
+
+def is_idle(module: Any) -> bool:
+    """Whether a module of `fully_shard` is in no forward or backward.
+
+    Obsolete when torch tells the state of such a module.
+    """
+    return module._get_fsdp_state()._training_state.name == "IDLE"
+
+
+def sharded_parameters(module: Any) -> list[Tensor]:
+    """The tensors that a module holds for the parameters that `fully_shard` splits.
+
+    Parameters of inner modules that are sharded separately, and `ignored_params`, are left
+    out. Obsolete when torch lists these parameters.
+    """
+    groups: Any = module._get_fsdp_state()._fsdp_param_groups
+    places = [each._module_info for group in groups for each in group.fsdp_params]
+    return [getattr(place.module, place.param_name) for place in places]
+
+
+@contextlib.contextmanager
+def called_again(module: Any) -> Generator[None]:
+    """Inside, a call of a module of `fully_shard` during a backward is a forward of its own.
+
+    After the module's first backward, and until autograd ends, torch takes each call for the
+    recomputation of a forward that has its hooks already. And a forward would gather the
+    parameters of the modules after it, which the backward needs no more. Obsolete when torch
+    can be told what a call is for.
+    """
+    state: Any = module._get_fsdp_state()
+    if state._training_state.name == "PRE_BACKWARD":
+        state._training_state = state._training_state.__class__.IDLE
+    ahead = state._states_to_forward_prefetch
+    state._states_to_forward_prefetch = []
+    try:
+        yield
+    finally:
+        state._states_to_forward_prefetch = ahead

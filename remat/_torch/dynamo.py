@@ -6,7 +6,6 @@ Obsolete when a library can tell torch.compile in public what a region is.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import types
@@ -17,18 +16,15 @@ import torch
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 
 _torch: Any = torch
+_eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 
 _P = ParamSpec("_P")
-
 _R = TypeVar("_R")
 
 # `call_unseen(around, function, *args)` is `around(function)(*args)`. Dynamo traces only the
 # function; AOTAutograd then runs `around` on Dynamo's graph of it. Obsolete when torch.compile
 # has a public way for a library to wrap a part of a graph.
 call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
-
-
-_eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 
 
 def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -58,17 +54,6 @@ def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
-
-
-def has_its_attributes(value: object) -> bool:
-    """Whether an object has its attributes, which one that Dynamo makes has not yet.
-
-    Obsolete when a constant function of Dynamo's refuses what is not a constant.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(hasattr(value, field.name) for field in dataclasses.fields(value))
-    sets_some = type(value).__init__ is not object.__init__
-    return not sets_some or getattr(value, "__dict__", None) != {}
 
 
 def compilation() -> object:

@@ -14,8 +14,6 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 dual_levels: Any = forward_ad
-
-
 transforms: Any = eager_transforms
 
 

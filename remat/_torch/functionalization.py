@@ -46,11 +46,6 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def is_functionalized(op: Any) -> bool:
-    """Whether torch knows how to replace an in-place operator. Obsolete as `functionalized`."""
-    return _torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Functionalize")
-
-
 def put_for(tensor: Tensor, new: Tensor) -> None:
     """Writes `new` to a tensor inside of `functionalized`. Obsolete as that is.
 

@@ -30,13 +30,8 @@ from remat._torch.modes import without_torch_function
 # carries its own rule for nested forward mode (pytorch #197867).
 SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyright: ignore[reportAssignmentType]
 
-
 enable_single_level = enable_single_level_autograd_function
-
-
 functorch: Any = functorch_c
-
-
 _grad_mode: Any = torch.autograd.grad_mode
 
 
@@ -71,11 +66,6 @@ def lowered(interpreter: Any) -> Generator[None]:
         interpreter.lower(),
     ):
         yield
-
-
-def lowered_vmap(interpreter: Any) -> contextlib.AbstractContextManager[Any]:
-    """Runs the body below a vmap level, which leaves both modes as they are."""
-    return interpreter.lower()
 
 
 def leave_functorch() -> contextlib.AbstractContextManager[Any]:
@@ -243,11 +233,6 @@ def dual_level_told() -> Generator[None]:
     finally:
         transforms.JVP_NESTING -= 1
         dual_levels._current_level = -1
-
-
-def draws_alike(interpreter: Any) -> bool:
-    """Whether a vmap level gives every example the same random numbers."""
-    return interpreter.randomness() == "same"
 
 
 # The functions in a graph of Dynamo that take a level, and the place of that argument.

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
-
-
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
 
@@ -74,6 +72,11 @@ def is_composite(op: Any) -> bool:
     return is_known and op.has_kernel_for_dispatch_key(composite)
 
 
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a dispatch key, both by their names."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
 _GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
 
@@ -113,7 +116,7 @@ def define(
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    tags: tuple[torch.Tag, ...],
+    tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
     """Makes an operator of this package, the same for every device."""
     library().define(name + schema, tags=tags)
@@ -138,8 +141,8 @@ def leave_out_of_compilers(op: Any) -> None:
 
     Obsolete when it drops operators that only Dynamo's graphs should hold.
     """
-    op.py_impl(FunctionalTensorMode)(_nothing)
 
+    def nothing(*_: Any) -> None:
+        """Stands for the operator that is dropped."""
 
-def _nothing(*_: Any) -> None:
-    """Stands for an operator that is dropped."""
+    op.py_impl(FunctionalTensorMode)(nothing)

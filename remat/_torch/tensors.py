@@ -61,11 +61,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def shares_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have their numbers in the same memory."""
-    return storage_key(one) == storage_key(other)
-
-
 def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
     """A tensor of a subclass with the metadata of another and no memory.
 

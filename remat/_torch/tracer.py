@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.node import has_side_effect
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -226,11 +225,6 @@ def own_parametrizations() -> Generator[None]:
         yield
     finally:
         parametrize._cache = before
-
-
-def keep_in_traces(op: Any) -> None:
-    """Tells dead-code elimination that an operator without users matters."""
-    has_side_effect(op)
 
 
 def is_lift(node: fx.Node) -> bool:

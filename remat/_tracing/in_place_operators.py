@@ -127,7 +127,7 @@ def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
 
 def runs_on_copies(op: Any) -> bool:
     """Whether an operator writes to single tensors, and torch has no pure form of it."""
-    if not operators.is_mutable(op) or functionalization.is_functionalized(op):
+    if not operators.is_mutable(op) or schemas.has_kernel(op.name(), "Functionalize"):
         return False
     written = filter(_writes, schemas.schema_of(op).arguments)
     return all("List" not in str(each.type) for each in written)

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import TypeVar
 
 import torch
+from torch.fx.node import has_side_effect
 
 from remat._torch import dtensor, levels, schemas, tracer, trees
 
@@ -26,7 +27,7 @@ def _mark_nothing(value: torch.Tensor, name: str) -> None:
 
 schemas.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
 MARK = torch.ops.remat.mark.default
-tracer.keep_in_traces(MARK)
+has_side_effect(MARK)
 schemas.leave_out_of_compilers(MARK)
 
 

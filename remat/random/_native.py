@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._torch import philox
+from remat._torch import schemas
 from remat.random import _portable
+
+_aten = torch.ops.aten
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+_KERNELS = ("key_split", "uniform_", "normal_", "randint_")
 
 # (out, keys, two bounds or moments) -> out
 _Draw = Callable[[Tensor, Tensor, Any, Any], Tensor]
@@ -22,7 +26,21 @@ _Draw = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
 def serves(device: torch.device) -> bool:
     """Whether torch's kernels for a device can be used."""
-    return philox.has_philox(device.type) and _agrees(device)
+    return has_kernels(device.type) and _agrees(device)
+
+
+@functools.cache
+def has_kernels(device_type: str) -> bool:
+    """Whether torch has stateless kernels for a kind of device; for CPUs since 2.15.
+
+    Obsolete, with all that draws without them, when the oldest supported torch has them
+    on every device.
+    """
+    return device_type in _DISPATCH_KEYS and all(
+        hasattr(_aten, f"_philox_{name}")
+        and schemas.has_kernel(f"aten::_philox_{name}", _DISPATCH_KEYS[device_type])
+        for name in _KERNELS
+    )
 
 
 @functools.cache
@@ -54,19 +72,25 @@ def _agrees(device: torch.device) -> bool:
 
 def split(keys: Tensor, num: int) -> Tensor:
     """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
-    return philox.philox_split(keys, num).transpose(0, 1).contiguous()
+    halves = _aten._philox_key_split  # noqa: SLF001
+    return halves(keys, num).transpose(0, 1).contiguous()
 
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
     """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
-    return philox.philox_uniform(out, keys[:, None], low, high)
+    return _aten._philox_uniform_(out, keys[:, None], low, high)
 
 
 def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
     """Fills `out`, floating of shape (key, number), with normal numbers."""
-    return philox.philox_normal(out, keys[:, None], mean, std)
+    return _aten._philox_normal_(out, keys[:, None], mean, std)
 
 
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
     """Fills `out`, integers of shape (key, number), with numbers from low + [0, span)."""
-    return philox.philox_integers(out, keys[:, None], low, span)
+    info = torch.iinfo(out.dtype)
+    end = low + span
+    # A bound goes as the int64 with its bits; None is the end of the dtype's range.
+    bounds = [value - (1 << 64) * (value >= 1 << 63) for value in (low, end)]
+    high = None if end == info.max + 1 else bounds[1]
+    return _aten._philox_randint_(out, keys[:, None], bounds[0], high)

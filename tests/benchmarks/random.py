@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from remat import random
-from remat._torch import philox
-from remat.random import _portable
+from remat.random import _native, _portable
 from tests.benchmarks.timing import interleaved, paired, table
 
 COUNT = 1 << 22
@@ -43,8 +42,8 @@ def groups() -> list[Group]:
         "normal": lambda: random.normal(key, (COUNT,)),
         "normal, portable": lambda: _portable.normal(out, key[None], 0.0, 1.0),
     }
-    if philox.has_philox("cpu"):
-        normal["normal, torch's kernel alone"] = lambda: philox.philox_normal(
+    if _native.has_kernels("cpu"):
+        normal["normal, torch's kernel alone"] = lambda: torch.ops.aten._philox_normal_(
             torch.empty(1, COUNT), key[None, None], 0.0, 1.0
         )
     dropout: dict[str, Call] = {"dropout": lambda: random.dropout(key, x, 0.1)}

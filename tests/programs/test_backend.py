@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from remat import RematWarning, checkpoint_name, policies, random, remat
 from remat._programs import overwriting
-from remat._torch import inductor as torch_inductor
+from remat._torch import runners
 from remat.testing import assert_equivalent
 from tests.benchmarks.memory import allocated
 from tests.support import seeded
@@ -116,13 +116,13 @@ def test_kernels_of_long_programs_are_called_from_cpp(
     """Where tensors are small, the calls take longer than the kernels; few steps do not pay."""
     weights = [seeded(4, 4, seed=k).requires_grad_() for k in range(layers)]
     written: list[bool] = []
-    inductor = torch_inductor.inductor
+    inductor = runners.inductor
 
     def spied(*args: Any, wrapper_in_cpp: bool) -> Any:
         written.append(wrapper_in_cpp)
         return inductor(*args, wrapper_in_cpp=wrapper_in_cpp)
 
-    monkeypatch.setattr(torch_inductor, "inductor", spied)
+    monkeypatch.setattr(runners, "inductor", spied)
     region = remat(stack, backend="inductor")
 
     found = torch.autograd.grad(region(weights, seeded(3, 4)).sum(), weights)

@@ -9,8 +9,7 @@ from torch.func import grad, jvp, vmap
 
 from remat import SavedTensorModifiedError, checkpoint_name, random, remat
 from remat._graph.values import Graph, Ref, TensorMeta, Value
-from remat._programs.interpreted import function_of
-from remat._programs.overhead import dominates
+from remat._programs.interpreted import function_of, overhead_dominates
 from remat._torch import modes, tensors
 from tests.inspection import inputs_of, programs
 from tests.support import Heard, LiveBytes
@@ -93,7 +92,7 @@ def test_a_long_program_of_small_tensors_gains(fun, size, gains):
     """A call into C++ costs what some thirty operators save, and memory may run short there."""
     (forward, _) = programs(fun, torch.zeros(size))
 
-    assert dominates(forward.graph, fewest_steps=32) is gains
+    assert overhead_dominates(forward.graph, fewest_steps=32) is gains
 
 
 def test_a_region_runs_there():
@@ -259,7 +258,7 @@ def test_threads_share_an_interpreted_program():
         inputs[0].clone().requires_grad_(), weight.clone().requires_grad_()
     )
     assert function_of(backward.graph) is not None
-    assert dominates(backward.graph, fewest_steps=32)
+    assert overhead_dominates(backward.graph, fewest_steps=32)
     for place, each in enumerate(expected):
         for got in found[place]:
             assert all(map(tensors.same_bits, got, each))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from remat import policies, remat
 from remat._graph.values import Graph, Ref, Value
-from remat._programs import overhead, overwriting
+from remat._programs import interpreted, overwriting
 from remat._programs.bindings import bindings_of
 from remat._programs.overwriting import reusing
 from remat._torch import schemas, tensors, trees
@@ -39,7 +39,7 @@ pytestmark = [
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of any size are written over, and no program is interpreted."""
     monkeypatch.setattr(overwriting, "_FEWEST_BYTES", 0)
-    monkeypatch.setattr(overhead, "_MOST_BYTES", -1)
+    monkeypatch.setattr(interpreted, "_MOST_BYTES", -1)
 
 
 def written(program: Any) -> list[str]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from remat import random
-from remat._torch import philox
 from remat.random import _native, _ops, _portable
 from remat.reporting import LiveBytes
 
@@ -58,7 +57,7 @@ def test_without_torchs_kernels(
 
 
 @pytest.mark.contract
-@pytest.mark.skipif(not philox.has_philox("cpu"), reason="torch 2.15 has the kernels")
+@pytest.mark.skipif(not _native.has_kernels("cpu"), reason="torch 2.15 has the kernels")
 @pytest.mark.parametrize("name", KERNELS)
 def test_with_torchs_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing, or the piece of uniform numbers that a mask is made of."""

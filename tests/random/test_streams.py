@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from remat import random
-from remat._torch import philox
 from remat.random import _native, _philox, _portable
 from tests.random import known_answers
 
 pytestmark = pytest.mark.contract
 
-HAS_KERNELS = philox.has_philox("cpu")
+HAS_KERNELS = _native.has_kernels("cpu")
 needs_kernels = pytest.mark.skipif(
     not HAS_KERNELS, reason="torch 2.15 is the first with these kernels on a CPU"
 )

@@ -19,7 +19,7 @@ from remat._calls.options import Settings, policy_for, require_choice
 from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, refusal
 from remat._messages import warn
-from remat._torch import distributed, dynamo
+from remat._torch import dynamo
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 
@@ -276,7 +276,9 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
     first, second = context_fn()
     if isinstance(first, SelectiveContext):
         return first.policy
-    peer = distributed.selective_policy(first)
+    # Torch's own context, known by its module, so that this one is not imported.
+    is_of_torch = type(first).__module__ == "torch.utils.checkpoint"
+    peer = getattr(first, "policy_fn", None) if is_of_torch else None
     if peer is not None:
         return Selective.of(peer)
     if all(isinstance(each, contextlib.nullcontext) for each in (first, second)):

@@ -15,12 +15,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._graph import operators
+from remat._graph import flops, operators
 from remat._graph.values import Graph
 from remat._messages import user_line
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
-from remat._torch import flops, modes, tensors, trees
+from remat._torch import modes, tensors, trees
 
 
 @final

@@ -1,9 +1,5 @@
-"""FLOPs by operator.
+"""FLOPs of operators and of the steps of a graph, by torch's own formulas."""
 
-Obsolete when the registry of torch.utils.flop_counter is public.
-"""
-
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -14,7 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from remat._torch.fakes import aten
+from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+
+
+def step_flops(graph: Graph, value: Value) -> int:
+    """FLOPs of one step by torch's own formulas, 0 where it has none."""
+    if value.op is None:
+        return 0
+
+    def shape(index: int) -> object:
+        return _shapes(graph.values[index].meta)
+
+    args, kwargs = replace_refs((value.args, value.kwargs), shape)
+    return flops_of(value.op, args, dict(kwargs), _shapes(value.meta))
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -48,9 +56,11 @@ def _flops_at(formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> 
 
 
 def _shapes(tree: Any) -> Any:
-    """Arguments with shapes instead of tensors, so that they can be hashed."""
+    """Shapes instead of tensors and their metadata, so that arguments can be hashed."""
     if isinstance(tree, Tensor):
         return tree.shape
+    if isinstance(tree, TensorMeta):
+        return torch.Size(tree.hints)
     if isinstance(tree, torch.Size):
         return tree
     if isinstance(tree, tuple | list):
@@ -72,7 +82,13 @@ def _formula_of(op: Any) -> Callable[..., Any] | None:
     return registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
 
 
+# The CPU's attention, and the attention whose formula is used for it.
 _COUNTED_AS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_efficient_attention_backward,
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): getattr(
+        torch.ops.aten, f"_scaled_dot_product_{other}"
+    )
+    for name, other in (
+        ("flash_attention_for_cpu", "flash_attention"),
+        ("flash_attention_for_cpu_backward", "efficient_attention_backward"),
+    )
 }

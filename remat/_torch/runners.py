@@ -1,19 +1,49 @@
-"""Torch's own interpreter: a graph run in one call.
+"""What runs a graph as a whole: code that Inductor compiles, and torch's own interpreter.
 
-Obsolete when torch has a public way to run a list of operators in one call.
+Obsolete when `torch._inductor.compile` loses its underscore, and torch has a public way to run
+a list of operators in one call.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from remat._torch.schemas import OpOverload
+
+#: Inductor would move the gradients of weights to the end, and keep all their inputs until
+#: then. The order of a program already holds least. The look-up has checked the sizes.
+_INDUCTOR = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "size_asserts": False,
+}
+
+
+def inductor(
+    module: fx.GraphModule, inputs: Sequence[Tensor], *, wrapper_in_cpp: bool
+) -> Callable[..., Any]:
+    """A graph compiled for tensors like these; takes one list of them, which it empties.
+
+    The code that calls the kernels is written in Python or in C++. C++ takes seconds more to
+    compile, and saves microseconds at each call of a kernel.
+
+    A caller holds the arguments of a call until it returns, so compiled code can free only
+    tensors in a list. It takes a list if the module is in Dynamo's wrapper. Obsolete when
+    `torch._inductor.compile`, which torch documents, has a way to give inputs away.
+    """
+    compiler: Any = importlib.import_module("torch._inductor")
+    dynamo: Any = importlib.import_module("torch._dynamo.utils")
+    from_list = dynamo.GmWrapper(module, list)
+    options = {**_INDUCTOR, "cpp_wrapper": wrapper_in_cpp}
+    return compiler.compile(from_list, list(inputs), options=options)
+
 
 _MEMORY_FORMATS = (
     torch.contiguous_format,
@@ -21,8 +51,6 @@ _MEMORY_FORMATS = (
     torch.channels_last,
     torch.channels_last_3d,
 )
-
-
 _interpreter: Any = torch._C
 
 
@@ -30,8 +58,7 @@ class Interpreted:
     """A graph for torch's own interpreter: no Python runs between its operators.
 
     It runs as it is written: TorchScript's fusion and specialization are off. The API is the
-    same in torch 2.13 and 2.15. Obsolete when torch has a public way to run
-    a list of operators in one call.
+    same in torch 2.13 and 2.15.
     """
 
     def __init__(self) -> None:
