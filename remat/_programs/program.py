@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat._generators import compiled_draws, recorded, streams
+from remat._generators import recorded, streams
 from remat._graph import operators
 from remat._graph.values import (
     Graph,
@@ -27,15 +27,14 @@ from remat._graph.values import (
     Value,
     last_uses,
     refs,
-    replace_refs,
     roots,
 )
-from remat._programs import batching, compiled, interpreted, watching
+from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
+from remat._programs.inside_traces import device_of, interpret
 from remat._programs.overwriting import reusing
-from remat._torch import guards, levels, modes, schemas, tracer
-from remat._tracing import importing, naming
+from remat._torch import guards, modes, schemas, tracer
 
 # About this many operators save what a call of the interpreter costs: a heuristic.
 _FOR_INTERPRETER = 32
@@ -98,8 +97,8 @@ class Program:
     def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
         if tracer.proxy_is_active():
             if tracer.is_in_compiler():
-                return _interpret(self._held_back, inputs)
-            return _interpret(self.graph, inputs)
+                return interpret(self._held_back, inputs)
+            return interpret(self.graph, inputs)
         watcher = watching.watcher()
         if watcher is None:
             return self._run(inputs)
@@ -241,7 +240,7 @@ class _Writer:
         if not value.is_redraw and not value.stream:
             return [call]
         assert value.state is not None
-        state, device = f"v{value.state.index}", self._bind("device", _device(value))
+        state, device = f"v{value.state.index}", self._bind("device", device_of(value))
         begin, end = f"rng_swap({state}, {device})", f"rng_swap(found, {device})"
         if not value.is_redraw:
             begin = f"stream_enter({value.stream!r}, {device})"
@@ -302,104 +301,3 @@ def _unread_inputs(graph: Graph, last: Mapping[int, Sequence[int]]) -> list[str]
     kept = {ref.index for ref in graph.outputs if ref is not None}
     kept.update(index for freed in last.values() for index in freed)
     return [f"v{index}" for index in range(graph.num_inputs) if index not in kept]
-
-
-def _device(value: Value) -> torch.device:
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    return next(meta.device for meta in metas if meta is not None)
-
-
-def _interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
-    """Runs a graph step by step inside another trace, which learns names and lines."""
-    last = last_uses(graph)
-    env: dict[int, Any] = dict(enumerate(inputs))
-    with modes.without_torch_function():
-        for index, value in enumerate(graph.values):
-            if value.op is not None:
-                env[index] = _step(value, env)
-            for name in value.names:
-                naming.mark(env[index], name)
-            for freed in last.get(index, ()):
-                del env[freed]
-    return [None if ref is None else env[ref.index] for ref in graph.outputs]
-
-
-def _step(value: Value, env: dict[int, Any]) -> Any:
-    assert value.op is not None
-    args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
-    traced = tracer.active_graph()
-    before = len(traced.nodes)
-    if tracer.is_in_compiler() and _is_of_generator(value):
-        out = _whole_draw(value, args, dict(kwargs), env)
-    elif value.is_redraw:
-        assert value.state is not None
-        found = recorded.swap(env[value.state.index], _device(value))
-        out = _draw(value, args, dict(kwargs))
-        recorded.swap(found, _device(value))
-    elif operators.draws(value):
-        out = _draw(value, args, dict(kwargs))
-    elif value.op is recorded.STATE:
-        out = _state_around(*args)
-    else:
-        out = batching.batchable(value.op)(*args, **dict(kwargs))
-    note = importing.Note(
-        value.source,
-        value.function,
-        stream=_stream_around(value),
-        rank=value.rank if value.is_repeat else -1,
-    )
-    importing.annotate(traced, before, note)
-    return out
-
-
-def _is_of_generator(value: Value) -> bool:
-    """Whether a step reads the state of a generator, or draws from a state."""
-    return value.state is not None or value.op is recorded.STATE
-
-
-def _whole_draw(
-    value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
-) -> Any:
-    """A draw as a compiler may take it; its state comes with it, not before."""
-    if value.state is None:
-        return None
-    place, device = value.state.index, _device(value)
-    if value.is_redraw:
-        return compiled_draws.from_state(
-            value.op, env[place], args, kwargs, device, in_place=value.in_place
-        )
-    out, env[place] = compiled_draws.with_state(
-        value.op, args, kwargs, device, in_place=value.in_place
-    )
-    return out
-
-
-def _stream_around(value: Value) -> str | None:
-    """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
-    if value.is_redraw:
-        return ""
-    return streams.take_inside(value.stream, _device(value)) if value.stream else None
-
-
-def _state_around(device: torch.device) -> torch.Tensor:
-    """The state of a generator, which may be that of a tracker in the outer trace."""
-    stream = streams.current(device)
-    is_own = stream in ("", streams.UNKNOWN)
-    return recorded.STATE(device) if is_own else streams.STATE(stream)
-
-
-def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a draw in place where the user's was.
-
-    Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
-    argument such a draw reads only the shape.
-    """
-    assert value.op is not None
-    active = levels.current_interpreter()
-    is_alike = (
-        active is not None and active[0] == "vmap" and levels.draws_alike(active[1])
-    )
-    in_place = operators.in_place_variant(value.op)
-    if in_place is None or not (value.in_place or is_alike):
-        return value.op(*args, **kwargs)
-    return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)

@@ -1,0 +1,172 @@
+"""A graph inside another trace: run step by step, so that names and lines arrive there.
+
+There a program may be mapped by vmap, and has operators that plain code does not call: those
+that users' code is taken apart into, and those that replace writes in place. Some are replaced
+by others that torch can map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._generators import compiled_draws, recorded, streams
+from remat._graph import operators
+from remat._graph.values import Graph, Value, last_uses, replace_refs
+from remat._torch import levels, modes, tracer
+from remat._tracing import importing, naming
+
+
+def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
+    """Runs a graph step by step inside another trace, which learns names and lines."""
+    last = last_uses(graph)
+    env: dict[int, Any] = dict(enumerate(inputs))
+    with modes.without_torch_function():
+        for index, value in enumerate(graph.values):
+            if value.op is not None:
+                env[index] = _step(value, env)
+            for name in value.names:
+                naming.mark(env[index], name)
+            for freed in last.get(index, ()):
+                del env[freed]
+    return [None if ref is None else env[ref.index] for ref in graph.outputs]
+
+
+def _step(value: Value, env: dict[int, Any]) -> Any:
+    assert value.op is not None
+    args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
+    traced = tracer.active_graph()
+    before = len(traced.nodes)
+    handles_state = value.state is not None or value.op is recorded.STATE
+    if handles_state and tracer.is_in_compiler():
+        out = _whole_draw(value, args, dict(kwargs), env)
+    elif value.is_redraw:
+        assert value.state is not None
+        found = recorded.swap(env[value.state.index], device_of(value))
+        out = _draw(value, args, dict(kwargs))
+        recorded.swap(found, device_of(value))
+    elif operators.draws(value):
+        out = _draw(value, args, dict(kwargs))
+    elif value.op is recorded.STATE:
+        out = _state_around(*args)
+    else:
+        out = _batchable(value.op)(*args, **dict(kwargs))
+    note = importing.Note(
+        value.source,
+        value.function,
+        stream=_stream_around(value),
+        rank=value.rank if value.is_repeat else -1,
+    )
+    importing.annotate(traced, before, note)
+    return out
+
+
+def _whole_draw(
+    value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
+) -> Any:
+    """A draw as a compiler may take it; its state comes with it, not before."""
+    if value.state is None:
+        return None
+    place, device = value.state.index, device_of(value)
+    if value.is_redraw:
+        return compiled_draws.from_state(
+            value.op, env[place], args, kwargs, device, in_place=value.in_place
+        )
+    out, env[place] = compiled_draws.with_state(
+        value.op, args, kwargs, device, in_place=value.in_place
+    )
+    return out
+
+
+def _stream_around(value: Value) -> str | None:
+    """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
+    if value.is_redraw:
+        return ""
+    return streams.take_inside(value.stream, device_of(value)) if value.stream else None
+
+
+def _state_around(device: torch.device) -> torch.Tensor:
+    """The state of a generator, which may be that of a tracker in the outer trace."""
+    stream = streams.current(device)
+    is_own = stream in ("", streams.UNKNOWN)
+    return recorded.STATE(device) if is_own else streams.STATE(stream)
+
+
+def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a draw in place where the user's was.
+
+    Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
+    argument such a draw reads only the shape.
+    """
+    assert value.op is not None
+    active = levels.current_interpreter()
+    is_mapped = active is not None and active[0] == "vmap"
+    is_alike = is_mapped and active[1].randomness() == "same"
+    in_place = operators.in_place_variant(value.op)
+    if in_place is None or not (value.in_place or is_alike):
+        return value.op(*args, **kwargs)
+    return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
+
+
+def device_of(value: Value) -> torch.device:
+    """The device of what a step makes."""
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    return next(meta.device for meta in metas if meta is not None)
+
+
+_aten = torch.ops.aten
+
+
+def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """index_fill by a mask. Torch's rule writes one example's value over the others."""
+    if not tensor.dim():
+        return value.clone()
+    mask = torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+    mask = mask.index_fill(0, index, True)
+    rest = tensor.dim() - dim % tensor.dim() - 1
+    return torch.where(mask.view(-1, *(1,) * rest), value, tensor)
+
+
+def _copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """copy, in its functional form: the source in the other's shape and dtype, carried out."""
+    del non_blocking
+    plain = source.to(tensor).resolve_conj().resolve_neg()
+    return plain.expand(tensor.shape).contiguous()
+
+
+def _as_strided_scatter(
+    tensor: Tensor,
+    source: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
+) -> Tensor:
+    """as_strided_scatter by indices, where memory is in the order of the elements."""
+    if not tensor.is_contiguous():
+        return torch.as_strided_scatter(tensor, source, size, stride, offset)
+    order = torch.arange(tensor.numel(), device=tensor.device)
+    places = order.as_strided(size, stride, offset)
+    return tensor.reshape(-1).index_put((places,), source).reshape(tensor.shape)
+
+
+# Obsolete when views do not mind how examples lie in memory, when torch's rule for
+# index_fill is right where the values are mapped and the tensor is not, and when there are
+# some for copy and as_strided_scatter, which replace a write to a strided view.
+_BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+    _aten.index_fill.int_Tensor: _index_fill,
+    _aten.copy.default: _copy,
+    _aten.as_strided_scatter.default: _as_strided_scatter,
+}
+
+
+def _batchable(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or under vmap one that does the same for any layout of examples."""
+    active = levels.current_interpreter()
+    if active is None or active[0] != "vmap":
+        return op
+    return _BATCHABLE.get(op, op)
