@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 
 from remat._calls import decorated, entry
 from remat._captures import generating
-from remat._graph import values
+from remat._graph import numbering, values
 from remat._regions import rules, traced
 from remat._torch import tracer
 from remat._tracing import in_place_operators, naming, thread
@@ -124,13 +124,13 @@ def buffers_twice():
 
 def merged_draws():
     """Two draws of the same arguments count as one value."""
-    honest = values._key
+    honest = numbering._key
 
     def key(index, value, numbers):
         found = honest(index, value, numbers)
         return found[:-1] if found[0] == "draw" else found
 
-    return mock.patch.object(values, "_key", key)
+    return mock.patch.object(numbering, "_key", key)
 
 
 def wrong_index_of_output():

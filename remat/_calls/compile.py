@@ -19,7 +19,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
 from remat._graph import operators
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._partition.permission import decide_of_operands
 from remat._partition.stages import Stages
 from remat._regions.forwards import Calls

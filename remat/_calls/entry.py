@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _captures
 from remat._captures.hooked import refresh
 from remat._generators.streams import exists
-from remat._graph.values import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, layout_of
 from remat._partition.stages import Stages
 from remat._programs.barriers import kept
 from remat._regions.fast_path import FastPath

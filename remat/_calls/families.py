@@ -15,7 +15,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.compile import OpenEntry, Options
 from remat._calls.entry import Entry
 from remat._calls.signature import Signature
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._messages import warn
 from remat._tracing.open_sizes import Fixed
 

@@ -20,7 +20,7 @@ from remat._calls.options import Settings
 from remat._calls.routes import Found, holding
 from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError
-from remat._graph.values import named
+from remat._graph.meta import named
 from remat._regions.function import Roots
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN

@@ -10,7 +10,8 @@ import torch
 
 from remat._calls.entry import Entry
 from remat._graph import operators
-from remat._graph.values import Graph, TensorMeta
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph
 from remat._partition.analysis import Analysis
 from remat.storage import AbstractStorage, Keep
 

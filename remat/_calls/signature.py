@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from remat import _captures
 from remat._errors import StaticArgumentError, TraceError, refusal
-from remat._graph.values import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, layout_of
 from remat._torch import dtensor, levels, trees
 from remat._torch.tensors import overrides_functions
 from remat._tracing.refusals import is_strided, overriding, unstrided

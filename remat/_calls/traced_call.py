@@ -22,7 +22,8 @@ from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
 from remat._generators import host, streams
 from remat._graph import operators
-from remat._graph.values import TensorMeta, label
+from remat._graph.meta import TensorMeta
+from remat._graph.values import label
 from remat._regions.function import Roots
 from remat._torch import trees
 from remat._tracing.engines import require_no_engine

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, replace_refs
 
 
 def step_flops(graph: Graph, value: Value) -> int:

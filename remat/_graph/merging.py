@@ -1,7 +1,7 @@
 """Two programs over the same inputs -> one that shares what both compute.
 
 The outputs of the first keep their bits. Where the second computes what the first
-computes too (one value number, see `_graph.values.value_numbers`), both read one value.
+computes too (one value number, see `_graph.numbering.value_numbers`), both read one value.
 Occurrences are matched one to one, in order: a value that a program computes twice, as an
 outer region's backward does for a region inside, is computed twice in the merged one, so
 that inner regions still bound the peak (law 9).
@@ -22,15 +22,8 @@ from typing import final
 
 from remat._graph import operators
 from remat._graph.building import Building, prune
-from remat._graph.values import (
-    Graph,
-    Numbering,
-    Ref,
-    Value,
-    check,
-    has_effect,
-    roots,
-)
+from remat._graph.numbering import Numbering
+from remat._graph.values import Graph, Ref, Value, check, has_effect, roots
 
 
 def merge(

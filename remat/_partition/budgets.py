@@ -19,7 +19,8 @@ import torch
 from remat._errors import BudgetError, PolicyError, refusal
 from remat._graph import operators
 from remat._graph.flops import step_flops
-from remat._graph.values import Meta, Ref, TensorMeta
+from remat._graph.meta import Meta, TensorMeta
+from remat._graph.values import Ref
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis
 from remat._partition.costs import Costs, by_flops, is_free

@@ -20,7 +20,8 @@ from torch import Tensor
 from remat._errors import PolicyError, refusal
 from remat._graph import operators
 from remat._graph.flops import step_flops
-from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, refs, replace_refs
 from remat._torch import isolation
 
 Costs = Callable[[Graph, int], int]

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 from typing import final
 
-from remat._graph.values import TensorMeta, label
+from remat._graph.meta import TensorMeta
+from remat._graph.values import label
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.budgets import decisions as decide, no_remat_bytes
 from remat._partition.cut import Cut, cut, permitted_members

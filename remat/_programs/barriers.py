@@ -22,15 +22,9 @@ from torch import Tensor
 
 from remat._graph import operators
 from remat._graph.building import renumbered
-from remat._graph.values import (
-    Graph,
-    Numbering,
-    Ref,
-    TensorMeta,
-    Value,
-    check,
-    roots,
-)
+from remat._graph.meta import TensorMeta
+from remat._graph.numbering import Numbering
+from remat._graph.values import Graph, Ref, Value, check, roots
 from remat._torch import schemas, tracer
 
 

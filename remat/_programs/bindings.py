@@ -15,7 +15,8 @@ from typing import Any, final
 import torch
 
 from remat._graph import operators
-from remat._graph.values import Graph, TensorMeta, Value, refs, replace_refs
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, refs, replace_refs
 from remat._torch import isolation, modes, schemas
 
 # The two differ only in what autograd makes of their results.

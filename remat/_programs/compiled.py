@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from remat._graph import operators
-from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.values import Graph, TensorMeta, Value, replace_refs
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, replace_refs
 from remat._torch import runners, schemas
 
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may

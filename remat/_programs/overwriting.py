@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from remat._graph import operators
-from remat._graph.values import Graph, Ref, TensorMeta, Value, roots
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value, roots
 from remat._torch import schemas
 
 # Smaller tensors come from the allocator's lists: a heuristic.

@@ -21,14 +21,8 @@ from torch import Tensor
 
 from remat._generators import recorded, streams
 from remat._graph import operators
-from remat._graph.values import (
-    Graph,
-    TensorMeta,
-    Value,
-    last_uses,
-    refs,
-    roots,
-)
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of

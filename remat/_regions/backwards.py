@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
 from remat._regions.protocol import Call

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from remat._errors import RecomputationError, TraceError, refusal
-from remat._graph.values import Graph, Ref, TensorMeta, is_spread
+from remat._graph.meta import TensorMeta, is_spread
+from remat._graph.values import Graph, Ref
 from remat._partition.analysis import Analysis
 from remat._partition.cut import cut
 from remat._partition.halves import backward_graph, unique_outputs

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, final
 
-from remat._graph.values import TensorMeta, is_open
+from remat._graph.meta import TensorMeta, is_open
 from remat._switches.numerics import Numerics
 from remat._torch import tracer
 from remat._tracing.open_sizes import Templates

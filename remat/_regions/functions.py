@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._torch import autograd, forward_ad, levels
 from remat._tracing.trace import Flat
 

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._regions.protocol import Call
 from remat._regions.traced import TracedRegion
 from remat._regions.waiting import storages

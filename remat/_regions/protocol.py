@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, final
 
 from torch import Tensor
 
-from remat._graph.values import Layout, TensorMeta, whole_layout
+from remat._graph.meta import Layout, TensorMeta, whole_layout
 from remat._programs.program import Program
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Results

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from remat._graph.merging import merge
-from remat._graph.values import Graph, Ref, TensorMeta
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref
 from remat._regions.forwards import Forward
 from remat._tracing.trace import View
 

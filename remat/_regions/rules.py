@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat._errors import refusal
-from remat._graph.values import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
 from remat._regions.backwards import (
     consumed,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
-from remat._graph.values import TensorMeta, is_open, named
+from remat._graph.meta import TensorMeta, is_open, named
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages

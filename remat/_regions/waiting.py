@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import RematError, refusal
-from remat._graph.values import TensorMeta, once
+from remat._graph.meta import TensorMeta, once
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, levels, tracer
 from remat._torch.tensors import storage_key, tensor_without_data

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import CapturedTensorError, out_of_reach, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import isolation
 

@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat import _captures
 from remat._errors import out_of_reach
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._rerun.dependence import is_held, nodes_behind
 from remat._torch import levels, trees
 

@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from remat._generators import recorded, streams
 from remat._graph import operators
-from remat._graph.values import Graph, Meta, Ref, TensorMeta, Value, replace_refs
+from remat._graph.meta import Meta, TensorMeta
+from remat._graph.values import Graph, Ref, Value, replace_refs
 from remat._switches.numerics import Numerics
 from remat._torch import forward_ad, functionalization, schemas, sizes, tracer
 from remat._tracing import in_place_operators, naming

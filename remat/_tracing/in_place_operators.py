@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from remat._graph import operators
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._torch import functionalization, schemas, sizes
 
 _aten = torch.ops.aten

@@ -22,7 +22,8 @@ from typing import Any, cast, final
 import torch
 
 from remat._errors import TraceError
-from remat._graph.values import Graph, TensorMeta, Value
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value
 from remat._torch import sizes as torch_sizes
 from remat._tracing.importing import Computed
 from remat._tracing.like_numbers import like_numbers

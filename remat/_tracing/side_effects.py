@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat._captures import Reads, Survey, survey
 from remat._errors import SideEffectError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._tracing.trace import Traced
 
 _Memoized: Any = type(functools.lru_cache(len))

@@ -26,7 +26,7 @@ from remat._errors import (
     refusal,
 )
 from remat._generators import streams, trackers
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._messages import user_line
 from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees

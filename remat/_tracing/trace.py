@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from remat._errors import RematError, TraceError, refusal
 from remat._generators import streams
-from remat._graph.values import Graph, Ref, TensorMeta, Value, check
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value, check
 from remat._messages import (
     checkpointed_by_torch,
     freed,

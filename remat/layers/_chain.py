@@ -14,7 +14,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _unrolled
 from remat.layers._common import (

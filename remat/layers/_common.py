@@ -18,7 +18,7 @@ from remat._errors import (
     SideEffectError,
     refusal,
 )
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._partition.analysis import forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all

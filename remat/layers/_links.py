@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.function import Roots
 from remat._regions.functions import Pull, pullback
 from remat._regions.protocol import Asked, Call

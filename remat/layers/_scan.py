@@ -19,7 +19,7 @@ from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import CarryError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._messages import warn
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._regions.functions import Batch, mapped
 from remat._switches.numerics import Numerics
 from remat._tracing.trace import Flat

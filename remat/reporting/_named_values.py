@@ -18,7 +18,8 @@ from typing import Any, final
 from torch import Tensor
 
 from remat._errors import RematError, refusal
-from remat._graph.values import Graph, TensorMeta
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph
 from remat._messages import user_line
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming

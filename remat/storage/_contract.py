@@ -25,7 +25,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat.storage._check import require_type
 from remat.storage._checked import stored_in
 from remat.storage._held import Held, rehearsed

@@ -10,7 +10,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta, once
+from remat._graph.meta import TensorMeta, once
 from remat._torch import fakes, isolation
 from remat.storage._checked import stored_in
 from remat.storage._stored import Place, Stored

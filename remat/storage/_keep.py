@@ -5,7 +5,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat.storage._contract import AbstractStorage
 from remat.storage._held import Held
 from remat.storage._stored import FIRST, Place, Stored

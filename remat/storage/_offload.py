@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import explain
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._messages import warn
 from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage

@@ -17,7 +17,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat.random import fold_in, uniform
 from remat.storage._bits import pack, unpack
 from remat.storage._check import refuse, require_count, require_type

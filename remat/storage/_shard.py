@@ -26,7 +26,7 @@ from einops import EinopsError, parsing
 from torch import Tensor
 
 from remat._errors import NotReplicatedError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._messages import warn
 from remat._torch import distributed, dtensor
 from remat.storage._bits import bytes_of

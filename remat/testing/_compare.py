@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import RematError, refusal
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._torch import tensors as torch_tensors
 
 

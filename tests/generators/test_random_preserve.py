@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from remat import RematError, checkpoint_name, policies, remat
 from remat._generators import recorded
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._rerun.state import RunState
 from remat._torch import fakes
 from remat._tracing.trace import Request, trace

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from remat._graph.merging import merge
-from remat._graph.values import Graph, Ref, TensorMeta, Value, value_numbers
+from remat._graph.meta import TensorMeta
+from remat._graph.numbering import value_numbers
+from remat._graph.values import Graph, Ref, Value
 from remat._programs.program import Program
 from remat._tracing.trace import record
 from tests.support import assert_bitwise, seeded

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from remat import remat
-from remat._graph.values import Graph, Ref, TensorMeta, Value
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value
 from remat._programs.bindings import bindings_of
 from remat._programs.program import Program
 from tests.support import Heard, is_differentiable

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from remat import SavedTensorModifiedError, checkpoint_name, random, remat
-from remat._graph.values import Graph, Ref, TensorMeta, Value
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value
 from remat._programs.interpreted import function_of, overhead_dominates
 from remat._torch import modes, tensors
 from tests.inspection import inputs_of, programs

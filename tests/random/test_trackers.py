@@ -27,7 +27,7 @@ from remat import (
 )
 from remat._generators import recorded, trackers
 from remat._generators.streams import STATE, enter, leave
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._tracing.trace import Request, trace
 from tests.random.trackers import GraphSafe, InPlace, Tracker
 from tests.support import FakeDevice, assert_bitwise, assert_close, pairwise, seeded

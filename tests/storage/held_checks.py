@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from remat import checkpoint_name, plan, policies, remat, report
-from remat._graph.values import TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._regions.waiting import parts_of, wait
 from remat.policies import Recompute, Save, Value
 from remat.storage import Cast, Keep, Place, Quantize, Shard

@@ -11,7 +11,8 @@ from typing import NamedTuple, final
 from remat import policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
-from remat._graph.values import Graph, TensorMeta, Value, roots
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Value, roots
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph

@@ -1,0 +1,66 @@
+"""Value numbers: which values of a graph are equal to the last bit.
+
+Two values with one *value number* are equal at run time to the last bit: the same
+operator on equal values and equal literals. Names and `detach` are gone before a graph is
+built; an operator that draws random numbers shares its number only with the redraws that
+read its own recorded generator state. This is the value numbering of compilers (Cocke and
+Schwartz, 1970), and what replaces tags on operators for nested regions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat._graph import operators
+from remat._graph.values import Graph, Ref, Value, replace_refs
+
+
+class Numbering:
+    """Gives values their numbers, one after the other, in the order of a graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self.numbers: list[int] = []
+
+    def add(self, value: Value, like: int | None = None) -> None:
+        """Numbers the next value; `like` is an earlier value that is known to be equal."""
+        key = _key(len(self.numbers), value, self.numbers)
+        if like is not None:
+            self._known[key] = self.numbers[like]
+        self.numbers.append(self._known.setdefault(key, len(self._known)))
+
+    def knows(self, value: Value) -> bool:
+        """Whether this value would equal an earlier one if it came next."""
+        return _key(len(self.numbers), value, self.numbers) in self._known
+
+
+def value_numbers(graph: Graph) -> tuple[int, ...]:
+    """One number a value; equal numbers mean equal values, to the last bit."""
+    numbering = Numbering()
+    for value in graph.values:
+        numbering.add(value)
+    return tuple(numbering.numbers)
+
+
+def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
+    if value.op is None or operators.is_rng_state(value.op):
+        return ("input", index)
+    if value.op is operators.constant:
+        return ("constant", id(value.args[0]))
+    numbered = _literal(
+        replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
+    )
+    if not operators.draws(value):
+        return ("op", value.op, numbered)
+    # A draw equals another one only if both read one recorded state.
+    state = index if value.state is None else numbers[value.state.index]
+    return ("draw", value.op, value.in_place, numbered, value.state is None, state)
+
+
+def _literal(tree: Any) -> Any:
+    """A hashable stand-in in which 1, 1.0 and True, or 0.0 and -0.0, differ."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(_literal(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, Ref):
+        return tree
+    return (type(tree), repr(tree))
