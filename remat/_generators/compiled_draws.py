@@ -98,15 +98,8 @@ def _drawing(op: Any) -> Any:
         state = recorded.get(rng_device)
         return (*_drawn(op, args, kwargs, rng_in_place), state)
 
-    def fake(
-        *args: Any,
-        rng_device: torch.device,
-        rng_in_place: bool,
-        rng_before: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, ...]:
-        del rng_in_place, rng_before
-        return (*_drawn(op, args, kwargs, False), recorded.fake_state(rng_device))
+    def fake(*args: Any, rng_device: torch.device, **kwargs: Any) -> tuple[Tensor, ...]:
+        return (*_faked(op, args, kwargs), recorded.fake_state(rng_device))
 
     return schemas.define(
         f"draw_{_name(op)}",
@@ -136,22 +129,14 @@ def _redrawing(op: Any) -> Any:
         finally:
             recorded.put(found, rng_device)
 
-    def fake(
-        state: Tensor,
-        *args: Any,
-        rng_device: torch.device,
-        rng_in_place: bool,
-        **kwargs: Any,
-    ) -> Any:
-        del state, rng_device, rng_in_place
-        return _result(op, _drawn(op, args, kwargs, False))
+    def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _result(op, _faked(op, args, kwargs))
 
     return schemas.define(
         f"redraw_{_name(op)}",
         f"(Tensor rng_state, {given}) -> ({returned})",
         redraw,
         fake,
-        (),
     )
 
 
@@ -166,6 +151,11 @@ def _declared(op: Any) -> tuple[str, str]:
     joint = ", " if "*" in given else ", *, "
     given = f"{given}{joint}Device rng_device, bool rng_in_place"
     return given, returned.removeprefix("(").removesuffix(")")
+
+
+def _faked(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    own = {name: each for name, each in kwargs.items() if not name.startswith("rng_")}
+    return _drawn(op, args, own, False)
 
 
 def _drawn(
