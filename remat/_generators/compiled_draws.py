@@ -162,9 +162,9 @@ def _drawn(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool
 ) -> list[Tensor]:
     if in_place:
-        variant = operators.in_place_variant(op)
-        assert variant is not None, f"{op} has no in-place variant"
-        drawn = variant(torch.empty_like(args[0]), *args[1:], **kwargs)
+        drawn = operators.IN_PLACE_OF[op](
+            torch.empty_like(args[0]), *args[1:], **kwargs
+        )
     else:
         drawn = op(*args, **kwargs)
     outputs = [drawn] if isinstance(drawn, Tensor) else list(drawn)

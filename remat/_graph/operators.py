@@ -110,12 +110,8 @@ def draws(value: Step) -> bool:
     return all(given.get(name, None) != silent for name, silent in _SILENT.items())
 
 
-def in_place_variant(op: Any) -> Any | None:
-    """The in-place operator that became `op`: aten.bernoulli_.float for aten.bernoulli.p."""
-    return _IN_PLACE.get(op)
-
-
-_IN_PLACE = {
+# The in-place operator that became a pure one, and the inverse.
+IN_PLACE_OF: dict[Any, Any] = {
     _aten.bernoulli.p: _aten.bernoulli_.float,
     _aten.bernoulli.Tensor: _aten.bernoulli_.Tensor,
     _aten.uniform.default: _aten.uniform_.default,
@@ -128,14 +124,7 @@ _IN_PLACE = {
     _aten.random.to: _aten.random_.to,
     getattr(_aten.random, "from"): getattr(_aten.random_, "from"),
 }
-
-
-def pure_variant(op: Any) -> Any | None:
-    """The inverse of `in_place_variant`."""
-    return _PURE.get(op)
-
-
-_PURE = {in_place: pure for pure, in_place in _IN_PLACE.items()}
+PURE_OF = {in_place: pure for pure, in_place in IN_PLACE_OF.items()}
 
 
 def draws_from(value: Step) -> torch.Generator | None:

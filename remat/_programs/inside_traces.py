@@ -105,7 +105,7 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     active = levels.current_interpreter()
     is_mapped = active is not None and active[0] == "vmap"
     is_alike = is_mapped and active[1].randomness() == "same"
-    in_place = operators.in_place_variant(value.op)
+    in_place = operators.IN_PLACE_OF.get(value.op)
     if in_place is None or not (value.in_place or is_alike):
         return value.op(*args, **kwargs)
     return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)

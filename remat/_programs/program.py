@@ -250,7 +250,7 @@ class _Writer:
         arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
         op = self._bindings.get(index, value.op)
         if value.in_place:
-            op = operators.in_place_variant(value.op)
+            op = operators.IN_PLACE_OF[value.op]
             arguments[0] = (
                 f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
             )

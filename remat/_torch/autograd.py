@@ -159,42 +159,21 @@ class _Lifts(threading.local):
         self.stack: list[Callable[[Tensor], Tensor]] = []
 
 
-class _LiftedApply:
-    """`Function.apply` replaced while some thread lifts; a thread that does not passes by."""
-
-    def __init__(self) -> None:
-        self._lifts = _Lifts()
-        self._lock = threading.Lock()
-        self._num_blocks = 0
-        self._original: Any = None
-
-    def enter(self, lift: Callable[[Tensor], Tensor]) -> None:
-        with self._lock:
-            if not self._num_blocks:
-                self._original = torch.autograd.Function.__dict__["apply"]
-                torch.autograd.Function.apply = classmethod(self._replacement())  # pyright: ignore[reportAttributeAccessIssue]
-            self._num_blocks += 1
-        self._lifts.stack.append(lift)
-
-    def leave(self) -> None:
-        self._lifts.stack.pop()
-        with self._lock:
-            self._num_blocks -= 1
-            if not self._num_blocks:
-                torch.autograd.Function.apply = self._original
-
-    def _replacement(self) -> Callable[..., Any]:
-        original = self._original
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            for lift in reversed(self._lifts.stack):
-                args, kwargs = map_tensors(lift, (args, kwargs))
-            return original.__get__(None, cls)(*args, **kwargs)
-
-        return apply
+_lifts = _Lifts()
+_lock = threading.Lock()
+# `Function.apply`, once for each block that is open on any thread: the first is torch's.
+_applies: list[Any] = []
 
 
-_lifted_apply = _LiftedApply()
+def _lifting(original: Any) -> Callable[..., Any]:
+    """`Function.apply` while some thread lifts; a thread that does not passes by."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for lift in reversed(_lifts.stack):
+            args, kwargs = map_tensors(lift, (args, kwargs))
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return apply
 
 
 @contextlib.contextmanager
@@ -204,8 +183,15 @@ def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
     `Function.apply` is not a torch function, so no mode sees it. Obsolete when it becomes
     one.
     """
-    _lifted_apply.enter(lift)
+    function: Any = torch.autograd.Function
+    with _lock:
+        _applies.append(function.__dict__["apply"])
+        if len(_applies) == 1:
+            function.apply = classmethod(_lifting(_applies[0]))
+    _lifts.stack.append(lift)
     try:
         yield
     finally:
-        _lifted_apply.leave()
+        _lifts.stack.pop()
+        with _lock:
+            function.apply = _applies.pop()

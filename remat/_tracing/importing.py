@@ -377,7 +377,7 @@ class _Importer:
             is_backward=note.is_backward,
             source=note.source,
             function=note.function,
-            in_place=note.in_place and operators.in_place_variant(target) is not None,
+            in_place=note.in_place and target in operators.IN_PLACE_OF,
             rank=note.rank,
         )
         if operators.draws(value):

@@ -66,7 +66,7 @@ def _pure_variant(op: Any) -> Any | None:
     writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
         return None
-    return operators.pure_variant(op) or _same_arguments(schema, name[:-1])
+    return operators.PURE_OF.get(op) or _same_arguments(schema, name[:-1])
 
 
 def _same_arguments(schema: Any, name: str) -> Any | None:
