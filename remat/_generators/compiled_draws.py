@@ -40,15 +40,8 @@ def with_state(
 ) -> tuple[Any, Tensor]:
     """Draws as one step of the graph that is being recorded.
 
-    Args:
-        op: the operator that draws.
-        args: its arguments.
-        kwargs: those by keyword.
-        device: whose generator it draws from.
-        in_place: whether its in-place variant makes the numbers.
-
-    Returns:
-        What the operator returns, and the generator's state before it.
+    The numbers come from the device's generator, by the operator's in-place variant if
+    `in_place`. With them comes the generator's state before the draw.
     """
     # Each takes the state of the draw before, so that a compiler keeps their order.
     graph = tracer.active_graph()

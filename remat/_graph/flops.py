@@ -30,14 +30,9 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
     The CPU's attention has none in torch 2.13: the formulas of other attention kernels are
-    used. Most formulas need only shapes; their results are cached. Formulas that need numbers
-    (attention over ragged sequences) give 0 if there are only shapes.
-
-    Args:
-        op: the operator.
-        args: its arguments; shapes may be given instead of tensors.
-        kwargs: likewise.
-        out: what it returns, likewise.
+    used. Most formulas need only shapes, which may be given instead of tensors; their results
+    are cached. Formulas that need numbers (attention over ragged sequences) give 0 if there are
+    only shapes.
     """
     formula = _formula_of(op)
     if formula is None:

@@ -213,8 +213,5 @@ def label(graph: Graph, index: int) -> str:
     made = f"made by {operators.short_name(maker)}"
     metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
     first = next((str(meta) for meta in metas if meta is not None), "")
-    return " ".join(filter(None, [names, first, made, _at(value.source)]))
-
-
-def _at(source: str) -> str:
-    return f"at {source}" if source else ""
+    place = f"at {value.source}" if value.source else ""
+    return " ".join(filter(None, [names, first, made, place]))

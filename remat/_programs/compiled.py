@@ -83,15 +83,10 @@ def exported(graph: Graph) -> fx.GraphModule:
             env[index] = made.call_function(value.op, (env[maker.index], place))
         else:
             args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
-            env[index] = made.call_function(
-                _in_memory(value), tuple(args), dict(kwargs)
-            )
+            op = value.op
+            if operators.short_name(op) == "aten._efficientzerotensor":
+                # Zeros without memory get some, which a compiled kernel would read.
+                op = torch.ops.aten.zeros.default
+            env[index] = made.call_function(op, tuple(args), dict(kwargs))
     made.output([None if ref is None else env[ref.index] for ref in graph.outputs])
     return fx.GraphModule(constants, made)
-
-
-def _in_memory(value: Value) -> Any:
-    """A step's operator; zeros without memory get some, which a compiled kernel would read."""
-    if operators.short_name(value.op) == "aten._efficientzerotensor":
-        return torch.ops.aten.zeros.default
-    return value.op

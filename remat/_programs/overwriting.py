@@ -78,17 +78,14 @@ def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
     end = len(graph.values)
     last = list(range(end))
     for index, value in enumerate(graph.values):
-        until = end if _is_foreign(value.op) else index
+        is_op = isinstance(value.op, schemas.OpOverload)
+        until = end if is_op and value.op.namespace != "aten" else index
         for use in value.uses:
             last[owners[use]] = max(last[owners[use]], until)
     for ref in graph.outputs:
         if ref is not None:
             last[owners[ref.index]] = end
     return last
-
-
-def _is_foreign(op: Any) -> bool:
-    return isinstance(op, schemas.OpOverload) and op.namespace != "aten"
 
 
 def _writing_form(value: Value) -> tuple[Any, str] | None:

@@ -124,10 +124,6 @@ class Program:
         )
 
     def __str__(self) -> str:
-        return self._text
-
-    @functools.cached_property
-    def _text(self) -> str:
         return _Writer(self.graph, self.title, {}).text
 
     @functools.cached_property
@@ -221,7 +217,9 @@ class _Writer:
             "None" if ref is None else f"v{ref.index}" for ref in graph.outputs
         )
         lines.append(f"    return [{outputs}]")
-        unread = _unread_inputs(graph, last)
+        read = {ref.index for ref in graph.outputs if ref is not None}
+        read.update(*last.values())
+        unread = [f"v{index}" for index in range(graph.num_inputs) if index not in read]
         opening = [f"    {inputs}, = given", "    given.clear()"] if inputs else []
         opening += [f"    del {', '.join(unread)}"] if unread else []
         self.text = "\n".join([f"def {title}({inputs}):", *lines]) + "\n"
@@ -288,10 +286,3 @@ def _comment(value: Value) -> str:
     notes += [f'"{name}"' for name in value.names]
     notes += [value.source] if value.source else []
     return "  # " + " ".join(notes) if notes else ""
-
-
-def _unread_inputs(graph: Graph, last: Mapping[int, Sequence[int]]) -> list[str]:
-    """The inputs that neither a step nor an output reads."""
-    kept = {ref.index for ref in graph.outputs if ref is not None}
-    kept.update(index for freed in last.values() for index in freed)
-    return [f"v{index}" for index in range(graph.num_inputs) if index not in kept]

@@ -45,8 +45,13 @@ class Numerics(NamedTuple):
         if known is not None and known[1] == kernels and known[0]():
             return known[2]
         precision, *switches = kernels
-        found = cls(
-            _autocast(),
+        autocast = tuple(
+            (device, torch.get_autocast_dtype(device))
+            for device in _DEVICES
+            if torch.is_autocast_enabled(device)
+        )
+        current = cls(
+            autocast,
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             (
@@ -56,8 +61,8 @@ class Numerics(NamedTuple):
             precision,
             tuple(switches),
         )
-        _known[torch.is_grad_enabled()] = (guards.state_guard(), kernels, found)
-        return found
+        _known[torch.is_grad_enabled()] = (guards.state_guard(), kernels, current)
+        return current
 
     def are_met_by(self, found: Numerics) -> bool:
         """Whether a program of these switches computes the same where `found` is in force."""
@@ -125,16 +130,6 @@ class Numerics(NamedTuple):
 # and what was found then.
 _known: dict[bool, tuple[Callable[[], bool], tuple[Any, ...], Numerics]] = {}
 _DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    if not torch.is_autocast_enabled("cpu") and len(_DEVICES) == 1:
-        return ()
-    return tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in _DEVICES
-        if torch.is_autocast_enabled(device)
-    )
 
 
 # In the order of `Numerics.switches`.

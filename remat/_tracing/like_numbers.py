@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat._torch.sizes import PLAIN, SYMBOLIC, node_of, number
+from remat._torch.sizes import PLAIN, SYMBOLIC, number
 
 # The shape environments whose symbols look like numbers, and the lock of the list.
 _answering: list[Any] = []
@@ -114,7 +114,7 @@ def _attribute(symbol: Any, name: str) -> Any:
 
 def _is_users(symbol: Any) -> bool:
     """Whether the user's code asks, and not a library."""
-    env = getattr(node_of(symbol), "shape_env", None)
+    env = getattr(symbol.node, "shape_env", None)
     if not any(each is env for each in _answering):
         return False
     frame, package = inspect.currentframe(), ""

@@ -113,7 +113,7 @@ class Template:
 
         def static(number: Any) -> Any:
             is_symbol = isinstance(number, torch_sizes.SYMBOLIC)
-            if is_symbol and not torch_sizes.is_whole(torch_sizes.node_of(number)):
+            if is_symbol and not torch_sizes.is_whole(number.node):
                 return torch_sizes.number(number)
             return hole(number)
 
