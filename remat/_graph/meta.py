@@ -95,7 +95,7 @@ class TensorMeta:
         )
 
     def of_result(self) -> TensorMeta:
-        """The same of a tensor that an operator made, and not the user."""
+        """The metadata if an operator made the tensor, and not the user."""
         is_apart = self.requires_grad and self.dtype is torch.float32
         is_apart = is_apart and autocast.autocast_keeps_casts()
         return dataclasses.replace(self, is_cast_each_time=is_apart)
@@ -119,7 +119,7 @@ class TensorMeta:
 
     @property
     def once(self) -> TensorMeta:
-        """The same at the sizes of the traced call, an expanded dimension with one element."""
+        """The metadata at the sizes of the traced call, an expanded dimension with one element."""
         stride = tuple(map(sizes.hint, self.stride))
         shape = tuple(once(self.hints, stride))
         return dataclasses.replace(self, shape=shape, stride=stride)

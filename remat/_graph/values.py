@@ -88,7 +88,7 @@ def refs(tree: Any) -> Iterator[int]:
 
 
 def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
-    """The same nested tuples and lists with every `Ref` replaced."""
+    """Nested tuples and lists with every `Ref` replaced."""
     if isinstance(tree, Ref):
         return rename(tree.index)
     if isinstance(tree, tuple):
@@ -132,12 +132,16 @@ def _lines(graph: Graph) -> Iterator[str]:
     for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):
         arguments = [repr(argument) for argument in value.args]
         arguments += [f"{key}={argument!r}" for key, argument in value.kwargs]
-        notes = [str(value.meta) if isinstance(value.meta, TensorMeta) else ""]
-        notes += [f'"{name}"' for name in value.names] + [value.source]
-        note = "  # " + " ".join(filter(None, notes)) if any(notes) else ""
         name = operators.short_name(value.op)
-        yield f"  %{index} = {name}({', '.join(arguments)}){note}"
+        yield f"  %{index} = {name}({', '.join(arguments)}){comment(value)}"
     yield f"  return {', '.join(map(repr, graph.outputs))}"
+
+
+def comment(value: Value) -> str:
+    """What is printed behind a step: dtype[shape], its names and its line."""
+    notes = [str(value.meta) if isinstance(value.meta, TensorMeta) else ""]
+    notes += [f'"{name}"' for name in value.names] + [value.source]
+    return "  # " + " ".join(filter(None, notes)) if any(notes) else ""
 
 
 def check(graph: Graph) -> Graph:

@@ -69,7 +69,7 @@ class Compiled:
 
 
 def exported(graph: Graph) -> fx.GraphModule:
-    """The same steps in torch.fx."""
+    """The steps of a graph in torch.fx."""
     made, constants = fx.Graph(), torch.nn.Module()
     env: dict[int, fx.Node] = {}
     for index, value in enumerate(graph.values):

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from remat._generators import recorded, streams
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Value, last_uses, refs, roots
+from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
@@ -72,7 +71,7 @@ class Program:
         return self.consume(list(inputs))
 
     def consume(self, inputs: list[Tensor]) -> list[Any]:
-        """The same, but it empties the list, and frees each input after its last use."""
+        """The outputs; empties the list, and frees each input after its last use."""
         if self._shares_memory:
             # Outputs that share memory must stay views: an in-place change shows in all.
             with torch.no_grad():
@@ -158,7 +157,7 @@ class Program:
 
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:
-        """The same; calls its first argument with the index of each step before it."""
+        """The program as a `Watcher` hears it: calls its first argument before each step."""
         return self._compiled(self.graph, is_watched=True)
 
     def _compiled(
@@ -227,8 +226,7 @@ class _Writer:
         self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"
 
     def _lines(self, index: int, value: Value) -> list[str]:
-        comment = _comment(value)
-        call = f"v{index} = {self._call(index, value)}{comment}"
+        call = f"v{index} = {self._call(index, value)}{comment(value)}"
         if not value.is_redraw and not value.stream:
             return [call]
         assert value.state is not None
@@ -279,10 +277,3 @@ class _Writer:
         self.bound[unique] = thing
         self._names[id(thing)] = unique
         return unique
-
-
-def _comment(value: Value) -> str:
-    notes = [str(value.meta)] if isinstance(value.meta, TensorMeta) else []
-    notes += [f'"{name}"' for name in value.names]
-    notes += [value.source] if value.source else []
-    return "  # " + " ".join(notes) if notes else ""

@@ -48,7 +48,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def cast_each_time(tensor: Tensor) -> Tensor:
-    """The same numbers, of which autocast keeps no cast: it keeps those of leaves alone.
+    """A tensor of these numbers of which autocast keeps no cast: it keeps those of leaves.
 
     A view, where the layout has some. Obsolete when every layout has `alias`.
     """

@@ -22,7 +22,7 @@ from remat._torch.trees import map_tensors
 
 
 def untracked_alias(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd does not take for a view.
+    """An alias of a tensor that autograd does not take for a view.
 
     `autograd.Function` forbids in-place changes of outputs that are views. Obsolete when a
     Function can declare that nothing else holds their base.
@@ -97,17 +97,17 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else detached(tensor)
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread.
+def graph_task() -> int:
+    """The number of the run of autograd on this thread, -1 outside of any.
 
     Obsolete when torch makes public the function that its hooks use for this.
     """
-    return torch._C._current_graph_task_id() != -1
-
-
-def graph_task() -> int:
-    """The number of the run of autograd on this thread. Obsolete as `in_backward` is."""
     return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def will_execute(node: Any) -> bool:

@@ -43,17 +43,17 @@ def collective_operators() -> dict[str, Any]:
 
 
 def group_of(boxed: Any) -> Any:
-    """The process group that an operator is given. Obsolete as the above is."""
+    """The process group that an operator is given."""
     return _dist.ProcessGroup.unbox(boxed)
 
 
 def reduction(boxed: Any) -> str:
-    """What functional collectives call a reduction. Obsolete as the above is."""
+    """What functional collectives call a reduction."""
     return _dist.ReduceOp.RedOpType(boxed.op()).name.lower()
 
 
 def finished_work() -> Any:
-    """Work that needs no waiting for, as an operator returns it. Obsolete as the above is."""
+    """Work that needs no waiting for, as an operator returns it."""
     work = importlib.import_module("torch._C._distributed_c10d").FakeWork()
     return work.boxed()
 
@@ -70,14 +70,14 @@ def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
 
 
 def gather_records(record: Tensor, group: Any) -> list[Tensor]:
-    """The records of all ranks, of one shape and dtype. Obsolete when torch types it."""
+    """The records of all ranks, of one shape and dtype."""
     found = [torch.empty_like(record) for _ in range(_dist.get_world_size(group))]
     _dist.all_gather(found, record, group=group)
     return found
 
 
 def ranks_of(group: Any) -> list[int]:
-    """The ranks of a process group. Obsolete when torch types it."""
+    """The ranks of a process group."""
     return _dist.get_process_group_ranks(group)
 
 
@@ -93,10 +93,7 @@ def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | No
 
 
 def is_idle(module: Any) -> bool:
-    """Whether a module of `fully_shard` is in no forward or backward.
-
-    Obsolete when torch tells the state of such a module.
-    """
+    """Whether a module of `fully_shard` is in no forward or backward."""
     return module._get_fsdp_state()._training_state.name == "IDLE"
 
 

@@ -100,7 +100,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """The same for tensors that reverse mode of torch.func may have wrapped.
+    """A `tensor_guard` for tensors that reverse mode of torch.func may have wrapped.
 
     `is_told_by_wrapper` must be true of each of them.
     """
