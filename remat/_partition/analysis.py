@@ -1,6 +1,6 @@
 """What a policy and the walk need to know of a joint graph.
 
-A decision belongs to a *class* of equal values (see `_graph.values`), so that a
+A decision belongs to a *class* of equal values (see `_graph.numbering`), so that a
 recomputation that an inner region left in the backward half stops at what an outer policy
 saves; nothing else is merged, so that inner regions still bound the peak (law 9).
 """

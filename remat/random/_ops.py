@@ -3,7 +3,7 @@
 Each takes keys of shape (*batch, 2) and gives each key a result of its own, so that one
 kernel serves single keys and mapped ones, and a mapped draw has the bits of the draws one
 by one. None draws from a generator and none has a derivative; what comes from them alone
-is drawn again in a backward and never saved (`remat._graph.values.operators.is_keyed`).
+is drawn again in a backward and never saved (`remat._graph.operators.is_keyed`).
 """
 
 from __future__ import annotations
