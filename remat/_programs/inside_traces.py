@@ -104,9 +104,7 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     assert value.op is not None
     active = levels.current_interpreter()
     is_alike = (
-        active is not None
-        and active[0] == "vmap"
-        and active[1].randomness() == "same"
+        active is not None and active[0] == "vmap" and active[1].randomness() == "same"
     )
     in_place = operators.IN_PLACE_OF.get(value.op)
     if in_place is None or not (value.in_place or is_alike):

@@ -78,8 +78,9 @@ def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
     end = len(graph.values)
     last = list(range(end))
     for index, value in enumerate(graph.values):
-        is_op = isinstance(value.op, schemas.OpOverload)
-        until = end if is_op and value.op.namespace != "aten" else index
+        op: Any = value.op
+        is_foreign = isinstance(op, schemas.OpOverload) and op.namespace != "aten"
+        until = end if is_foreign else index
         for use in value.uses:
             last[owners[use]] = max(last[owners[use]], until)
     for ref in graph.outputs:

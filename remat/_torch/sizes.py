@@ -20,7 +20,7 @@ def shape_env_of(numbers: Iterable[int]) -> Any:
     """The shape environment of the first symbol among some numbers, None without one."""
     for number in numbers:
         if isinstance(number, torch.SymInt):
-            return number.node.shape_env
+            return node_of(number).shape_env
     return None
 
 
@@ -146,8 +146,13 @@ def _shape_env() -> type[Any]:
     return Env
 
 
+def node_of(number: Any) -> Any:
+    """What torch knows of a symbol; torch does not type it."""
+    return number.node
+
+
 def expression_of(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else number
+    return node_of(number).expr if isinstance(number, torch.SymInt) else number
 
 
 def is_exact(number: Any) -> bool:
@@ -173,7 +178,7 @@ def _below(expression: Any) -> Iterator[Any]:
 
 def hint(number: Any) -> Any:
     """A size as it was in the call that is traced; anything else as it is."""
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+    return int(node_of(number).hint) if isinstance(number, torch.SymInt) else number
 
 
 def is_open(tensor: Tensor) -> bool:
