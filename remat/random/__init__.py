@@ -25,8 +25,7 @@ from remat.random._distributions import (
     permutation,
     truncated_normal,
 )
-from remat.random._draws import bernoulli, bits, normal, randint, uniform
-from remat.random._dropout import dropout
+from remat.random._draws import bernoulli, bits, dropout, normal, randint, uniform
 from remat.random._keys import fold_in, key, split
 
 __all__ = [

@@ -18,32 +18,27 @@ from torch import Tensor
 
 from remat._torch import schemas
 from remat.random import _checking, _native, _portable
-from remat.random._tiles import advanced, tiles
+from remat.random._philox import advanced, tiles
 
 _BLOCK = 4  # numbers of 32 bits in a block
 
 
 def _define(
-    name: str,
-    arguments: str,
-    kernel: Callable[..., Tensor],
-    fake: Callable[..., Tensor],
+    name: str, schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]
 ) -> Any:
-    library = schemas.library()
-    library.define(f"{name}({arguments}) -> Tensor")
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    schemas.register_fake(name, fake)
-    return getattr(torch.ops.remat, name).default
-
-
-def _map_keys(name: str) -> None:
-    """Maps an operator of which only the key, its first argument, is ever mapped."""
+    """Defines an operator of which only the key, its first argument, is ever mapped."""
+    op = schemas.define(name, f"({schema}) -> Tensor", kernel, fake, ())
 
     def batched(_: Any, in_dims: Any, key: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        op = getattr(torch.ops.remat, name).default
         return op(key.movedim(in_dims[0], 0), *rest), 0
 
     schemas.register_vmap(name, batched)
+    return op
+
+
+def _define_draw(name: str, bounds: str, kernel: Callable[..., Tensor]) -> Any:
+    schema = f"Tensor key, SymInt[] shape, {bounds}, ScalarType dtype"
+    return _define(name, schema, kernel, _fake_draw)
 
 
 def _implementation(keys: Tensor) -> ModuleType:
@@ -83,29 +78,21 @@ def _fake_split(key: Tensor, num: int) -> Tensor:
     return key.new_empty((*key.shape[:-1], num, 2))
 
 
-def _batch(key: Tensor, data: Tensor) -> tuple[int, ...]:
+def _batch(key: Tensor, data: Tensor | int) -> tuple[int, ...]:
     broadcast: Callable[..., torch.Size] = torch.broadcast_shapes  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return tuple(broadcast(key.shape[:-1], data.shape))
+    shape = data.shape if isinstance(data, Tensor) else ()
+    return tuple(broadcast(key.shape[:-1], shape))
 
 
-def _fold_in(key: Tensor, data: Tensor) -> Tensor:
+def _fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     # The key that a split into more than `data` keys would give at that place.
     batch = _batch(key, data)
     moved = advanced(key.expand(*batch, 2), data)
     return _derived(moved.reshape(-1, 2), 1).view(*batch, 2)
 
 
-def _fake_fold_in(key: Tensor, data: Tensor) -> Tensor:
+def _fake_fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     return key.new_empty((*_batch(key, data), 2))
-
-
-def _fold_in_int(key: Tensor, data: int) -> Tensor:
-    moved = advanced(key, data)
-    return _derived(moved.reshape(-1, 2), 1).view(key.shape)
-
-
-def _fake_fold_in_int(key: Tensor, data: int) -> Tensor:
-    return torch.empty_like(key, memory_format=torch.contiguous_format)
 
 
 def _uniform(
@@ -159,51 +146,32 @@ def _fake_draw(key: Tensor, shape: Sequence[int], *rest: Any) -> Tensor:
 def _batched_fold_in(
     _: Any, in_dims: Any, key: Tensor, data: Tensor
 ) -> tuple[Tensor, int]:
-    # A mapped argument gets its examples in front, and ones in between where the other
-    # has more dimensions, so that both broadcast.
+    # Examples go in front, and ones in between where the other argument has more
+    # dimensions, so that both broadcast.
     key_dim, data_dim = in_dims
-    key = key if key_dim is None else key.movedim(key_dim, 0)
-    data = data if data_dim is None else data.movedim(data_dim, 0)
     key_rank = key.ndim - 1 - (key_dim is not None)
     data_rank = data.ndim - (data_dim is not None)
-    if key_dim is not None:
-        ones = (1,) * max(0, data_rank - key_rank)
-        key = key.reshape(key.shape[0], *ones, *key.shape[1:])
-    if data_dim is not None:
-        ones = (1,) * max(0, key_rank - data_rank)
-        data = data.reshape(data.shape[0], *ones, *data.shape[1:])
+    key = _examples_first(key, key_dim, data_rank - key_rank)
+    data = _examples_first(data, data_dim, key_rank - data_rank)
     return FOLD_IN(key, data), 0
 
 
+def _examples_first(tensor: Tensor, dim: int | None, num_ones: int) -> Tensor:
+    if dim is None:
+        return tensor
+    tensor = tensor.movedim(dim, 0)
+    return tensor.reshape(tensor.shape[0], *(1,) * num_ones, *tensor.shape[1:])
+
+
 SPLIT = _define("random_split", "Tensor key, int num", _split, _fake_split)
-FOLD_IN = _define("random_fold_in", "Tensor key, Tensor data", _fold_in, _fake_fold_in)
 FOLD_IN_INT = _define(
-    "random_fold_in_int", "Tensor key, int data", _fold_in_int, _fake_fold_in_int
+    "random_fold_in_int", "Tensor key, int data", _fold_in, _fake_fold_in
 )
-UNIFORM = _define(
-    "random_uniform",
-    "Tensor key, SymInt[] shape, float low, float high, ScalarType dtype",
-    _uniform,
-    _fake_draw,
+FOLD_IN = schemas.define(
+    "random_fold_in", "(Tensor key, Tensor data) -> Tensor", _fold_in, _fake_fold_in, ()
 )
-NORMAL = _define(
-    "random_normal",
-    "Tensor key, SymInt[] shape, float mean, float std, ScalarType dtype",
-    _normal,
-    _fake_draw,
-)
-INTEGERS = _define(
-    "random_integers",
-    "Tensor key, SymInt[] shape, int first, int last, ScalarType dtype",
-    _integers,
-    _fake_draw,
-)
-MASK = _define(
-    "random_mask",
-    "Tensor key, SymInt[] shape, float p, float value, ScalarType dtype",
-    _mask,
-    _fake_draw,
-)
-for _op in (SPLIT, FOLD_IN_INT, UNIFORM, NORMAL, INTEGERS, MASK):
-    _map_keys(_op.name().removeprefix("remat::"))
 schemas.register_vmap("random_fold_in", _batched_fold_in)
+UNIFORM = _define_draw("random_uniform", "float low, float high", _uniform)
+NORMAL = _define_draw("random_normal", "float mean, float std", _normal)
+INTEGERS = _define_draw("random_integers", "int first, int last", _integers)
+MASK = _define_draw("random_mask", "float p, float value", _mask)

@@ -8,6 +8,9 @@ no harm, because products wrap and shifts are masked.
 The counter of a key `(seed, offset)` is the 64-bit offset in its two low words and zero
 in the others, as in torch's own stateless kernels (ATen/cpu/StatelessPhilox4x32.h).
 
+A stream is drawn in pieces that stay in cache, cut at whole blocks of four words: the key of
+a piece is the key of the stream with its offset advanced.
+
 References:
     [1] Parallel Random Numbers: As Easy as 1, 2, 3. J. K. Salmon, M. A. Moraes,
     R. O. Dror, D. E. Shaw, SC'11, 2011. https://doi.org/10.1145/2063384.2063405
@@ -16,29 +19,32 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (
-    0x9E3779B9,
-    0xBB67AE85,
-)  # the golden ratio and sqrt(3) - 1, as 32-bit fractions
+# The golden ratio and sqrt(3) - 1, as 32-bit fractions.
+_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
+# Blocks a piece. On a CPU an int64 buffer of this length is 128 KiB: the six of the rounds
+# stay in a core's second-level cache, and calling an operator costs little beside its
+# work. Other devices want longer kernels. Both numbers are heuristics.
+_CPU_BLOCKS = 1 << 14
+_DEVICE_BLOCKS = 1 << 18
+
+Tile = tuple[slice, int, int]
+
 
 def scramble(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """The ten rounds.
+    """The ten rounds, on int64 tensors of one shape with numbers in [0, 2**32).
 
-    Args:
-        counter: four int64 tensors of one shape, each number in [0, 2**32); overwritten.
-        key: two int64 tensors that broadcast to it, likewise in [0, 2**32).
-
-    Returns:
-        Four int64 tensors of that shape, each number in [0, 2**32).
+    The counter is overwritten; the key's two words broadcast to it.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -70,12 +76,8 @@ def block(seed: int, offset: int) -> tuple[int, int, int, int]:
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (p1 >> 32) ^ c1 ^ k0,
-            p1 & _LOW,
-            (p0 >> 32) ^ c3 ^ k1,
-            p0 & _LOW,
-        )
+        c0, c1 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
@@ -97,3 +99,31 @@ def blocks(keys: Tensor, first: int, count: int) -> Words:
     low, high = position & _LOW, (position >> 32) & _LOW
     counter = (low, high, torch.zeros_like(low), torch.zeros_like(low))
     return scramble(counter, (seed & _LOW, (seed >> 32) & _LOW))
+
+
+def tiles(num_keys: int, num_blocks: int, device: torch.device) -> Iterator[Tile]:
+    """Covers (key, block) by rectangles: a slice of keys, the first block, their number."""
+    if num_keys == 0 or num_blocks == 0:
+        return
+    limit = _CPU_BLOCKS if device.type == "cpu" else _DEVICE_BLOCKS
+    width = min(num_blocks, limit)
+    height = max(1, limit // width)
+    for row in range(0, num_keys, height):
+        for first in range(0, num_blocks, width):
+            yield slice(row, row + height), first, min(width, num_blocks - first)
+
+
+def advanced(keys: Tensor, blocks: int | Tensor) -> Tensor:
+    """The keys of the same streams, `blocks` blocks further on.
+
+    Args:
+        keys: uint64 of shape (..., 2).
+        blocks: how far, an int in the range of int64 or int64 of shape (...).
+
+    Returns:
+        Keys of the same shape; offsets wrap at 2**64.
+    """
+    # torch 2.13 cannot add uint64 on a CPU; int64 wraps to the same bits.
+    moved = keys.view(torch.int64).clone()
+    moved[..., 1] += blocks
+    return moved.view(torch.uint64)

@@ -21,15 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat.random._philox import Words, block, blocks
-from remat.random._tiles import tiles
+from remat.random._philox import Words, block, blocks, tiles
 
-_DIGITS = {
-    torch.float64: 53,
-    torch.float32: 24,
-    torch.float16: 11,
-    torch.bfloat16: 8,
-}
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _STEP = 2.0**-32
 _FEW_KEYS = 32  # a heuristic: from here on tensors are faster than Python
 
@@ -100,11 +94,7 @@ def _fraction(high: Tensor, low: Tensor) -> Tensor:
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
     """Fills `out`, integers of shape (key, number), with numbers from low + [0, span).
 
-    Args:
-        out: what to fill.
-        keys: the streams, uint64 of shape (key, 2).
-        low: the least number, in the range of `out.dtype`.
-        span: how many there are; where that is all of the dtype, `low` is not added.
+    Where `span` is all of the dtype's range, `low` is not added.
     """
     is_long = out.element_size() == 8
     is_full = span == 1 << 8 * out.element_size()
