@@ -17,8 +17,7 @@ of the signature instead), constants that library classes hold in containers, a 
 name that becomes a global later, time, files.
 """
 
-from remat._captures.code_key import code_key
-from remat._captures.contents import hides_contents, shows_contents
+from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
 from remat._captures.covering import cover
 from remat._captures.library import user_bases

@@ -11,26 +11,21 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias, cast
 
 from torch import nn
 
 from remat._captures.library import (
     OWN_FILES,
-    cached_by_class,
+    cached_weakly,
     is_library_file,
     is_library_module,
     is_standard,
     mentions,
     user_bases,
 )
-from remat._captures.places import (
-    Step,
-    attributes,
-    is_simple,
-    look,
-)
+from remat._captures.places import Step, attributes, is_simple, look
 from remat._generators import trackers
 from remat._torch import tensors
 
@@ -132,9 +127,8 @@ def _of_module(module: nn.Module, names: set[str]) -> Content:
 
 def _of_sequence(owner: Iterable[object], names: set[str]) -> Content:
     content: Content = {("item", i): v for i, v in enumerate(owner)}
-    return (
-        content if type(owner) in {list, tuple} else content | _of_object(owner, names)
-    )
+    is_plain = type(owner) in {list, tuple}
+    return content if is_plain else content | _of_object(owner, names)
 
 
 def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
@@ -171,9 +165,7 @@ def _of_wrapper(owner: object, _: set[str]) -> Content:
 
     A chain has its functions under `fs`, and its option is `schedule`.
     """
-    held = attributes(owner)
-    keys = ("__wrapped__", "settings", "fs", "schedule")
-    return {("var", key): held[key] for key in keys if key in held}
+    return _of_namespace(owner, {"__wrapped__", "settings", "fs", "schedule"})
 
 
 def _of_namespace(owner: object, names: set[str]) -> Content:
@@ -210,7 +202,7 @@ def _of_nothing(_owner: object, _: set[str]) -> Content:
     return {}
 
 
-@cached_by_class
+@cached_weakly
 def slots(kind: type) -> tuple[str, ...]:
     """The slots that the Python classes among the bases of a class declare."""
     return tuple(
@@ -250,7 +242,7 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
-@cached_by_class
+@cached_weakly
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
@@ -269,7 +261,12 @@ def look_for(value: object, step: Step) -> Look:
     if trackers.is_tracker(value):
         return _of_nothing  # its states are no constants: see there
     if isinstance(value, types.FunctionType):
-        return _look_for_function(value, step)
+        file = value.__code__.co_filename
+        if file.startswith(OWN_FILES):
+            return _of_wrapper
+        # A root is what the user has chosen, even if a library wrote it.
+        is_library = step[0] != "root" and is_library_file(file)
+        return _of_library_function if is_library else of_user_function
     if isinstance(value, types.ModuleType):
         return _of_nothing if is_library_module(value.__name__) else _of_namespace
     if isinstance(value, type):
@@ -277,6 +274,32 @@ def look_for(value: object, step: Step) -> Look:
             return _of_nothing
         return of_class if is_class_of_an_object(step) else of_called_class
     return _sort_of_type(type(value))
+
+
+def code_key(fun: object) -> Hashable:
+    """What functions that may share a trace have in common.
+
+    Values in defaults and cells are not part of it: they are checked at each call.
+    """
+    if isinstance(fun, types.FunctionType):
+        # A weak reference keeps its hash and is one object per code, where hashing the
+        # code itself goes over all its instructions each time.
+        return weakref.ref(fun.__code__)
+    if isinstance(fun, types.MethodType):
+        return "method", code_key(fun.__func__), type(fun.__self__)
+    if isinstance(fun, functools.partial):
+        made = cast("functools.partial[object]", fun)
+        # Their traces could be told apart by a look at each; so the look is at few.
+        filled = tuple(code_key(each) if callable(each) else "" for each in made.args)
+        return "partial", code_key(made.func), filled, tuple(made.keywords)
+    if isinstance(fun, nn.Module):
+        return "module", type(fun)
+    if is_simple(fun):
+        return fun
+    if isinstance(fun, types.BuiltinFunctionType):
+        return "method", fun.__name__, type(fun.__self__)
+    kind = type(fun)
+    return "object", kind, code_key(getattr(kind, "__call__", None))  # noqa: B004
 
 
 def hides_contents(value: object) -> bool:
@@ -287,7 +310,7 @@ def hides_contents(value: object) -> bool:
     return not shows_contents(type(value)) and not is_simple(value)
 
 
-@cached_by_class
+@cached_weakly
 def shows_contents(kind: type) -> bool:
     """Whether the walk sees all that the values of a class hold, whatever they are."""
     if not {set, frozenset}.isdisjoint(kind.__mro__):
@@ -297,16 +320,6 @@ def shows_contents(kind: type) -> bool:
     sort = _sort_of_type(kind)
     has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
     return sort is not _of_wrapper and (sort is not _of_object or has_places)
-
-
-def _look_for_function(function: types.FunctionType, step: Step) -> Look:
-    file = function.__code__.co_filename
-    if file.startswith(OWN_FILES):
-        return _of_wrapper
-    # A root is what the user has chosen, even if a library wrote it.
-    if step[0] != "root" and is_library_file(file):
-        return _of_library_function
-    return of_user_function
 
 
 def is_class_of_an_object(step: Step) -> bool:
@@ -321,10 +334,7 @@ def of_roots(roots: tuple[object, ...], _: set[str]) -> Content:
 
 # Looked at again when more names are known.
 BY_NAME = frozenset(
-    {
-        *(_of_namespace, of_class, of_called_class),
-        *(_of_library_function, of_user_function),
-    }
+    {_of_namespace, of_class, of_called_class, _of_library_function, of_user_function}
 )
 # Objects whose attribute reads are watched; of all others, what is looked at is covered.
 WATCHED = frozenset({_of_module, _of_object, _of_attributes, _of_dict, _of_sequence})

@@ -5,7 +5,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat._captures.places import kind_of
+from remat._captures.places import KINDS
 from remat._captures.reads import GENERATED
 from remat._captures.rules import Absent, Constants, SameAs, Spot, clause
 
@@ -47,14 +47,15 @@ class _Writer:
     def place(self, spot: Spot) -> str:
         """The expression for the value at a spot; binds its holder to a name on first use."""
         holder = self.holder(spot)
-        kind = kind_of(spot.step)
+        kind = KINDS[spot.step[0]]
         return holder if not kind.item else holder + kind.item.format(self.key(spot))
 
     def holder(self, spot: Spot) -> str:
         """The name of the object that holds the spot."""
         owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
-        text = kind_of(spot.step).holder
-        if text == "{}" or not kind_of(spot.step).item:
+        kind = KINDS[spot.step[0]]
+        text = kind.holder
+        if text == "{}" or not kind.item:
             return text.format(owner)
         if text.startswith(_INSTANCE_DICT):
             held = self._bound(_INSTANCE_DICT.format(owner), spot.parent)
@@ -68,6 +69,12 @@ class _Writer:
         if kind in {"attr", "inherited"}:
             return str(key)
         return repr(key) if type(key) in {str, int} else self.constants.name(key)
+
+    def absence(self, spot: Spot) -> str:
+        """The condition that nothing stands at a spot."""
+        if spot.step[0] in {"attr", "inherited"}:
+            return f"not hasattr({self.holder(spot)}, {spot.step[1]!r})"
+        return f"{self.key(spot)} not in {self.holder(spot)}"
 
     def _bound(self, text: str, parent: int) -> str:
         name = self._holders.get(text)
@@ -98,7 +105,7 @@ def generate_check(
     bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
     for index, spot in enumerate(spots):
         if isinstance(spot.rule, Absent):
-            writer.require(_absence(writer, spot))
+            writer.require(writer.absence(spot))
             continue
         place = writer.place(spot)
         if index in bound:
@@ -106,9 +113,3 @@ def generate_check(
             place = f"v{index}"
         writer.require(clause(spot.rule, place, writer.constants))
     return writer.function(f"({''.join(f'v{index}, ' for index in fetched)})")
-
-
-def _absence(writer: _Writer, spot: Spot) -> str:
-    if spot.step[0] in {"attr", "inherited"}:
-        return f"not hasattr({writer.holder(spot)}, {spot.step[1]!r})"
-    return f"{writer.key(spot)} not in {writer.holder(spot)}"

@@ -52,12 +52,8 @@ def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
     for hook in tensors.forward_pre_hooks(module):
         match hook:
             case SpectralNorm():
-                yield (
-                    hook.name,
-                    functools.partial(
-                        hook.compute_weight, module, do_power_iteration=False
-                    ),
-                )
+                make = functools.partial(hook.compute_weight, do_power_iteration=False)
+                yield hook.name, functools.partial(make, module)
             case WeightNorm():
                 yield hook.name, functools.partial(hook.compute_weight, module)
             case BasePruningMethod():

@@ -18,6 +18,7 @@ from typing import TypeVar, cast, final
 
 import torch
 
+Subject = TypeVar("Subject", type, types.CodeType)
 Answer = TypeVar("Answer")
 
 OWN_FILES = (str(FilePath(__file__).parent.parent), "<remat")
@@ -51,24 +52,24 @@ def is_library_module(name: str) -> bool:
     return isinstance(file, str) and is_library_file(file)
 
 
-def cached_by_class(fun: Callable[[type], Answer]) -> Callable[[type], Answer]:
-    """Remembers the answers of `fun` for as long as each class lives, and no longer.
+def cached_weakly(fun: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
+    """Remembers the answers of `fun` for as long as each class, or code, lives.
 
     A class holds its methods' closures, and so whatever the user's code holds.
     """
-    known: weakref.WeakKeyDictionary[type, Answer] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Subject, Answer] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
-    def cached(kind: type) -> Answer:
-        answer = known.get(kind)
+    def cached(subject: Subject) -> Answer:
+        answer = known.get(subject)
         if answer is None:
-            answer = known[kind] = fun(kind)
+            answer = known[subject] = fun(subject)
         return answer
 
     return cached
 
 
-@cached_by_class
+@cached_weakly
 def user_bases(kind: type) -> tuple[int, ...]:
     """Where in the resolution order of a class the user's own classes stand."""
     return tuple(
@@ -94,20 +95,9 @@ class Mentions:
     imports: frozenset[tuple[int, str]]
 
 
-_known_mentions: weakref.WeakKeyDictionary[types.CodeType, Mentions] = (
-    weakref.WeakKeyDictionary()
-)
-
-
+@cached_weakly
 def mentions(code: types.CodeType) -> Mentions:
-    """What code refers to; found once for each code."""
-    known = _known_mentions.get(code)
-    if known is None:
-        known = _known_mentions[code] = _read_mentions(code)
-    return known
-
-
-def _read_mentions(code: types.CodeType) -> Mentions:
+    """What code refers to by name."""
     loads: set[str] = set()
     names: set[str] = set()
     imports: set[tuple[int, str]] = set()

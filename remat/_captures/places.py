@@ -1,7 +1,7 @@
 """Places: where a value is in a user's objects, and how to read, write and name it.
 
 A `Step` is a pair (kind, key): from an owner to one value that it holds, such as
-`("cell", 1)` or `("parameter", "weight")`. All that differs between the kinds stands in the table `_KINDS` below: a new kind of reach is
+`("cell", 1)` or `("parameter", "weight")`. All that differs between the kinds stands in the table `KINDS` below: a new kind of reach is
 one more line there.
 
 This module also says what a *simple* value is: one that is compared by what it is, and
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 
-from remat._captures.library import cached_by_class, is_standard, user_bases
+from remat._captures.library import cached_weakly, is_standard, user_bases
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -36,11 +36,9 @@ _BY_VALUE = frozenset(
     | {torch.Size, torch.device, torch.finfo, torch.iinfo}
 )
 _BY_IDENTITY = frozenset(
-    {
-        *(type(None), bool, type(...), type(NotImplemented)),
-        *(torch.dtype, torch.layout, torch.memory_format),
-        *(types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType),
-    }
+    {type(None), bool, type(...), type(NotImplemented)}
+    | {torch.dtype, torch.layout, torch.memory_format}
+    | {types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType}
 )
 
 
@@ -52,15 +50,10 @@ class Unset(enum.Enum):
 
 # The types whose instances are simple whatever they hold: the quick test of the walk.
 SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
-
 # Operators of torch are values of their own, not objects with attributes to watch.
 _OPERATORS = ("torch._ops", "torch._library.custom_ops")
-
-
 # Asked about most often, and never simple: they skip the slower questions.
 _CONTAINERS = frozenset({dict, list, OrderedDict})
-
-
 # A frozen class of this package has this attribute if == compares all that it holds.
 COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
 
@@ -104,7 +97,7 @@ def is_plain(value: object) -> bool:
     return is_simple(value) and not user_bases(kind)
 
 
-@cached_by_class
+@cached_weakly
 def _is_value_class(kind: type) -> bool:
     """Whether a class of the standard library says by == and hash all there is: a date, a path.
 
@@ -135,11 +128,9 @@ def same(value: object, const: object) -> bool:
         pair = cast("tuple[tuple[object, ...], tuple[object, ...]]", (value, const))
         return len(pair[0]) == len(pair[1]) and all(map(same, *pair))
     if type(const) is slice:
-        left = cast("slice[object, object, object]", value)
-        right = cast("slice[object, object, object]", const)
-        return same(
-            (left.start, left.stop, left.step), (right.start, right.stop, right.step)
-        )
+        left, right = cast("tuple[slice[Any], slice[Any]]", (value, const))
+        ends = (left.start, left.stop, left.step), (right.start, right.stop, right.step)
+        return same(*ends)
     kind = type(const)
     is_whole = hasattr(kind, COMPARES_AS_A_WHOLE) or _is_value_class(kind)
     if is_whole or kind in _BY_VALUE or kind is frozenset:
@@ -195,7 +186,7 @@ class Kind:
     prefix: str | None = None
 
 
-_KINDS = {
+KINDS = {
     "root": Kind("{}", "[{}]", "{}", ""),
     "item": Kind("{}", "[{}]", "[{!r}]"),
     "key": Kind("(*{},)", "[{}]", ".keys()[{!r}]"),
@@ -226,12 +217,7 @@ def _compiled(holder: str) -> Callable[[Any], Any]:
     return eval(f"lambda owner: {text}")
 
 
-_HOLDERS = {name: _compiled(kind.holder) for name, kind in _KINDS.items()}
-
-
-def kind_of(step: Step) -> Kind:
-    """How a step of this kind is taken."""
-    return _KINDS[step[0]]
+_HOLDERS = {name: _compiled(kind.holder) for name, kind in KINDS.items()}
 
 
 # What `look` raises where nothing stands.
@@ -252,7 +238,7 @@ def look(owner: object, step: Step) -> object:
     holder = _HOLDERS[kind](owner)
     if kind == "inherited":
         return getattr(holder, cast("str", key))
-    if not _KINDS[kind].item:
+    if not KINDS[kind].item:
         return holder
     return holder[key].cell_contents if kind == "cell" else holder[key]
 
@@ -326,7 +312,7 @@ class Label:
 
     def then(self, owner: Any, step: Step) -> "Label":
         """The label of the place one step on, where `owner` stands at this one."""
-        kind = kind_of(step)
+        kind = KINDS[step[0]]
         if step == ("attr", "__self__"):
             return Label("", "self")
         if kind.prefix is None:

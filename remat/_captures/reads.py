@@ -60,10 +60,8 @@ class Reads(dict[int, dict[str, None]]):
 
 
 class _Active(threading.local):
-    """The recordings of one thread, outermost first."""
-
     def __init__(self) -> None:
-        self.reads: list[Reads] = []
+        self.reads: list[Reads] = []  # of this thread, outermost first
 
 
 _active = _Active()
@@ -76,31 +74,19 @@ _watchers: dict[type, int] = {}
 def recording(survey: Survey) -> Generator[Reads, None, None]:
     """Notes what this thread reads from the objects of `survey`, until the block ends."""
     reads = Reads(survey)
-    watched: dict[type, None] = {}
-    unwatchable: set[type] = set()
-    try:
+    is_watched: dict[type, bool] = dict.fromkeys((list, tuple, dict), False)
+    with contextlib.ExitStack() as undo:
         for identity, node in survey.nodes.items():
             kind = node.kind
-            unseen = kind in _PLAIN or kind in unwatchable
-            if unseen or node.look not in WATCHED:
+            if node.look in WATCHED and kind not in is_watched:
+                is_watched[kind] = _watch(kind)
+                if is_watched[kind]:
+                    undo.callback(_unwatch, kind)
+            if node.look not in WATCHED or not is_watched[kind]:
                 reads[identity][EVERYTHING] = None
-            elif kind not in watched:
-                if _watch(kind):
-                    watched[kind] = None
-                else:
-                    unwatchable.add(kind)
-                    reads[identity][EVERYTHING] = None
         _active.reads.append(reads)
-        try:
-            yield reads
-        finally:
-            _active.reads.pop()
-    finally:
-        for kind in watched:
-            _unwatch(kind)
-
-
-_PLAIN = frozenset({list, tuple, dict})
+        undo.callback(_active.reads.pop)
+        yield reads
 
 
 def _watch(kind: type) -> bool:

@@ -13,14 +13,7 @@ from typing import Any, TypeAlias, cast, final
 
 from torch import Tensor
 
-from remat._captures.places import (
-    MISSING,
-    NOT_THERE,
-    Step,
-    in_context,
-    look,
-    same,
-)
+from remat._captures.places import MISSING, NOT_THERE, Step, in_context, look, same
 from remat._generators import trackers
 
 
@@ -81,7 +74,7 @@ class IsTensor:
 @final
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """The same object as at an earlier spot: aliases stay aliases."""
+    """An object that stands at an earlier spot too: aliases stay aliases."""
 
     spot: int
 
@@ -134,10 +127,8 @@ Rule: TypeAlias = (
 def clause(rule: Rule, value: str, constants: Constants) -> str:
     """Writes what a rule says of a value as a Python expression.
 
-    Args:
-        rule: any but `Absent`, which says it of a place.
-        value: the expression of the value.
-        constants: gets what the expression refers to.
+    Any rule but `Absent`, which says it of a place. `constants` gets what the expression
+    refers to.
     """
     match rule:
         case Equal(const):
@@ -198,9 +189,6 @@ class Spot:
     step: Step
     label: str
     rule: Rule
-
-
-# --- following spots slowly ---------------------------------------------------------
 
 
 def visit(

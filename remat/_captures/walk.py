@@ -161,17 +161,12 @@ class Survey:
             node.look = of_called_class
             pending.append(node)
 
-    # --- what a trace changed -------------------------------------------------------
-
     def changes(self, reads: Mapping[int, Iterable[str]] | None = None) -> str | None:
         """The first reached state that differs from what it was, in words.
 
         With `reads` (of `recording`), an attribute that was only written, never read
         before, counts only if a tensor was left in it: nothing that the trace did rests on
         it. What a `functools.cached_property` has kept may be simple: `cover` goes by it.
-
-        Args:
-            reads: the attributes that the trace read, by the id of their owner.
         """
         for node, step, before, after in self._differences():
             if reads is None or step[0] not in {"var", "attr"}:
@@ -211,10 +206,8 @@ class Survey:
         """Inside, all reached state is what it was in the survey, except numbers in tensors.
 
         The current state, such as a parameter that `functional_call` has put back, or
-        `training`, stands there again at the end. A weak reference stays as it is.
-
-        Args:
-            but: tensors whose places are left as they are.
+        `training`, stands there again at the end. Weak references stay as they are, and so do
+        the places of the tensors in `but`.
 
         Raises:
             RecomputationError: a place is no more.
@@ -229,13 +222,21 @@ class Survey:
                 if step[0] in ITEMS:
                     if id(owner) not in filled:
                         filled.add(id(owner))
-                        undo.callback(fill, owner, _copied(owner))
+                        is_list = isinstance(owner, list)
+                        undo.callback(fill, owner, [*owner] if is_list else {**owner})
                         _refill(node)
                     continue
                 try:
                     put(owner, step, before)
                 except NOT_THERE as error:
-                    raise _gone(node, step) from error
+                    raise refusal(
+                        RecomputationError,
+                        where=str(node.label.then(owner, step)),
+                        what="cannot be restored to its value in the forward.",
+                        why="The function runs again in the backward, and would see "
+                        "another value.",
+                        do="Change it after backward(), or pass the tensor as an argument.",
+                    ) from error
                 undo.callback(put, owner, step, after)
             yield
 
@@ -252,22 +253,12 @@ class Survey:
     def _leaks(self, value: object) -> bool:
         if value is MISSING or is_simple(value):
             return False
-        return not survey((value,)).tensors.keys() <= self.tensors.keys()
+        return not Survey((value,)).tensors.keys() <= self.tensors.keys()
 
 
 def survey(roots: tuple[object, ...]) -> Survey:
     """Looks at everything that `roots` reach; see the module's docstring."""
     return Survey(roots)
-
-
-def _gone(node: Node, step: Step) -> RecomputationError:
-    return refusal(
-        RecomputationError,
-        where=str(node.label.then(node.value, step)),
-        what="cannot be restored to its value in the forward.",
-        why="The function runs again in the backward, and would see another value.",
-        do="Change it after backward(), or pass the tensor as an argument.",
-    )
 
 
 def _refill(node: Node) -> None:
@@ -279,10 +270,6 @@ def _refill(node: Node) -> None:
         elif step[0] == "value":
             before[node.content["key", step[1]]] = value
     fill(node.value, [*before.values()] if isinstance(node.value, list) else before)
-
-
-def _copied(owner: Any) -> Any:
-    return [*owner] if isinstance(owner, list) else {**owner}
 
 
 def _changed(node: Node, step: Step, before: object, after: object) -> str:
