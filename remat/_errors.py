@@ -93,20 +93,14 @@ def refusal(
 
 
 def out_of_reach(where: str, why: str) -> CapturedTensorError:
-    """The error for a tensor to which nothing leads that the function names or is given.
-
-    Args:
-        where: the tensor in words.
-        why: what would become of it.
-    """
-    return CapturedTensorError(
-        explain(
-            where=where,
-            what="is reached in a way that cannot be followed at the next call.",
-            why=why,
-            do="Pass it as an argument, or keep it in a closure, a global, a list, a dict "
-            "or an attribute that the function names. If a function under "
-            "functools.cache returned it, call that function outside, or call its "
-            "`__wrapped__`, which makes the tensor anew.",
-        )
+    """The error for a tensor to which nothing leads that the function names or is given."""
+    return refusal(
+        CapturedTensorError,
+        where=where,
+        what="is reached in a way that cannot be followed at the next call.",
+        why=why,
+        do="Pass it as an argument, or keep it in a closure, a global, a list, a dict "
+        "or an attribute that the function names. If a function under "
+        "functools.cache returned it, call that function outside, or call its "
+        "`__wrapped__`, which makes the tensor anew.",
     )

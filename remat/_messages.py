@@ -1,4 +1,4 @@
-"""Lines of the user's code: behind a value, a warning, or an error of tracing."""
+"""Lines of the user's code: behind a value, a warning, or an error."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ import torch
 from torch import fx
 
 from remat._errors import (
-    CapturedTensorError,
-    MutationError,
     RematWarning,
-    TraceError,
     explain,
-    refusal,
 )
 
-_TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
-_TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
 _LIBRARIES = (
     torch.__path__[0],
@@ -108,89 +102,6 @@ def _user_frame() -> tuple[FrameType | None, int]:
     return frame, num_calls
 
 
-def mutates(line: str) -> MutationError:
-    """The error for an in-place change, on this line, of a differentiated argument."""
-    return refusal(
-        MutationError,
-        where=line or "the function",
-        what="an argument that is to be differentiated is changed in place.",
-        why="The recomputation would start from the changed value, and the "
-        "tensor belongs to the caller.",
-        do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-    )
-
-
-def untraceable(error: Exception) -> TraceError:
-    """The error for a trace that needs the values of a tensor."""
-    checks = any(name.startswith(_TORCHS_DISTRIBUTIONS) for name, _ in _frames(error))
-    instead = "validate_args=False for the distribution" if checks else "torch.where"
-    return refusal(
-        TraceError,
-        where=line_of(error) or "the function",
-        what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
-        why="A trace sees shapes and types, not values: it cannot branch on a "
-        "tensor's values, call .item(), or run a kernel that hides its work.",
-        do=f'Use {instead}, or engine="rerun", which runs the function again in '
-        "the backward.",
-    )
-
-
-def checkpointed_by_torch(error: Exception) -> TraceError | None:
-    """The error for torch's own checkpoint inside a trace; None if that is not the cause."""
-    if not any(name == _TORCHS_CHECKPOINT for name, _ in _frames(error)):
-        return None
-    return refusal(
-        TraceError,
-        where=line_of(error) or "the function",
-        what="the function calls torch.utils.checkpoint, which cannot be traced here.",
-        why="Its backward runs the Python function again, on the real tensors "
-        "instead of those of the trace.",
-        do="Remove it (for a model of transformers, by "
-        "model.gradient_checkpointing_disable()), because the region recomputes "
-        "anyway; or import checkpoint from remat.interop.torch, which makes a "
-        "region inside the region.",
-    )
-
-
-def freed(error: Exception) -> TraceError:
-    """The error for a backward inside the function that frees the graph of its forward."""
-    return refusal(
-        TraceError,
-        where=line_of(error) or "the function",
-        what="an autograd.Function differentiates a graph that its forward has kept.",
-        why="A trace runs the backward for several layouts of cotangents, and the first "
-        "run frees that graph.",
-        do='Pass retain_graph=True there, or use engine="rerun", which runs the '
-        "function again in the backward.",
-    )
-
-
-def reached_in_backward(error: Exception) -> CapturedTensorError:
-    """What is raised where a backward of the user's reaches a tensor past the trace."""
-    return refusal(
-        CapturedTensorError,
-        where=line_of(error) or "the function",
-        what="the backward of an autograd.Function uses a tensor that its "
-        "forward did not save.",
-        why="It would be stale, or lose its gradient, at the next call.",
-        do="Pass it to the forward, and save it with ctx.save_for_backward.",
-    )
-
-
-def higher_order(error: Exception) -> TraceError:
-    """The error for an operator of torch that takes functions, such as `torch.cond`."""
-    return refusal(
-        TraceError,
-        where=line_of(error) or "the function",
-        what="an operator that takes functions, such as torch.cond or flex_attention, "
-        "cannot be traced.",
-        why="A region decides what to save value by value, and cannot look into "
-        "the functions of an operator.",
-        do="Use torch.where for a branch, call the operator between two regions, or use "
-        'engine="rerun".',
-    )
-
-
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside torch and of this package that raised.
 
@@ -200,6 +111,11 @@ def line_of(error: Exception) -> str:
     users = [frame for frame in frames if not _is_library(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown(*found[-1]) if found else ""
+
+
+def came_through(error: Exception, path: str) -> bool:
+    """Whether an error came through a file whose path begins so."""
+    return any(name.startswith(path) for name, _ in _frames(error))
 
 
 def _frames(error: Exception) -> Iterator[tuple[str, int]]:

@@ -29,7 +29,7 @@ from remat._programs.program import Program
 from remat._regions.function import Roots
 from remat._regions.protocol import Asked
 from remat._rerun import call
-from remat._rerun.hidden import require_nothing_hidden
+from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer

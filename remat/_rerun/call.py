@@ -9,7 +9,6 @@ the forward found them whenever it runs again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, final
 
@@ -20,19 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _captures
 from remat._errors import MutationError, SavedTensorModifiedError, refusal
-from remat._messages import mutates, user_line
+from remat._messages import user_line
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
-from remat._rerun.dependence import require_own
-from remat._rerun.hidden import require_nothing_hidden
+from remat._rerun.dependence import require_nothing_hidden, require_own
 from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
 from remat._torch.tensors import SET_DATA, storage_key
 from remat._tracing import engines
-from remat._tracing.thread import depth, lift, running_again, uninitialized
+from remat._tracing.refusals import mutates, uninitialized
+from remat._tracing.thread import depth, lift, running_again
 from remat._tracing.trace import Flat
 
 
@@ -45,14 +44,14 @@ def call(
         ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
     """
     engines.require_no_engine(fun)
-    reach = _Reach.of(fun, args, kwargs)
+    reach = _Reach(fun, args, kwargs)
     operands = reach.operands
     wanted = tuple(map(levels.requires_grad_anywhere, operands))
     if not any(wanted):
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
-    flat = _FlatCall.of(fun, reach, draws=rng == "preserve")
+    flat = _FlatCall(fun, reach, draws=rng == "preserve")
     function = _cast_alike(flat, operands)
     region = Rerun(function, function, wanted, flat.state)
     lifted = [lift(each) for each in operands]
@@ -60,7 +59,6 @@ def call(
 
 
 @final
-@dataclasses.dataclass(frozen=True)
 class _Reach:
     """The tensors that a call reaches.
 
@@ -73,35 +71,34 @@ class _Reach:
         operands: those that the region takes: passed first, then captured.
     """
 
-    survey: _captures.Survey
-    arguments: _Arguments
-    beyond: list[Tensor]
-    engine: fully_shard.Engine | None
-    managed: list[Tensor]
-    operands: list[Tensor]
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.survey = _captures.survey((fun, args, dict(kwargs)))
+        self.arguments = _Arguments(args, kwargs)
+        self.engine = fully_shard.Engine.reached(self.survey)
+        self.managed = self.engine.managed if self.engine else []
+        passed, reached = self.arguments.tensors, self.survey.reached
+        others = set(map(id, [*passed, *self.managed]))
+        for tensor in reached:
+            if is_lazy(tensor):
+                label = self.survey.tensors[id(tensor)][0].label
+                raise uninitialized(f"`{label}`")
+        self.beyond = [each for each in reached if id(each) not in others]
+        self.operands = [*passed, *filter(levels.is_followed, self.beyond)]
+        if self.engine:
+            self.operands.append(self.engine.anchor)
 
-    @classmethod
-    def of(
-        cls, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Reach:
-        """What a call of `fun` reaches.
-
-        Raises:
-            TraceError: a parameter has yet to be made.
-        """
-        survey = _captures.survey((fun, args, dict(kwargs)))
-        arguments = _Arguments(args, kwargs)
-        engine = fully_shard.Engine.reached(survey)
-        managed = engine.managed if engine else []
-        beyond = _beyond(survey, [*arguments.tensors, *managed])
-        operands = [*arguments.tensors, *filter(levels.is_followed, beyond)]
-        if engine:
-            operands.append(engine.anchor)
-        return cls(survey, arguments, beyond, engine, managed, operands)
+    @property
+    def may_change(self) -> list[Tensor]:
+        """What the function may change: buffers, and arguments without a gradient."""
+        reached, passed = self.survey.reached, self.arguments.tensors
+        own = [each for each in reached if self.survey.is_buffer(id(each))]
+        own += [each for each in passed if not levels.requires_grad_anywhere(each)]
+        return [levels.unwrapped(tensor) for tensor in own]
 
 
 @final
-@dataclasses.dataclass(frozen=True, eq=False)
 class _FlatCall:
     """A call as a flat function of its operands, which runs as often as it is asked.
 
@@ -114,23 +111,17 @@ class _FlatCall:
         result: how what the last run returned is made from its tensors.
     """
 
-    fun: Callable[..., Any]
-    reach: _Reach
-    constants: _Constants
-    state: RunState
-    numerics: Numerics
-    result: _Result
-
-    @classmethod
-    def of(cls, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> _FlatCall:
-        """A call that has not run yet, under the switches in force."""
+    def __init__(self, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> None:
+        self.fun = fun
+        self.reach = reach
+        self.numerics = Numerics.current()
+        self.result = _Result()
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
-            constants = _Constants(reach.survey, followed)
-            buffers = _buffers(reach.survey, reach.arguments.tensors)
-        state = RunState(buffers, followed, draws=draws, engine=reach.engine)
-        return cls(fun, reach, constants, state, Numerics.current(), _Result())
+            self.constants = _Constants(reach.survey, followed)
+            buffers = reach.may_change
+        self.state = RunState(buffers, followed, draws=draws, engine=reach.engine)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs the function on other operands."""
@@ -138,7 +129,7 @@ class _FlatCall:
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
         args, kwargs = self.reach.arguments.of(stand_ins)
         is_again = self.state.before is not None
-        with self._substituting(stand_ins, is_again):
+        with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
             returned = self.result.apart(self.fun(*args, **kwargs))
@@ -152,19 +143,15 @@ class _FlatCall:
             return found
 
     @contextlib.contextmanager
-    def _substituting(
+    def _prepared(
         self, stand_ins: Mapping[int, Tensor], is_again: bool
     ) -> Generator[None]:
         """Inside, each operand is replaced, and all else is as in the first run."""
-        reach = self.reach
-        substituted = _Substituted(
-            stand_ins, self.state, self.constants, is_pure=not reach.beyond
-        )
-        met = substituted.met
+        reach, substituted = self.reach, _Substituted(self, stand_ins)
         with (
             reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
             reach.engine.running() if reach.engine else engines.refused(),
-            running_again(met) if reach.beyond else _NOTHING,
+            running_again(substituted.met) if reach.beyond else _NOTHING,
             substituted,
             self.numerics.applied(),
             tracer.own_parametrizations(),
@@ -187,26 +174,6 @@ def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
         )
 
     return run if any(each_time) else function
-
-
-def _beyond(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """The reached tensors less the arguments.
-
-    Raises:
-        TraceError: one of them has yet to be made.
-    """
-    for tensor in survey.reached:
-        if is_lazy(tensor):
-            raise uninitialized(f"`{survey.tensors[id(tensor)][0].label}`")
-    known = set(map(id, given))
-    return [tensor for tensor in survey.reached if id(tensor) not in known]
-
-
-def _buffers(survey: _captures.Survey, given: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that the function may change: buffers, and arguments without a gradient."""
-    own = [tensor for tensor in survey.reached if survey.is_buffer(id(tensor))]
-    passed = [each for each in given if not levels.requires_grad_anywhere(each)]
-    return [levels.unwrapped(tensor) for tensor in [*own, *passed]]
 
 
 @final
@@ -264,18 +231,11 @@ _IN_A_GRAPH = (
 class _Substituted(TorchFunctionMode):
     """Replaces captured tensors by operands, and notes the generators that are used."""
 
-    def __init__(
-        self,
-        stand_ins: Mapping[int, Tensor],
-        state: RunState,
-        constants: _Constants,
-        *,
-        is_pure: bool,
-    ) -> None:
+    def __init__(self, call: _FlatCall, stand_ins: Mapping[int, Tensor]) -> None:
+        self._constants = call.constants
+        self._is_pure = not call.reach.beyond
+        self._state = call.state
         self._stand_ins = stand_ins
-        self._state = state
-        self._constants = constants
-        self._is_pure = is_pure
         self._depth = depth()
 
     @dynamo.unseen_by_dynamo
@@ -382,39 +342,47 @@ class _Constants:
             state.keep(tensor)
 
     def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
-        """Forgets all but those that the first run used and has not changed.
-
-        Args:
-            used: the ids of what it used.
-            kept: what it wrote to, and what is put back.
+        """Forgets all but those that the first run used (by their ids) and has not changed.
 
         Raises:
-            MutationError: it wrote to another.
+            MutationError: it wrote to one that is not `kept`, to be put back.
         """
         put_back = set(map(id, kept))
+        self._versions = [pair for pair in self._versions if id(pair[0]) in used]
         for tensor, version in self._versions:
-            moved = id(tensor) in used and tensor._version != version
-            if moved and id(tensor) not in put_back:
-                raise _unseen(str(self._survey.tensors[id(tensor)][0].label))
+            if tensor._version != version and id(tensor) not in put_back:
+                raise refusal(
+                    MutationError,
+                    where=f"the region reaches {self._label(tensor)}",
+                    what="a tensor that the function changes in place, hidden from remat.",
+                    why="The function runs again, and would start from the changed "
+                    "numbers.",
+                    do="Register it as a buffer of a module, or write to it with its own "
+                    "method (x.copy_(y)).",
+                )
         self._versions = [
             (tensor, version)
             for tensor, version in self._versions
-            if id(tensor) in used and tensor._version == version
+            if tensor._version == version
         ]
 
     def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Refuses a run if one of them was written to since.
-
-        Args:
-            found: buffers that are put back to what they were.
-
-        Raises:
-            SavedTensorModifiedError: one was.
-        """
+        """Refuses a run if one of them was written to since, and is not put back."""
         put_back = {id(buffer) for buffer, _ in found}
         for tensor, version in self._versions:
             if tensor._version != version and id(tensor) not in put_back:
-                raise _modified(str(self._survey.tensors[id(tensor)][0].label))
+                raise refusal(
+                    SavedTensorModifiedError,
+                    where=f"the backward of a region that reaches {self._label(tensor)}",
+                    what="a tensor that the function reads was changed in place since the "
+                    "forward.",
+                    why="The function runs again, and would start from other numbers.",
+                    do="Change a copy (x = x + 1 instead of x += 1), or do it after "
+                    "backward().",
+                )
+
+    def _label(self, tensor: Tensor) -> str:
+        return str(self._survey.tensors[id(tensor)][0].label)
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -423,24 +391,3 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _has_version(tensor: Tensor) -> bool:
     return not tensor.is_inference() and levels.level_of(tensor) < 0
-
-
-def _unseen(label: str) -> MutationError:
-    return refusal(
-        MutationError,
-        where=f"the region reaches {label}",
-        what="a tensor that the function changes in place, hidden from remat.",
-        why="The function runs again, and would start from the changed numbers.",
-        do="Register it as a buffer of a module, or write to it with its own "
-        "method (x.copy_(y)).",
-    )
-
-
-def _modified(label: str) -> SavedTensorModifiedError:
-    return refusal(
-        SavedTensorModifiedError,
-        where=f"the backward of a region that reaches {label}",
-        what="a tensor that the function reads was changed in place since the forward.",
-        why="The function runs again, and would start from other numbers.",
-        do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
-    )

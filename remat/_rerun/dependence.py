@@ -2,22 +2,31 @@
 
 A run is given stand-ins, the leaves. If an output depended on any other tensor, a gradient
 would be lost; and also if a backward reached the leaves other than through an output.
+
+If nothing that a region sees wants a gradient, its function runs as it is. Outputs that still
+require grad then depend on a leaf that the function made for itself, which is harmless, or on
+a tensor that it reached in a way that cannot be followed, such as an iterator. The plain run
+would hold everything for its backward without saying so: that is refused.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
-from collections.abc import Generator, Sequence
+import types
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
+from remat import _captures
 from remat._errors import CapturedTensorError, out_of_reach, refusal
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import isolation
+from remat._torch import isolation, levels, trees
 
 #: The bits of all outputs.
 ALL = -1
@@ -41,7 +50,10 @@ def dependent_outputs(
         if engine and engine.stands_for(variable):
             variable = leaves[-1]
         if id(variable) not in known:
-            raise _other(variable)
+            raise out_of_reach(
+                f"a tensor {TensorMeta.of(variable)} that requires grad",
+                "Its gradient would be lost.",
+            )
         found[id(variable)] = found.get(id(variable), 0) | bits
     return tuple(
         found.get(id(leaf), 0) if leaf.requires_grad else ALL for leaf in leaves
@@ -63,11 +75,11 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
         own = bits[node]
         for edge in _edges(node):
             bits[edge] = bits.get(edge, 0) | own
-        if is_held(node) or _is_guarded(node):
+        if _is_held(node) or _is_guarded(node):
             yield node.variable, own
 
 
-def is_held(node: Any) -> bool:
+def _is_held(node: Any) -> bool:
     """Whether the node is that of a leaf, and something in Python holds the leaf.
 
     Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
@@ -117,9 +129,6 @@ def require_own(
 
     A function may keep a tensor where it cannot be put back (a cache of functools). That
     tensor depends on the stand-ins of the forward's run: the gradient would end there.
-
-    Raises:
-        CapturedTensorError: an output depends on a leaf that was not given.
     """
     if all(each.is_leaf for each in given):
         dependent_outputs(outputs, given, engine)
@@ -154,8 +163,55 @@ def _lost(gradient: Tensor) -> Tensor:
     )
 
 
-def _other(variable: Tensor) -> CapturedTensorError:
-    return out_of_reach(
-        f"a tensor {TensorMeta.of(variable)} that requires grad",
-        "Its gradient would be lost.",
+def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
+    """Refuses the result of a plain run that depends on a hidden tensor.
+
+    That is a leaf that something holds, but which is reached neither from the result nor from
+    the roots: the function, and the objects among its arguments.
+    """
+    outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
+    if not outputs:
+        return
+    nodes = nodes_behind(
+        [each.grad_fn for each in outputs if each.grad_fn is not None]
     )
+    held = [node for node in nodes if _is_held(node)]
+    if not held:
+        return
+    seen = _captures.survey((result, *roots)).tensors.keys() | _kept_by(nodes)
+    unseen = [node for node in held if id(node.variable) not in seen]
+    if unseen:
+        gc.collect()  # a leaf that only a cycle holds is not held
+    for node in filter(_is_held, unseen):
+        raise out_of_reach(
+            f"a tensor {TensorMeta.of(node.variable)} that requires grad",
+            "No other tensor that the region sees requires grad, so it would run without "
+            "recomputation and hold all that its backward needs.",
+        )
+
+
+def _wanted(tensor: Tensor) -> Iterator[Tensor]:
+    """The levels of a tensor at which some reverse mode wants a gradient."""
+    while True:
+        if tensor.requires_grad:
+            yield tensor
+        below = levels.below(tensor)
+        if below is None:
+            return
+        tensor = below
+
+
+def _kept_by(nodes: Iterable[Any]) -> set[int]:
+    """The ids of all that nodes written in Python keep for their backward."""
+    seen: set[int] = set()
+    pending: list[object] = [
+        vars(node) for node in nodes if isinstance(node, FunctionCtx)
+    ]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, types.FunctionType):
+            each = each.__closure__  # its globals are not kept
+        if not isinstance(each, (type, types.ModuleType)) and id(each) not in seen:
+            seen.add(id(each))
+            pending += gc.get_referents(each)
+    return seen

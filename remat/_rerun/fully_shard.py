@@ -25,6 +25,7 @@ from remat import _captures
 from remat._errors import SecondDerivativeError, TraceError, refusal
 from remat._torch import autograd, distributed
 from remat._tracing import engines
+from remat._tracing.refusals import driven
 
 
 @final
@@ -47,7 +48,7 @@ class Engine:
         self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self.called = False
         self._gathered: dict[int, Tensor] = {}
-        for engine in _running():
+        for engine in _running.engines:
             engine.add(self.anchor)
 
     @classmethod
@@ -85,7 +86,7 @@ class Engine:
 
         def enter(module: nn.Module) -> None:
             if id(module) not in self._modules:
-                raise engines.refusal(module)
+                raise driven(module)
             if not autograd.is_plain_autograd():
                 raise _transformed(module)
             self.called = True
@@ -97,15 +98,22 @@ class Engine:
             for parameter in distributed.sharded_parameters(module):
                 self.add(parameter)
 
-        _running().append(self)
+        _running.engines.append(self)
         try:
             with contextlib.ExitStack() as again, engines.around_driven(enter, leave):
                 yield
         finally:
-            _running().remove(self)
+            _running.engines.remove(self)
         for module in called:
             if not distributed.is_idle(module):
-                raise _in_part(module)
+                raise refusal(
+                    TraceError,
+                    where=f"a {type(module).__name__}",
+                    what="is called inside a region, but others of its group are not.",
+                    why="fully_shard gathers and reduces a group of modules together.",
+                    do="Put the region around all of them, or regions inside each. Call "
+                    "reset_iter_state() of the root to restore the modules.",
+                )
 
     def accumulates(self, cotangents: Iterable[Tensor]) -> bool:
         """Whether the backward that is under way leaves gradients on parameters.
@@ -122,11 +130,7 @@ class Engine:
 
 
 def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Stands for a gradient that would have to be differentiated or mapped.
-
-    Raises:
-        SecondDerivativeError: always.
-    """
+    """Refuses a gradient that would have to be differentiated or mapped."""
     raise refusal(
         SecondDerivativeError,
         where=f"the gradient of a region with {len(tensors)} operands",
@@ -139,28 +143,13 @@ def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Running(threading.local):
-    """The engines whose regions this thread runs, outermost first."""
-
     def __init__(self) -> None:
-        self.engines: list[Engine] = []
+        self.engines: list[
+            Engine
+        ] = []  # whose regions this thread runs, outermost first
 
 
-_RUNNING = _Running()
-
-
-def _running() -> list[Engine]:
-    return _RUNNING.engines
-
-
-def _in_part(module: nn.Module) -> TraceError:
-    return refusal(
-        TraceError,
-        where=f"a {type(module).__name__}",
-        what="is called inside a region, but others of its group are not.",
-        why="fully_shard gathers and reduces a group of modules together.",
-        do="Put the region around all of them, or regions inside each. Call "
-        "reset_iter_state() of the root to restore the modules.",
-    )
+_running = _Running()
 
 
 def _transformed(module: nn.Module | None) -> TraceError:

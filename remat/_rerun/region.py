@@ -158,10 +158,8 @@ def rerun_of(
 ) -> Rerun:
     """The region of a flat function that changes nothing and draws from keys alone.
 
-    Args:
-        function: tensors in, tensors out; regions that it binds stay regions.
-        requires_grad: for each tensor that it takes whether it is differentiated.
-        dependent_outputs: for each the outputs that depend on it, a bit for each.
+    Regions that the function binds stay regions. For each tensor that it takes: whether it is
+    differentiated, and the outputs that depend on it, a bit for each.
     """
     state = RunState((), ())
     state.dependent_outputs = dependent_outputs

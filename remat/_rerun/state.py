@@ -41,9 +41,7 @@ class _Randomness:
 
     @classmethod
     def take(
-        cls,
-        devices: Iterable[torch.device],
-        explicit: Iterable[torch.Generator] = (),
+        cls, devices: Iterable[torch.device], explicit: Iterable[torch.Generator] = ()
     ) -> _Randomness:
         """As they are now."""
         return cls(
@@ -138,15 +136,9 @@ class RunState:
         name = "the function" if func is None else f"torch.{function_name(func)}"
         raise streams.implicit(f"{name} at {user_line()}")
 
-    @contextlib.contextmanager
-    def around(self) -> Generator[None]:
+    def around(self) -> contextlib.AbstractContextManager[None]:
         """The first run changes the state; each later one starts from the same."""
-        if self.before is None:
-            with self._noted():
-                yield
-        else:
-            with self._put_back(self.before):
-                yield
+        return self._noted() if self.before is None else self._put_back(self.before)
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:

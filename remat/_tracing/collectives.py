@@ -56,22 +56,20 @@ def _gather_list(
 ) -> Any:
     for row, part in zip(outs, parts, strict=True):
         if any(out.shape != part.shape for out in row):
-            raise _unlike([[*out.shape] for out in row])
+            # On each rank: one that went on would wait for the others.
+            shapes = ", ".join(str([*out.shape]) for out in row)
+            raise refusal(
+                TraceError,
+                where="a call of torch.distributed.all_gather",
+                what=f"gathers parts of unlike shapes, {shapes}.",
+                why="A trace gathers all parts as one tensor, to which each rank adds as "
+                "much.",
+                do='Pad the parts to one shape, or use engine="rerun".',
+            )
         found = _gathered(part, group).view(len(row), *part.shape)
         for out, each in zip(row, found.unbind(), strict=True):
             out.copy_(each)
     return outs, distributed.finished_work()
-
-
-def _unlike(shapes: Sequence[Sequence[int]]) -> TraceError:
-    """On each rank: one that went on would wait for the others."""
-    return refusal(
-        TraceError,
-        where="a call of torch.distributed.all_gather",
-        what=f"gathers parts of unlike shapes, {', '.join(map(str, shapes))}.",
-        why="A trace gathers all parts as one tensor, to which each rank adds as much.",
-        do='Pad the parts to one shape, or use engine="rerun".',
-    )
 
 
 def _gathered(part: Tensor, group: Any) -> Tensor:

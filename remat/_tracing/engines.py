@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from remat._errors import TraceError, explain
+from remat._tracing.refusals import driven
 
 # Each module of torch's that has such classes, and their names. What has not been imported
 # has no instances.
@@ -40,31 +40,23 @@ _BY_HOOKS = {"torch.distributed.fsdp": "FSDPModule"}
 
 @contextlib.contextmanager
 def refused() -> Generator[None]:
-    """Raises where this thread calls a module that an engine drives.
-
-    Raises:
-        TraceError: in front of the engine's own hooks, which so find all as it was.
-    """
+    """Raises in front of the hooks of an engine whose module this thread calls."""
     if not is_distributed():
         yield
         return
 
     def refuse(module: nn.Module) -> None:
-        raise refusal(module)
+        raise driven(module)
 
     with around_driven(refuse):
         yield
 
 
 def require_no_engine(function: object) -> None:
-    """Raises where a function is the `forward` of a module that drives others by it.
-
-    Raises:
-        TraceError: before it has run.
-    """
+    """Raises where a function is the `forward` of a module that drives others by it."""
     module: Any = getattr(function, "__self__", None)
     if is_distributed() and isinstance(module, _kinds(_BY_FORWARD)):
-        raise refusal(module)
+        raise driven(module)
 
 
 def is_distributed() -> bool:
@@ -114,19 +106,4 @@ def _kinds(classes: dict[str, str]) -> tuple[type, ...]:
         getattr(sys.modules[module], name)
         for module, name in classes.items()
         if module in sys.modules and hasattr(sys.modules[module], name)
-    )
-
-
-def refusal(module: nn.Module) -> TraceError:
-    """The error for a call of this module, and for a region that replaces its forward."""
-    return TraceError(
-        explain(
-            where=f"a {type(module).__name__}",
-            what="is called inside a region.",
-            why="It gathers parameters or reduces gradients around its forward. A "
-            "region would not see this, and gradients would be lost.",
-            do="Put the regions inside: use remat.modules.apply on it, or on its "
-            'blocks. engine="rerun" works around a module of fully_shard, without a '
-            "transform.",
-        )
     )

@@ -32,12 +32,8 @@ _SLICES = {_aten.slice.Tensor: 2, _aten.slice_scatter.default: 3}
 
 # Operators that give their first argument with the second one's elements in a part of it.
 _SCATTERS = frozenset(
-    {
-        _aten.select_scatter.default,
-        _aten.slice_scatter.default,
-        _aten.diagonal_scatter.default,
-        _aten.as_strided_scatter.default,
-    }
+    {_aten.select_scatter.default, _aten.slice_scatter.default}
+    | {_aten.diagonal_scatter.default, _aten.as_strided_scatter.default}
 )
 
 
@@ -79,26 +75,6 @@ class Computed:
     args: tuple[Any, ...]
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Imported:
-    """A graph in parts.
-
-    Attributes:
-        values: the steps.
-        num_inputs: how many of them are inputs.
-        outputs: what the function returned.
-        mutations: (input, its new value) for each input that was written to.
-        states: the generator states recorded before the forward's draws.
-    """
-
-    values: tuple[Value, ...]
-    num_inputs: int
-    outputs: tuple[Ref | None, ...]
-    mutations: tuple[tuple[int, Ref], ...]
-    states: tuple[Ref, ...]
-
-
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
     """Notes on newly added nodes where they came from, unless they have a note."""
     for node in tracer.new_nodes(graph, len(graph.nodes) - nodes_before):
@@ -124,9 +100,8 @@ class _Annotated(fx.Interpreter):
             if operators.is_mutable(n.target):
                 note = dataclasses.replace(note, in_place=True)
             if in_place_operators.runs_on_copies(n.target):
-                note = dataclasses.replace(
-                    note, function=operators.short_name(n.target)
-                )
+                name = operators.short_name(n.target)
+                note = dataclasses.replace(note, function=name)
             annotate(graph, before, note)
         return out
 
@@ -137,40 +112,21 @@ class _Annotated(fx.Interpreter):
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
-    """The same graph with its in-place operators replaced, its views kept.
-
-    The graph holds its casts: autocast would add others around them.
-    """
-    with Numerics.current().settled():
-        return _functionalized(module, operands)
-
-
-def _functionalized(
-    module: fx.GraphModule, operands: Sequence[Tensor]
-) -> fx.GraphModule:
-    for old, new in in_place_operators.rename_fresh(module.graph):
-        if "remat" in old.meta:
-            new.meta["remat"] = dataclasses.replace(old.meta["remat"], in_place=True)
-    if not in_place_operators.has_mutations(module.graph):
-        return module
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    examples = [*operands, *examples[len(operands) :]]
-    with torch.no_grad(), forward_ad.no_dual_level():
-        detached = [each.detach() for each in examples]
-        interpreter = _Annotated(module)
-        return tracer.make_fx(
-            functionalization.functionalized(interpreter.run), detached
-        )
-
-
-def import_graph(module: fx.GraphModule, *, is_template: bool = False) -> Imported:
-    """Reads a traced module.
-
-    Args:
-        module: what was traced.
-        is_template: whether its sizes are open, and will be filled in later.
-    """
-    return _Importer(module, is_template).run()
+    """Replaces the in-place operators of a graph; its views are kept."""
+    graph = module.graph
+    # The graph holds its casts: autocast would add others around them.
+    with Numerics.current().settled(), torch.no_grad(), forward_ad.no_dual_level():
+        for old, new in in_place_operators.rename_fresh(graph):
+            if "remat" in old.meta:
+                note = dataclasses.replace(old.meta["remat"], in_place=True)
+                new.meta["remat"] = note
+        if not in_place_operators.has_mutations(graph):
+            return module
+        inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        inputs[: len(operands)] = operands
+        detached = [each.detach() for each in inputs]
+        pure = functionalization.functionalized(_Annotated(module).run)
+        return tracer.make_fx(pure, detached)
 
 
 def _within(bound: int, size: int) -> int:
@@ -178,9 +134,19 @@ def _within(bound: int, size: int) -> int:
     return min(bound, size) if bound >= 0 else max(bound + size, 0)
 
 
-class _Importer:
-    def __init__(self, module: fx.GraphModule, is_template: bool) -> None:
-        self.module = module
+@final
+class Imported:
+    """A traced module in parts; of a template the sizes are open, and filled in later.
+
+    Attributes:
+        values: the steps.
+        num_inputs: how many of them are inputs.
+        outputs: what the function returned.
+        mutations: for each input that was written to, its new value.
+        states: the generator states recorded before the forward's draws.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, is_template: bool = False) -> None:
         self.is_template = is_template
         self.values: list[Value] = []
         self.env: dict[fx.Node, Any] = {}
@@ -190,26 +156,17 @@ class _Importer:
         self.states: list[Ref] = []
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
-
-    def run(self) -> Imported:
-        outputs: tuple[Ref | None, ...] = ()
-        for node in self.module.graph.nodes:
+        self.outputs: tuple[Ref | None, ...] = ()
+        for node in module.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
             elif node.op == "get_attr":
-                tensor = getattr(self.module, node.target)
+                tensor = getattr(module, node.target)
                 self._add(node, operators.constant, (tensor,), {})
             elif node.op == "output":
-                outputs = tuple(map(self._output, self._resolve(node.args[0])))
+                self.outputs = tuple(map(self._output, self._resolve(node.args[0])))
             else:
                 self._call(node)
-        return Imported(
-            tuple(self.values),
-            self.num_inputs,
-            outputs,
-            tuple(sorted(self.mutations.items())),
-            tuple(self.states),
-        )
 
     def _output(self, ref: Ref | None) -> Ref | None:
         # Zeros without memory get some: forward mode cannot give them a tangent.
@@ -252,11 +209,15 @@ class _Importer:
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         target: Any = node.target
-        if target is _aten.native_batch_norm.default and _writes_statistics(args):
-            self._batch_norm(node, args)
-            return
-        if target is _aten.native_batch_norm_backward.default:
-            args = _without_running_statistics(args)
+        if target is _aten.native_batch_norm.default:
+            _, _, _, mean, _, is_training, *_ = args
+            if is_training and mean is not None:
+                self._batch_norm(node, args)
+                return
+        if target is _aten.native_batch_norm_backward.default and args[7]:
+            # In training mode the kernel does not read the running statistics, which have
+            # changed since.
+            args = (*args[:3], None, None, *args[5:])
         if kwargs.get("device") == _META:
             # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
@@ -323,9 +284,8 @@ class _Importer:
     def _name(self, ref: Ref, name: str) -> None:
         value = self.values[ref.index]
         if name not in value.names:
-            self.values[ref.index] = dataclasses.replace(
-                value, names=(*value.names, name)
-            )
+            names = (*value.names, name)
+            self.values[ref.index] = dataclasses.replace(value, names=names)
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
         if node.target is not recorded.SWAP:
@@ -390,10 +350,11 @@ class _Importer:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
             device = _device(value.meta)
+            size = recorded.size_bytes(device)
             state = Value(
                 op=streams.STATE if stream else recorded.STATE,
                 args=(stream or device,),
-                meta=_state_meta(device),
+                meta=TensorMeta((size,), (1,), torch.uint8, torch.device("cpu")),
                 is_backward=value.is_backward,
                 source=value.source,
             )
@@ -453,22 +414,8 @@ def _is_cut(node: Any) -> bool:
     return False
 
 
-def _writes_statistics(args: tuple[Any, ...]) -> bool:
-    _, _, _, mean, _, training, *_ = args
-    return training and mean is not None
-
-
-def _without_running_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # In training mode the kernel does not read them, and they have changed since.
-    is_training = args[7]
-    return (*args[:3], None, None, *args[5:]) if is_training else args
-
-
 def _meta(node: fx.Node) -> Meta:
-    return _meta_of(node.meta.get("val"))
-
-
-def _meta_of(val: Any) -> Meta:
+    val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
         return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return _tensor_meta(val)
@@ -481,11 +428,6 @@ def _tensor_meta(val: object) -> TensorMeta | None:
 def _device(meta: Meta) -> torch.device:
     metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)
-
-
-def _state_meta(device: torch.device) -> TensorMeta:
-    size = recorded.size_bytes(device)
-    return TensorMeta((size,), (1,), torch.uint8, torch.device("cpu"))
 
 
 def view_path(

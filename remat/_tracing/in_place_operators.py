@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,9 +133,9 @@ def runs_on_copies(op: Any) -> bool:
     return all("List" not in str(each.type) for each in written)
 
 
-def run_on_copies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls such an operator on copies of what it writes to, and then writes these back."""
-    given = _by_name(op, args, kwargs)
+    given = operators.arguments(op, args, kwargs)
     written = tuple(
         each.name
         for each in schemas.schema_of(op).arguments
@@ -159,7 +159,7 @@ def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
     own = [k for k, each in enumerate(schema.returns) if each.alias_info is None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = _by_name(op, args, kwargs)
+        given = operators.arguments(op, args, kwargs)
         given |= {name: given[name].clone() for name in written}
         made = op(**given)
         made = made if len(schema.returns) > 1 else (made,)
@@ -182,7 +182,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     op: Any = node.target
     if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
         return []
-    given = _by_name(op, node.args, node.kwargs)
+    given = operators.arguments(op, node.args, dict(node.kwargs))
     names = [each.name for each in schemas.schema_of(op).arguments if _writes(each)]
     found: list[fx.Node] = []
     fx.map_arg([given.get(name) for name in names], found.append)
@@ -203,11 +203,6 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
     laid = dense.permute([order.index(dim) for dim in range(found.dim())])
     if laid.stride() == stride:
         functionalization.put_for(tensor, laid)
-
-
-def _by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [each.name for each in schemas.schema_of(op).arguments]
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def _writes(argument: Any) -> bool:

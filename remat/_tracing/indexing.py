@@ -48,11 +48,7 @@ class LookUps:
         return NotImplemented
 
     def require_unchanged(self) -> None:
-        """Refuses a function that has changed what it looked up.
-
-        Raises:
-            TraceError: it has.
-        """
+        """Refuses a function that has changed what it looked up."""
         for found, version, line in self._made:
             if found._version != version:
                 raise refusal(

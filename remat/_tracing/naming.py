@@ -22,7 +22,7 @@ schemas.library().define("mark(Tensor value, str name) -> ()")
 
 
 def _mark_nothing(value: torch.Tensor, name: str) -> None:
-    """The kernel of the mark, which does nothing: the mark is there to be recorded."""
+    """The kernel of the mark, which is there to be recorded."""
 
 
 schemas.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")

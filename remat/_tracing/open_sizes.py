@@ -27,7 +27,7 @@ from remat._graph.values import Graph, Value
 from remat._torch import sizes as torch_sizes
 from remat._tracing.importing import Computed
 from remat._tracing.like_numbers import like_numbers
-from remat._tracing.trace import Joint, Request, Traced, View, trace
+from remat._tracing.trace import Joint, Request, Traced, View, sizes_of, trace
 
 Fixed = tuple[tuple[bool, ...], ...]
 
@@ -43,24 +43,22 @@ class _Hole:
 _Leaf = Callable[[Any], Any]
 
 
+# The fields that have numbers in them.
+_FIELDS = {
+    Value: ("args", "kwargs", "meta"),
+    TensorMeta: ("shape", "stride"),
+    Graph: ("values",),
+    View: ("path",),
+}
+
+
 def _map(tree: Any, leaf: _Leaf) -> Any:
-    """A tree with other numbers in it: joints, graphs, values, metadata, containers."""
+    """A tree with other numbers in it: graphs, values, metadata, views, containers."""
     match tree:
-        case Value():
-            return dataclasses.replace(
-                tree,
-                args=_map(tree.args, leaf),
-                kwargs=_map(tree.kwargs, leaf),
-                meta=_map(tree.meta, leaf),
-            )
-        case TensorMeta():
-            return dataclasses.replace(
-                tree, shape=_map(tree.shape, leaf), stride=_map(tree.stride, leaf)
-            )
-        case Graph():
-            return dataclasses.replace(tree, values=_map(tree.values, leaf))
-        case View():
-            return dataclasses.replace(tree, path=_map(tree.path, leaf))
+        case Value() | TensorMeta() | Graph() | View():
+            fields = _FIELDS[type(tree)]
+            mapped = {name: _map(getattr(tree, name), leaf) for name in fields}
+            return dataclasses.replace(tree, **mapped)
         case torch.Size():
             return torch.Size(_map(tuple(tree), leaf))
         case tuple():
@@ -94,26 +92,19 @@ class Template:
     def __init__(
         self, joints: tuple[Joint, ...], statics: Any, sizes: torch_sizes.OpenSizes
     ) -> None:
-        """Takes what was traced.
-
-        Args:
-            joints: the joint graphs.
-            statics: what else depends on sizes: whole numbers that the function returns.
-            sizes: the symbols of the trace.
-        """
+        """Takes the joint graphs, the whole numbers returned, and the trace's symbols."""
         numbers: dict[str, int] = {}
 
         def hole(number: Any) -> Any:
             if isinstance(number, Computed):
-                args = _map(number.args, hole)
-                return Computed(number.op, args)
+                return Computed(number.op, _map(number.args, hole))
             if not isinstance(number, torch_sizes.SYMBOLIC):
                 return number
             return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
 
         def static(number: Any) -> Any:
-            is_symbol = isinstance(number, torch_sizes.SYMBOLIC)
-            if is_symbol and not torch_sizes.is_whole(number.node):
+            is_symbolic = isinstance(number, torch_sizes.SYMBOLIC)
+            if is_symbolic and not torch_sizes.is_whole(number.node):
                 return torch_sizes.number(number)
             return hole(number)
 
@@ -124,7 +115,7 @@ class Template:
 
     def at(self, metas: Sequence[TensorMeta]) -> tuple[tuple[Joint, ...], Any] | None:
         """Graphs and static results for operands of this metadata; None if it does not hold."""
-        numbers = self._numbers(given_sizes(metas))
+        numbers = self._numbers(sizes_of(metas))
         if numbers is None:
             return None
         found: tuple[int, ...] = numbers
@@ -137,11 +128,6 @@ class Template:
             return hole
 
         return _map_joints(self._joints, fill), _map(self._statics, fill)
-
-
-def given_sizes(metas: Sequence[TensorMeta]) -> list[int]:
-    """The sizes and strides of tensors in a row."""
-    return [number for meta in metas for number in (*meta.shape, *meta.stride)]
 
 
 def _function(
@@ -168,7 +154,7 @@ def _function(
 
 
 def opened(request: Request, fixed: Fixed, sizes: torch_sizes.OpenSizes) -> Request:
-    """The same request with open sizes, those of `fixed` dimensions aside."""
+    """Opens the sizes of a request, those of `fixed` dimensions aside."""
 
     def open_(meta: TensorMeta, place: int) -> TensorMeta:
         known = fixed[place] if place < len(fixed) else ()
@@ -197,13 +183,8 @@ def opened(request: Request, fixed: Fixed, sizes: torch_sizes.OpenSizes) -> Requ
 #: as for the variance of one element. AssertionError: torch's own checks, and a trace that
 #: does not hold for its own call. ValueError, LookupError: the function's, of such values.
 CANNOT_OPEN = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AssertionError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
+    *(RuntimeError, TypeError, ValueError, AssertionError),
+    *(ArithmeticError, AttributeError, LookupError),
 )
 
 
@@ -212,11 +193,7 @@ class Templates:
     """The templates of one function and of all that is derived from it."""
 
     def __init__(self, fixed: Fixed) -> None:
-        """Begins with none.
-
-        Args:
-            fixed: for each operand which dimensions never vary.
-        """
+        """Begins with none; `fixed` says of each operand which dimensions never vary."""
         self.fixed = fixed
         self._kept: dict[Hashable, list[Template] | None] = {}
 
@@ -239,7 +216,7 @@ class Templates:
             found = template.at(given)
             if found is not None:
                 return found[0]
-        template = None if kept is None else _template(request, self.fixed)
+        template = None if kept is None else self._template(request)
         found = None if template is None else template.at(given)
         if kept is None or template is None or found is None:
             self._kept[general] = None
@@ -247,14 +224,13 @@ class Templates:
         kept.insert(0, template)
         return found[0]
 
-
-def _template(request: Request, fixed: Fixed) -> Template | None:
-    try:
-        traced, sizes = trace_open(request, fixed)
-    except CANNOT_OPEN:
-        # What is derived from a function may do what the function does not.
-        return None
-    return Template(traced.joints, (), sizes)
+    def _template(self, request: Request) -> Template | None:
+        try:
+            traced, sizes = trace_open(request, self.fixed)
+        except CANNOT_OPEN:
+            # What is derived from a function may do what the function does not.
+            return None
+        return Template(traced.joints, (), sizes)
 
 
 def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, torch_sizes.OpenSizes]:

@@ -1,13 +1,30 @@
-"""The errors of tensors that cannot be traced, wherever a region meets them."""
+"""The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
-from remat._errors import TraceError, refusal
+import torch
+from torch import Tensor, nn
+
+from remat._errors import (
+    CapturedTensorError,
+    MutationError,
+    RematError,
+    TraceError,
+    refusal,
+)
+from remat._graph.meta import TensorMeta
+from remat._messages import came_through, line_of, user_line
+from remat._torch import tracer
+from remat._torch.fakes import met_a_tensor_outside, needs_values
+from remat.policies._operators import function_name
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
+_TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
+_TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
+_RERUN = 'engine="rerun", which runs the function again in the backward'
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -22,7 +39,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
     else:
         kind, do = "tensor", "Make it sparse inside the function"
     if tensor.layout is not _STRIDED:
-        do += ', or use engine="rerun", which runs the function again in the backward'
+        do += f", or use {_RERUN}"
     return refusal(
         TraceError,
         where=where,
@@ -40,6 +57,169 @@ def overriding(kind: type[Tensor]) -> TraceError:
         what="has a `__torch_function__` of its own, and cannot be traced.",
         why="It would run with the region's programs, in the forward and again in "
         "the backward, but not in the trace that they are made from.",
-        do="Pass `x.as_subclass(torch.Tensor)`, or use "
-        'engine="rerun", which runs the function again in the backward.',
+        do=f"Pass `x.as_subclass(torch.Tensor)`, or use {_RERUN}.",
     )
+
+
+def unknown_class(tensor: Tensor) -> TraceError:
+    """The error for a returned tensor of a class that a program cannot return."""
+    return refusal(
+        TraceError,
+        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
+        what="is made inside the region and returned.",
+        why="A program can return only plain tensors and DTensors.",
+        do=f"Return plain tensors, or use {_RERUN}.",
+    )
+
+
+def uninitialized(which: str) -> TraceError:
+    """The error for a parameter that a lazy module has yet to make."""
+    return refusal(
+        TraceError,
+        where=f"a lazy module's parameter, {which}",
+        what="has no shape yet.",
+        why="A lazy module makes its parameters in its first call, but a trace "
+        "has no real tensors for that.",
+        do="Call the model once first, inside `with remat.disabled():`.",
+    )
+
+
+def out_of_sight(where: str) -> CapturedTensorError:
+    """The error for a captured tensor that TorchScript uses."""
+    return refusal(
+        CapturedTensorError,
+        where=where,
+        what="is used by TorchScript, whose operators a trace cannot see.",
+        why="Its gradient would be lost.",
+        do="Use the function or module from before torch.jit.script, or pass the "
+        "tensor as an argument.",
+    )
+
+
+def distributed(tensor: Tensor) -> TraceError:
+    """The error for a tensor in parts that was made inside, where another is given."""
+    return refusal(
+        TraceError,
+        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
+        f"{user_line()}",
+        what="is combined with others in a region, where some are given and some "
+        "are made inside.",
+        why="Under vmap, and for subclasses other than DTensor, the trace "
+        "replaces a given one by a plain tensor of the global shape, which "
+        "cannot be combined with local parts.",
+        do=f"Use {_RERUN}, or pass local tensors and make all of them inside.",
+    )
+
+
+def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
+    """The error for a function that makes a tensor, `made`, from a numpy array."""
+    described = f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
+    return refusal(
+        CapturedTensorError,
+        where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+        what=f"makes a tensor{described} from a numpy array.",
+        why="The contents of an array cannot be checked at the next call, so the "
+        "tensor would become a constant of the trace.",
+        do="Make the tensor outside, and pass it as an argument or capture it.",
+    )
+
+
+def sets_data(tensor: Tensor) -> TraceError:
+    """The error for `x.data = y`."""
+    return refusal(
+        TraceError,
+        where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
+        what="replaces a tensor's data, which neither autograd nor a trace sees.",
+        why="The trace would go on with the old data.",
+        do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
+        'engine="rerun".',
+    )
+
+
+def driven(module: nn.Module) -> TraceError:
+    """The error for a region around a module that an engine of `torch.distributed` drives."""
+    return refusal(
+        TraceError,
+        where=f"a {type(module).__name__}",
+        what="is called inside a region.",
+        why="It gathers parameters or reduces gradients around its forward. A "
+        "region would not see this, and gradients would be lost.",
+        do="Put the regions inside: use remat.modules.apply on it, or on its "
+        'blocks. engine="rerun" works around a module of fully_shard, without a '
+        "transform.",
+    )
+
+
+def mutates(line: str) -> MutationError:
+    """The error for an in-place change, on this line, of a differentiated argument."""
+    return refusal(
+        MutationError,
+        where=line or "the function",
+        what="an argument that is to be differentiated is changed in place.",
+        why="The recomputation would start from the changed value, and the "
+        "tensor belongs to the caller.",
+        do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+    )
+
+
+def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
+    """What an error of torch's, raised in a trace, says of the user's function, if anything."""
+    text = str(error)
+    if "Variable that requires grad is being used in an in-place" in text:
+        return mutates(line_of(error))
+    if is_backward and "through the graph a second time" in text:
+        return _refused(
+            error,
+            "an autograd.Function differentiates a graph that its forward has kept.",
+            "A trace runs the backward for several layouts of cotangents, and the first "
+            "run frees that graph.",
+            f"Pass retain_graph=True there, or use {_RERUN}.",
+        )
+    if came_through(error, _TORCHS_CHECKPOINT):
+        return _refused(
+            error,
+            "the function calls torch.utils.checkpoint, which cannot be traced here.",
+            "Its backward runs the Python function again, on the real tensors "
+            "instead of those of the trace.",
+            "Remove it (for a model of transformers, by "
+            "model.gradient_checkpointing_disable()), because the region recomputes "
+            "anyway; or import checkpoint from remat.interop.torch, which makes a "
+            "region inside the region.",
+        )
+    if is_backward and met_a_tensor_outside(error):
+        return refusal(
+            CapturedTensorError,
+            where=line_of(error) or "the function",
+            what="the backward of an autograd.Function uses a tensor that its "
+            "forward did not save.",
+            why="It would be stale, or lose its gradient, at the next call.",
+            do="Pass it to the forward, and save it with ctx.save_for_backward.",
+        )
+    if tracer.takes_functions(error):
+        return _refused(
+            error,
+            "an operator that takes functions, such as torch.cond or flex_attention, "
+            "cannot be traced.",
+            "A region decides what to save value by value, and cannot look into "
+            "the functions of an operator.",
+            "Use torch.where for a branch, call the operator between two regions, or "
+            'use engine="rerun".',
+        )
+    return _asks_for_values(error) if needs_values(error) else None
+
+
+def _asks_for_values(error: Exception) -> TraceError:
+    checks = came_through(error, _TORCHS_DISTRIBUTIONS)
+    instead = "validate_args=False for the distribution" if checks else "torch.where"
+    return _refused(
+        error,
+        f"the function cannot be traced ({str(error).splitlines()[0]}).",
+        "A trace sees shapes and types, not values: it cannot branch on a "
+        "tensor's values, call .item(), or run a kernel that hides its work.",
+        f"Use {instead}, or {_RERUN}.",
+    )
+
+
+def _refused(error: Exception, what: str, why: str, do: str) -> TraceError:
+    where = line_of(error) or "the function"
+    return refusal(TraceError, where=where, what=what, why=why, do=do)

@@ -48,11 +48,7 @@ def undone_on_error(found: Survey) -> Generator[None]:
 
 
 def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) -> None:
-    """Refuses a function that changed state while it was traced.
-
-    Raises:
-        SideEffectError: it did.
-    """
+    """Refuses a function that changed state while it was traced."""
     # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
     found.put_back(traced.stand_ins, traced.captured)
     traced.stand_ins.clear()
@@ -79,16 +75,22 @@ def require_nothing_left(
         fakes: the tensors of the trace.
         statics: what the function returned besides tensors.
         where: the function, as messages call it.
-
-    Raises:
-        SideEffectError: one of them is alive; the text says where.
     """
     leaked = _survivor(fakes)
     if leaked is None:
         return
     for returned in statics:
         if _holds(returned, leaked):
-            raise _unknown_container(returned, leaked, where)
+            name = type(returned).__name__
+            raise refusal(
+                SideEffectError,
+                where=where,
+                what=f"returns a tensor, {TensorMeta.of(leaked)}, inside a {name}.",
+                why="torch's pytree does not know that class, so the tensor would not be "
+                "an output and would have no data.",
+                do=f"Register it (torch.export.register_dataclass({name}), for a "
+                "dataclass), or return a tuple, a dict or a named tuple.",
+            )
     raise _leak(leaked, where)
 
 
@@ -108,19 +110,6 @@ def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
 def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
     found = gc.get_referrers(*tensors) if tensors else []
     return [each for each in found if not isinstance(each, types.FrameType)]
-
-
-def _unknown_container(returned: object, tensor: Tensor, where: str) -> SideEffectError:
-    name = type(returned).__name__
-    return refusal(
-        SideEffectError,
-        where=where,
-        what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
-        why="torch's pytree does not know that class, so the tensor would not be "
-        "an output and would have no data.",
-        do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), "
-        "or return a tuple, a dict or a named tuple.",
-    )
 
 
 def _holds(thing: object, tensor: Tensor) -> bool:

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat._errors import (
-    CapturedTensorError,
-    RematError,
-    TraceError,
-    out_of_reach,
-    refusal,
-)
+from remat._errors import RematError, out_of_reach
 from remat._generators import streams, trackers
 from remat._graph.meta import TensorMeta
 from remat._messages import user_line
@@ -32,9 +26,8 @@ from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
-from remat._tracing import importing
+from remat._tracing import importing, refusals
 from remat._tracing.indexing import LookUps
-from remat._tracing.refusals import is_strided, overriding, unstrided
 from remat.policies._operators import function_name
 
 
@@ -156,13 +149,10 @@ def entered(running: Running | None) -> Generator[None]:
 
 @contextlib.contextmanager
 def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
-    """Inside, what takes tensors past torch's functions finds what stands for them.
+    """Inside, regions and users' `autograd.Function`s find what stands for tensors.
 
-    So do regions, none of which is then recognized as one that is called as before, and
-    users' `autograd.Function`s.
-
-    Args:
-        stand_in: gives what stands for a tensor, itself if nothing does.
+    They take them past torch's functions. No region is recognized as one that is called as
+    before. `stand_in` gives what stands for a tensor, itself if nothing does.
     """
     outer, _thread.again = _thread.again, (*_thread.again, stand_in)
     try:
@@ -181,14 +171,12 @@ def set_aside() -> contextlib.AbstractContextManager[None]:
 def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
     """Inside, the captured tensors with these ids stand for the given operands."""
     running = _thread.running
-    if running is None:
-        yield
-        return
-    running.substitutes.append(mapping)
+    substitutes = [] if running is None else running.substitutes
+    substitutes.append(mapping)
     try:
         yield
     finally:
-        running.substitutes.pop()
+        substitutes.pop()
 
 
 def lift(tensor: Tensor) -> Tensor:
@@ -201,12 +189,10 @@ def lift(tensor: Tensor) -> Tensor:
     running = _thread.running
     if running is None:
         return tensor
-    if is_fake_of(tensor, running.mode):
-        if is_in_parts(tensor):
+    is_own = is_fake_of(tensor, running.mode)
+    if is_own or (wraps_fakes(tensor) and dtensor.placement(tensor) is None):
+        if not is_own or is_in_parts(tensor):
             _meet(running, tensor, "made")
-        return tensor
-    if wraps_fakes(tensor) and dtensor.placement(tensor) is None:
-        _meet(running, tensor, "made")
         return tensor
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
@@ -226,7 +212,7 @@ def _meet(running: Running, tensor: Tensor, how: str) -> None:
     """Notes whether a tensor in parts was given, and traced as a whole, or made inside."""
     running.in_parts.add(how)
     if len(running.in_parts) > 1:
-        raise _distributed(tensor)
+        raise refusals.distributed(tensor)
 
 
 def _capture(running: Running, tensor: Tensor) -> Tensor:
@@ -235,106 +221,37 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
-    if not (is_strided(tensor) or overrides_functions(type(tensor))):
-        raise unstrided(f"a tensor used at {user_line()}", tensor)
+    if not (refusals.is_strided(tensor) or overrides_functions(type(tensor))):
+        raise refusals.unstrided(f"a tensor used at {user_line()}", tensor)
     if not running.find(tensor):
         if streams.looks_like_state(tensor):
             raise streams.unregistered(f"at {user_line()}")
-        raise _out_of_reach(tensor)
+        raise out_of_reach(
+            f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
+            "It would become a constant of the trace: its gradient would be lost, and "
+            "later changes would not be seen.",
+        )
     if is_lazy(tensor):
-        raise uninitialized(f"used at {user_line()}")
+        raise refusals.uninitialized(f"used at {user_line()}")
     if overrides_functions(type(tensor)):
-        raise overriding(type(tensor))
+        raise refusals.overriding(type(tensor))
     wanted = levels.requires_grad_anywhere(tensor)
     if wanted and torch.is_grad_enabled() and modes.is_below_autograd():
         # TorchScript replaces any error by one of its own, and drops the text.
-        running.refused = _out_of_sight(tensor)
+        where = f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}"
+        running.refused = refusals.out_of_sight(where)
         raise running.refused
     name = f"captured_{len(running.captured)}"
-    meta = TensorMeta.of_operand(tensor)
-    leaf = placeholder(meta, name)
+    leaf = placeholder(TensorMeta.of_operand(tensor), name)
     running.captured.append(tensor)
     running.leaves.append(leaf)
     return leaf
-
-
-def _out_of_reach(tensor: Tensor) -> CapturedTensorError:
-    return out_of_reach(
-        f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-        "It would become a constant of the trace: its gradient would be lost, and later "
-        "changes would not be seen.",
-    )
-
-
-def uninitialized(which: str) -> TraceError:
-    """The error for a parameter that a lazy module has yet to make."""
-    return refusal(
-        TraceError,
-        where=f"a lazy module's parameter, {which}",
-        what="has no shape yet.",
-        why="A lazy module makes its parameters in its first call, but a trace "
-        "has no real tensors for that.",
-        do="Call the model once first, inside `with remat.disabled():`.",
-    )
-
-
-def _out_of_sight(tensor: Tensor) -> CapturedTensorError:
-    return refusal(
-        CapturedTensorError,
-        where=f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-        what="is used by TorchScript, whose operators a trace cannot see.",
-        why="Its gradient would be lost.",
-        do="Use the function or module from before torch.jit.script, or pass the "
-        "tensor as an argument.",
-    )
-
-
-def _distributed(tensor: Tensor) -> TraceError:
-    return refusal(
-        TraceError,
-        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
-        f"{user_line()}",
-        what="is combined with others in a region, where some are given and some "
-        "are made inside.",
-        why="Under vmap, and for subclasses other than DTensor, the trace "
-        "replaces a given one by a plain tensor of the global shape, which "
-        "cannot be combined with local parts.",
-        do='Use engine="rerun", which runs the function again in the backward, or '
-        "pass local tensors and make all of them inside.",
-    )
-
-
-def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
-    """The error for a function that makes a tensor, `made`, from a numpy array."""
-    return refusal(
-        CapturedTensorError,
-        where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
-        what=f"makes a tensor{_described(made)} from a numpy array.",
-        why="The contents of an array cannot be checked at the next call, so the "
-        "tensor would become a constant of the trace.",
-        do="Make the tensor outside, and pass it as an argument or capture it.",
-    )
 
 
 def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
     """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
     is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
     return is_laid_out_so and storage_key(tensor) == storage_key(data)
-
-
-def _sets_data(tensor: Tensor) -> TraceError:
-    return refusal(
-        TraceError,
-        where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
-        what="replaces a tensor's data, which neither autograd nor a trace sees.",
-        why="The trace would go on with the old data.",
-        do="Write them in place (x.copy_(y) under torch.no_grad()), or use "
-        'engine="rerun".',
-    )
-
-
-def _described(made: Any) -> str:
-    return f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
 
 
 class UserCalls(TorchFunctionMode):
@@ -358,9 +275,9 @@ class UserCalls(TorchFunctionMode):
             return running.run_aside(func, args, kwargs or {})
         args, kwargs = trees.map_tensors(lift, (args, kwargs or {}))
         if trees.reads_arrays(args):
-            raise from_array(func, None)
+            raise refusals.from_array(func, None)
         if func == SET_DATA and not _is_own_data(*args):
-            raise _sets_data(args[0])
+            raise refusals.sets_data(args[0])
         graph = tracer.active_graph()
         before = len(graph.nodes)
         out = running.look_ups.call(func, args)

@@ -11,38 +11,29 @@ views kept).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, fx
 
-from remat._errors import RematError, TraceError, refusal
+from remat._errors import RematError
 from remat._generators import streams
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, check
-from remat._messages import (
-    checkpointed_by_torch,
-    freed,
-    higher_order,
-    line_of,
-    mutates,
-    reached_in_backward,
-    untraceable,
-)
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
-from remat._torch.fakes import (
-    fake_mode,
-    met_a_tensor_outside,
-    needs_values,
-    wraps_fakes,
-)
+from remat._torch.fakes import fake_mode, wraps_fakes
 from remat._torch.sizes import OpenSizes, shape_env_of
-from remat._tracing import collectives, engines, importing, in_place_operators
+from remat._tracing import (
+    collectives,
+    engines,
+    importing,
+    in_place_operators,
+    refusals,
+)
 from remat._tracing.aliases import choose_outputs, copy_custom_views
 from remat._tracing.importing import Note
 from remat._tracing.thread import (
@@ -51,7 +42,6 @@ from remat._tracing.thread import (
     current,
     entered,
     fake_of,
-    from_array,
     lift,
     placeholder,
 )
@@ -126,23 +116,6 @@ class View:
     path: Graph | None
     is_detached: bool
     is_cut: bool = False
-
-
-def _require_known(returned: Sequence[Tensor | None]) -> None:
-    for tensor in returned:
-        if (
-            tensor is not None
-            and wraps_fakes(tensor)
-            and dtensor.placement(tensor) is None
-        ):
-            raise refusal(
-                TraceError,
-                where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
-                what="is made inside the region and returned.",
-                why="A program can return only plain tensors and DTensors.",
-                do='Return plain tensors, or use engine="rerun", which runs the '
-                "function again in the backward.",
-            )
 
 
 @final
@@ -226,12 +199,12 @@ def _shape_env(request: Request, outer: Running | None) -> Any:
         return request.sizes.env
     if outer is not None and outer.shape_env is not None:
         return outer.shape_env
-    return shape_env_of(_numbers(request.operands))
+    return shape_env_of(sizes_of(request.operands))
 
 
-def _numbers(metas: Sequence[TensorMeta]) -> Iterator[int]:
-    for meta in metas:
-        yield from (*meta.shape, *meta.stride)
+def sizes_of(metas: Sequence[TensorMeta]) -> list[int]:
+    """The sizes and strides of tensors in a row."""
+    return [number for meta in metas for number in (*meta.shape, *meta.stride)]
 
 
 class _Run:
@@ -251,22 +224,21 @@ class _Run:
         self.num_returned = 0
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
-    def __call__(self, *operands: Tensor) -> list[Tensor | None]:
-        running, request = self.running, self.request
+    def __call__(self, *fakes: Tensor) -> list[Tensor | None]:
         with autocast.autocast_cache(self.keeps_casts):
-            pairs = zip(request.operands, operands, strict=True)
-            stand_ins = tuple(meta.stand_in(each) for meta, each in pairs)
-            return self._run(running, request, stand_ins)
+            pairs = zip(self.request.operands, fakes, strict=True)
+            return self._run([meta.stand_in(each) for meta, each in pairs])
 
-    def _run(
-        self, running: Running, request: Request, operands: tuple[Tensor, ...]
-    ) -> list[Tensor | None]:
+    def _run(self, operands: list[Tensor]) -> list[Tensor | None]:
+        running, request = self.running, self.request
         with UserCalls(running), autograd.lifted_function_apply(lift):
-            results = request.function(operands)
+            results = request.function(tuple(operands))
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
-        _require_known(returned)
+        for out in returned:
+            if out is not None and wraps_fakes(out) and dtensor.placement(out) is None:
+                raise refusals.unknown_class(out)
         self.num_returned = len(returned)
         given = [*operands, *running.leaves]
         returned = copy_custom_views(given, returned)
@@ -281,14 +253,16 @@ class _Run:
         if not request.gradients:
             self.layouts = []
         gradients: list[Tensor | None] = []
-        with _backward_numerics(request.backward_numerics):
+        # Users call .backward() outside autocast, as torch recommends.
+        forward = Numerics.current()
+        with (request.backward_numerics or forward._replace(autocast=())).applied():
             for layout in self.layouts:
                 gradients += self._gradients(given, outputs, layout)
         self.spread = [
-            None if each is None else dtensor.placement(each) for each in gradients
+            each if each is None else dtensor.placement(each) for each in gradients
         ]
-        found = [*returned, *gradients]
-        return [None if each is None else dtensor.local_part(each) for each in found]
+        results = [*returned, *gradients]
+        return [each if each is None else dtensor.local_part(each) for each in results]
 
     def _gradients(
         self,
@@ -302,7 +276,8 @@ class _Run:
             if meta is None:
                 continue
             # A given cotangent is an input even where no gradient comes of it.
-            cotangent = placeholder(meta, _cotangent_name())
+            number = len(tracer.active_graph().nodes)
+            cotangent = placeholder(meta, f"cotangent_{number}")
             if output.requires_grad:
                 outputs.append(output)
                 cotangents.append(cotangent)
@@ -322,10 +297,6 @@ class _Run:
         return [next(found) if each.requires_grad else None for each in operands]
 
 
-def _cotangent_name() -> str:
-    return f"cotangent_{len(tracer.active_graph().nodes)}"
-
-
 def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
     """Cotangents laid out like the outputs, and like those of `.sum()`: one number.
 
@@ -338,26 +309,15 @@ def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]
     if any(meta is not None and meta.placement is not None for meta in like):
         # How the cotangent of a sum would be spread, torch decides.
         return [like]
-    expanded = tuple(meta and _expanded(meta) for meta in like)
+    expanded = tuple(
+        meta and dataclasses.replace(meta, stride=(0,) * len(meta.shape))
+        for meta in like
+    )
     return [like] if expanded == like else [like, expanded]
-
-
-def _expanded(meta: TensorMeta) -> TensorMeta:
-    return dataclasses.replace(meta, stride=(0,) * len(meta.shape))
 
 
 def _home(operands: Sequence[TensorMeta]) -> torch.device:
     return operands[0].device if operands else torch.get_default_device()
-
-
-def _backward_numerics(
-    numerics: Numerics | None,
-) -> contextlib.AbstractContextManager[None]:
-    # Users call .backward() outside autocast, as torch recommends.
-    if numerics is None:
-        forward = Numerics.current()
-        return forward._replace(autocast=()).applied()
-    return numerics.applied()
 
 
 # Public, but torch has not annotated it.
@@ -368,7 +328,7 @@ def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and tracer.is_lift(node):
             # torch.from_numpy and its like are not torch functions: no mode sees them.
-            raise from_array(_FROM_NUMPY, node.meta.get("val"))
+            raise refusals.from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
@@ -385,40 +345,25 @@ def _record(run: _Run) -> fx.GraphModule:
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         if isinstance(error, RematError):
             raise
-        found = running.refused or _of_the_users(run, error)
+        is_backward = bool(run.layouts)
+        found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
         if found is None:
             raise
         raise found from error
     return module
 
 
-def _of_the_users(run: _Run, error: Exception) -> RematError | None:
-    """What an error of torch's says of the user's function, if it says anything."""
-    text = str(error)
-    if "Variable that requires grad is being used in an in-place" in text:
-        return mutates(line_of(error))
-    if run.layouts and "through the graph a second time" in text:
-        return freed(error)
-    refused = checkpointed_by_torch(error)
-    if refused is not None:
-        return refused
-    if run.layouts and met_a_tensor_outside(error):
-        return reached_in_backward(error)
-    if tracer.takes_functions(error):
-        return higher_order(error)
-    return untraceable(error) if needs_values(error) else None
-
-
 def _finish(run: _Run, module: fx.GraphModule) -> Traced:
     is_template = run.request.sizes is not None
-    imported = importing.import_graph(module, is_template=is_template)
+    imported = importing.Imported(module, is_template=is_template)
+    mutations = tuple(sorted(imported.mutations.items()))
     running, count = run.running, run.num_returned
     returned = imported.outputs[:count]
     outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
-    forward = [*outputs, *(new for _, new in imported.mutations), *imported.states]
+    forward = [*outputs, *(new for _, new in mutations), *imported.states]
     values = _settle_phases(imported.values, [ref.index for ref in forward])
     graph = check(Graph(values, imported.num_inputs, imported.outputs))
-    bases = {new: operand for operand, new in imported.mutations}
+    bases = {new: operand for operand, new in mutations}
     num_operands = len(run.request.operands) + len(running.captured)
     plain = [
         None if placement else ref
@@ -443,8 +388,8 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
         ),
         gradients=(),
         spread=(),
-        mutations=imported.mutations,
-        states=imported.states,
+        mutations=mutations,
+        states=tuple(imported.states),
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
     return Traced(
@@ -473,7 +418,7 @@ def _for_each_layout(
         )
 
 
-def _settle_phases(values: tuple[Value, ...], needed: list[int]) -> tuple[Value, ...]:
+def _settle_phases(values: list[Value], needed: list[int]) -> tuple[Value, ...]:
     """Marks as forward all that a forward value or output needs, wherever it was recorded.
 
     The second pass updates views of changed tensors only when they are read.
@@ -544,7 +489,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     Of a backward program, the steps that repeat the forward are still known as such.
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
-    mode = fake_mode(_home(metas), shape_env_of(_numbers(metas)))
+    mode = fake_mode(_home(metas), shape_env_of(sizes_of(metas)))
     # An outer trace would take the calls here for calls of the user. Autocast would add casts
     # to those that a program holds.
     with (
@@ -557,7 +502,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
             module = tracer.make_fx(lambda *tensors: list(function(tensors)), fakes)
             if in_place_operators.has_mutations(module.graph):
                 module = importing.functionalize(module, fakes)
-        imported = importing.import_graph(module)
+        imported = importing.Imported(module)
     repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
         dataclasses.replace(value, is_backward=repeats) for value in imported.values

@@ -22,7 +22,7 @@ from remat._graph.meta import TensorMeta
 from remat._partition.analysis import forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all
-from remat._rerun.hidden import require_nothing_hidden
+from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import levels

@@ -79,17 +79,13 @@ def consume(keys: Tensor) -> None:
     for pair in cast("Any", keys.view(torch.int64)).tolist():
         key = (pair[0] % 2**64, pair[1] % 2**64)
         if key in record:
-            raise _reused(key, record[key], line)
+            raise refusal(
+                KeyReuseError,
+                where=f"the key {list(key)}, consumed at {line}",
+                what=f"was consumed before, at {record[key]}.",
+                why="Both draws have the same bits, so numbers that should be "
+                "independent are equal.",
+                do="Split it once, k1, k2 = random.split(key), or derive a key for each "
+                "use, random.fold_in(key, 0) and random.fold_in(key, 1).",
+            )
         record[key] = line
-
-
-def _reused(key: tuple[int, int], first: str, second: str) -> KeyReuseError:
-    return refusal(
-        KeyReuseError,
-        where=f"the key {list(key)}, consumed at {second}",
-        what=f"was consumed before, at {first}.",
-        why="Both draws have the same bits, so numbers that should be "
-        "independent are equal.",
-        do="Split it once, k1, k2 = random.split(key), or derive a key for each use, "
-        "random.fold_in(key, 0) and random.fold_in(key, 1).",
-    )

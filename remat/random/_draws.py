@@ -15,14 +15,8 @@ Shape = int | Sequence[int]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (
-    torch.int32,
-    torch.int64,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
+    *(torch.int32, torch.int64, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
 _WIDEST_BIASED = 1 << 28
 

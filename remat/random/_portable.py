@@ -48,7 +48,8 @@ def _split_few(keys: Tensor, num: int) -> Tensor:
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
     """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
-    digits, computed = _DIGITS[out.dtype], _computed(out.dtype)
+    digits = _DIGITS[out.dtype]
+    computed = torch.float64 if digits == 53 else torch.float32
     # Bounds are rounded to the dtype of the result, and narrow dtypes computed in
     # float32, as torch's kernel does.
     start, end = torch.tensor([low, high], dtype=out.dtype, device=out.device)
@@ -142,10 +143,6 @@ def _interleaved(parts: Sequence[Tensor]) -> Tensor:
     What follows runs on whole rows: on each part alone it would take three times as long.
     """
     return torch.stack(list(parts), dim=-1).flatten(1)
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _fill(out: Tensor, keys: Tensor, sample: Callable[[Words], Tensor]) -> Tensor:
