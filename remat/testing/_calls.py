@@ -117,7 +117,7 @@ class FlatFunction:
         return self._apart(self.function(*args, **kwargs))
 
     def with_parameters(self, names: Sequence[str]) -> Callable[..., Any]:
-        """The same as a function of these parameters, then of the tensors."""
+        """The function of these parameters of the module, then of the tensors."""
         module = self.function
         assert isinstance(module, nn.Module)
 

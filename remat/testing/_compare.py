@@ -111,20 +111,26 @@ def require_same(
     """Raises NotEquivalentError if two tensors differ, by a bit or by more than rounding."""
     if one is None and other is None:
         return
-    if (one is None or other is None) and not exact and _is_zero(one, other):
+    what = mismatched(one, other)
+    if one is None or other is None:
+        there = other if one is None else one
         # Whether autograd knows that a gradient is zero is not a matter of rounding.
-        return
-    mismatch = mismatched(one, other)
-    if mismatch or one is None or other is None:
-        raise _differs(label, where, mismatch, exact)
-    if same_bits(one, other) or (not exact and _is_close(one, other)):
-        return
-    label = f"{label} ({TensorMeta.of(one)})"
-    raise _differs(label, where, f"{Gap.between(one, other)}", exact)
-
-
-def _is_zero(*tensors: Tensor | None) -> bool:
-    return not any(each.any() for each in tensors if each is not None)
+        if not exact and there is not None and not there.any():
+            return
+    elif not what:
+        if same_bits(one, other) or (not exact and _is_close(one, other)):
+            return
+        label = f"{label} ({TensorMeta.of(one)})"
+        what = f"{Gap.between(one, other)}"
+    rounding = "to rounding, by the defaults of torch.testing.assert_close."
+    raise refusal(
+        NotEquivalentError,
+        where=f"{where}, {label}",
+        what=what,
+        why=f"They should agree {'to the last bit.' if exact else rounding}",
+        do="testing.first_difference(f, g)(*args) names the first operator whose "
+        "result differs, also of functions that are transformed.",
+    )
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
@@ -133,21 +139,3 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def _differs(label: str, where: str, what: str, exact: bool) -> NotEquivalentError:
-    why = (
-        "They should agree to the last bit."
-        if exact
-        else (
-            "They should agree to rounding, by the defaults of torch.testing.assert_close."
-        )
-    )
-    return refusal(
-        NotEquivalentError,
-        where=f"{where}, {label}",
-        what=what,
-        why=why,
-        do="testing.first_difference(f, g)(*args) names the first operator whose "
-        "result differs, also of functions that are transformed.",
-    )

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat._calls.decorated import BoundRegion, DecoratedFunction, RematModule
+from remat._calls.decorated import is_region
 from remat._errors import refusal
 from remat._torch.tensors import storage_key
 from remat.testing._calls import CallArguments, FlatFunction
@@ -116,7 +116,8 @@ def assert_equivalent(
     """
     names = tuple(USUAL if transforms is None else transforms)
     parsed = {name: parse(name) for name in names}
-    is_exact = _promises_bits(g) if exact is None else exact
+    promised = is_region(g) and g.settings.backend is None
+    is_exact = promised if exact is None else exact
 
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
         pair = _Pair(f, g, CallArguments.of(f, args, kwargs), cotangents, is_exact)
@@ -135,11 +136,6 @@ def assert_equivalent(
     return compare
 
 
-def _promises_bits(g: object) -> bool:
-    regions = (DecoratedFunction, BoundRegion, RematModule)
-    return isinstance(g, regions) and g.settings.backend is None
-
-
 def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
     reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
     return refusal(
@@ -155,21 +151,16 @@ def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Result:
-    """One run of one function under one transform.
-
-    Attributes:
-        values: what it gave.
-        labels: what to call them.
-        exact: for each, whether bits are compared.
-        rest: the structure of the output and its leaves that are not tensors.
-        after: what became of arguments and captured state.
-    """
+    """One run of one function under one transform."""
 
     values: tuple[Tensor | None, ...]
     labels: tuple[str, ...]
+    #: For each value, whether bits are compared.
     exact: tuple[bool, ...]
-    rest: tuple[Any, ...]
-    after: dict[str, Tensor]
+    #: The structure of the output, and its leaves that are not tensors.
+    rest: tuple[Any, ...] = ()
+    #: Arguments and captured state after the call.
+    after: dict[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
 
 
 @final
@@ -217,8 +208,6 @@ class _Pair:
         with self.state.kept():
             if parts[-1] == "functional_call":
                 result = self._functional(flattened, parts[:-1])
-            elif parts == ("grad",):
-                result = self._gradients_of_grad(flattened)
             elif parts[0] == "backward":
                 result = self._backward(flattened, parts[1:], given)
             else:
@@ -249,15 +238,12 @@ class _Pair:
                 torch.zeros_like(leaf) if each is None else each
                 for leaf, each in zip(wanted, found, strict=False)
             )
-            return _Result(
-                values, _gradients_of(labels[:count]), (alone,) * count, (), {}
-            )
+            return _Result(values, _gradients_of(labels[:count]), (alone,) * count)
         return _Result(
             (*_detached(outputs), *found),
             (*names, *_gradients_of(labels)),
             (*(bits for _ in outputs), *(alone for _ in found)),
             () if inner else (flattened.spec, flattened.statics),
-            {},
         )
 
     def _captured(self, function: Callable[..., Any]) -> dict[str, Tensor]:
@@ -269,15 +255,13 @@ class _Pair:
             if tensor.requires_grad
         }
 
-    def _gradients_of_grad(self, flattened: FlatFunction) -> _Result:
-        wanted = [flattened.leaves[place] for place in self.arguments.wanted]
-        found = apply(("grad",), flattened)(*wanted)
-        labels = _gradients_of(self.arguments.wanted_labels)
-        return _Result(_detached(found), labels, (self.exact,) * len(found), (), {})
-
     def _transformed(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
         wanted = [flattened.leaves[place] for place in self.arguments.wanted]
-        return _close(apply(parts, flattened)(*wanted))
+        found = apply(parts, flattened)(*wanted)
+        if parts != ("grad",):
+            return _close(found)
+        labels = _gradients_of(self.arguments.wanted_labels)
+        return _Result(_detached(found), labels, (self.exact,) * len(found))
 
     def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
         module = flattened.function
@@ -292,7 +276,7 @@ class _Pair:
 
 def _close(found: Sequence[Tensor | None]) -> _Result:
     count = len(found)
-    return _Result(_detached(found), _numbered(count), (False,) * count, (), {})
+    return _Result(_detached(found), _numbered(count), (False,) * count)
 
 
 def _numbered(count: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ directions of the arguments.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import warnings
@@ -96,85 +97,55 @@ def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tenso
     return run, tensors[0].new_zeros(_NUM_DIRECTIONS, dtype=torch.float64)
 
 
-def _grad(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.grad(_loss(f), tuple(range(len(tensors))))(*tensors)
-
-    return run
+def _grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.grad(_loss(f), tuple(range(len(tensors))))(*tensors)
 
 
-def _vjp(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        made: Any = torch.func.vjp(_floating(f), *tensors)
-        outputs, pull = made
-        given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
-        return (*outputs, *pull(tuple(given)))
-
-    return run
+def _vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    made: Any = torch.func.vjp(_floating(f), *tensors)
+    outputs, pull = made
+    given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
+    return (*outputs, *pull(tuple(given)))
 
 
-def _jvp(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        tangents = tuple(tensor.cos() for tensor in tensors)
-        made: Any = torch.func.jvp(_floating(f), tensors, tangents)
-        outputs, pushed = made
-        return (*outputs, *pushed)
-
-    return run
+def _jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    tangents = tuple(tensor.cos() for tensor in tensors)
+    made: Any = torch.func.jvp(_floating(f), tensors, tangents)
+    outputs, pushed = made
+    return (*outputs, *pushed)
 
 
-def _linearize(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings():
-            # torch's own, of the constants that it folds.
-            warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-            outputs, push = torch.func.linearize(_floating(f), *tensors)
-        return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
-
-    return run
+def _linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    with warnings.catch_warnings():
+        # torch's own, of the constants that it folds.
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
+        outputs, push = torch.func.linearize(_floating(f), *tensors)
+    return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
 
 
-def _vmap(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-        batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
-        return torch.func.vmap(f, randomness="different")(*batches)
-
-    return run
+def _vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
+    return torch.func.vmap(f, randomness="different")(*batches)
 
 
-def _jacrev(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.jacrev(_sums(f), tuple(range(len(tensors))))(*tensors)
-
-    return run
+def _jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.jacrev(_sums(f), tuple(range(len(tensors))))(*tensors)
 
 
-def _jacfwd(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        moved, start = _along(_floating(f), tensors)
-        return torch.func.jacfwd(moved)(start)
-
-    return run
+def _jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    moved, start = _along(_floating(f), tensors)
+    return torch.func.jacfwd(moved)(start)
 
 
-def _hessian(f: Flat) -> Flat:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        moved, start = _along(_loss(f), tensors)
-        return (torch.func.hessian(moved)(start),)
-
-    return run
+def _hessian(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    moved, start = _along(_loss(f), tensors)
+    return (torch.func.hessian(moved)(start),)
 
 
-def _backward(f: Flat) -> Flat:
+def _backward(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by plain autograd, which can be differentiated again."""
-
-    def run(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [
-            each if each.requires_grad else each.requires_grad_() for each in tensors
-        ]
-        return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
-
-    return run
+    wanted = [each if each.requires_grad else each.requires_grad_() for each in tensors]
+    return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
 
 
 def gradients(
@@ -198,7 +169,8 @@ def gradients(
     )
 
 
-_RULES: dict[str, Callable[[Flat], Flat]] = {
+# (function, *tensors) -> what the transformed function gives for these tensors.
+_RULES: dict[str, Flat] = {
     "backward": _backward,
     "grad": _grad,
     "vjp": _vjp,
@@ -266,5 +238,5 @@ def parse(name: str) -> tuple[str, ...]:
 def apply(parts: Sequence[str], f: Flat) -> Flat:
     """The function transformed, the last part first."""
     for part in reversed(parts):
-        f = _RULES[part](f)
+        f = functools.partial(_RULES[part], f)
     return f

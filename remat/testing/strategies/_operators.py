@@ -15,13 +15,7 @@ from typing import final
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statement:
-    """One kind of statement.
-
-    Attributes:
-        name: what it is called.
-        lines: its text.
-        kind: what it needs: "plain", "in place", "state", "draw" or "capture".
-    """
+    """A name, the lines, and what they need: a key of `GROUPS`."""
 
     name: str
     lines: tuple[str, ...]

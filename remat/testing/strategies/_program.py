@@ -38,14 +38,10 @@ CAPTURED_OPERANDS = ("SCALE", "shift", 'TABLE["w"]', "LAYER.weight")
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One statement with its operands filled in.
+    """One statement with its operands, and the variables that it makes.
 
-    Attributes:
-        statement: which kind.
-        operands: the expressions that it reads.
-        out: the variable that it makes.
-        other: the second one, "" if there is none.
-        name: what `checkpoint_name` calls the value.
+    `other` is the second of these, "" if there is none; `name` is what `checkpoint_name`
+    calls the value.
     """
 
     statement: Statement
@@ -232,17 +228,13 @@ class Program:
         made = {name for step in inside for name in step.makes}
         read = dict.fromkeys(name for step in inside for name in step.operands)
         wanted = {name for step in after for name in step.operands} | {*self.outputs}
-        takes = [name for name in read if is_local(name) and name not in made]
+        # An argument or a variable; what is captured has other first letters.
+        takes = [name for name in read if name[0] in "xv" and name not in made]
         return takes, [k for step in inside for k in step.makes if k in wanted]
 
     def gives(self, inner: Inner) -> bool:
         """Whether anything outside reads what a region inside would make."""
         return bool(self._interface(inner)[1])
-
-
-def is_local(operand: str) -> bool:
-    """Whether an operand is an argument or a variable, not captured."""
-    return operand[0] in "xv"
 
 
 def _cells_of(function: Callable[..., Any]) -> dict[str, Any]:

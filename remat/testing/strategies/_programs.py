@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from remat import policies as _policies
 from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
-from remat.testing.strategies._choices import NAMES, policies
+from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
 from remat.testing.strategies._program import (
@@ -32,6 +33,32 @@ from remat.testing.strategies._program import (
 from remat.testing.strategies._tensors import TensorSpec, normal, shapes, tensors
 
 _REFUSED = (RuntimeError, IndexError, ValueError)
+# What generated functions call their values.
+_NAMES = ("a", "b", "c")
+
+
+def policies() -> st.SearchStrategy[AbstractPolicy]:
+    """Policies that ask for no storage but `Keep`, and combinations of two of them."""
+    globs = st.lists(st.sampled_from(_NAMES), min_size=1, max_size=2, unique=True)
+    fixed: list[AbstractPolicy] = [
+        _policies.nothing_saveable,
+        _policies.everything_saveable,
+        _policies.save_matmul_outputs,
+    ]
+    simple = st.one_of(
+        st.sampled_from(fixed),
+        globs.map(lambda names: _policies.save_only_these_names(*names)),
+        globs.map(lambda names: _policies.save_any_names_but_these(*names)),
+        globs.map(lambda names: _policies.save_anything_except_these_names(*names)),
+        st.sampled_from([8, 32]).map(lambda size: _policies.by_size(min_bytes=size)),
+    )
+    unions = st.tuples(simple, simple).map(lambda pair: pair[0] | pair[1])
+    return st.one_of(simple, unions)
+
+
+def transforms() -> st.SearchStrategy[str]:
+    """The names of single transforms and of compositions of two, single ones first."""
+    return st.one_of(st.sampled_from(TRANSFORMS), st.sampled_from(COMPOSITIONS))
 
 
 @st.composite
@@ -102,7 +129,7 @@ def _choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
         _Choice,
         st.sampled_from(statements),
         st.tuples(_NUMBERS, _NUMBERS),
-        st.sampled_from(NAMES),
+        st.sampled_from(_NAMES),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -25,33 +25,17 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return wide.to(dtype)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    return shape, ""
-
-
-def _transposed(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    return (*shape[:-2], shape[-1], shape[-2]), ".mT"
-
-
-def _expanded(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    return (1, *shape[1:]), f".expand({', '.join(map(str, shape))})"
-
-
-def _sliced(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    return (*shape[:-1], 2 * shape[-1]), "[..., ::2]"
-
-
-def _offset(shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    return (shape[0] + 1, *shape[1:]), "[1:]"
-
-
+_Shape = tuple[int, ...]
 # Memory layouts: the shape to make, and the view of it to take.
-_LAYOUTS = {
-    "contiguous": _contiguous,
-    "transposed": _transposed,
-    "expanded": _expanded,
-    "sliced": _sliced,
-    "offset": _offset,
+_LAYOUTS: dict[str, Callable[[_Shape], tuple[_Shape, str]]] = {
+    "contiguous": lambda shape: (shape, ""),
+    "transposed": lambda shape: ((*shape[:-2], shape[-1], shape[-2]), ".mT"),
+    "expanded": lambda shape: (
+        (1, *shape[1:]),
+        f".expand({', '.join(map(str, shape))})",
+    ),
+    "sliced": lambda shape: ((*shape[:-1], 2 * shape[-1]), "[..., ::2]"),
+    "offset": lambda shape: ((shape[0] + 1, *shape[1:]), "[1:]"),
 }
 _NUM_DIMS = {"contiguous": 0, "transposed": 2}
 LAYOUTS = tuple(_LAYOUTS)
