@@ -1,6 +1,8 @@
 """Schedules: which states of a stack are kept, and what is computed again."""
 
-from remat.schedules._actions import (
+from remat.schedules._budget import Budget
+from remat.schedules._contract import (
+    AbstractSchedule,
     Action,
     Advance,
     Backward,
@@ -8,9 +10,8 @@ from remat.schedules._actions import (
     Record,
     Restore,
     Snapshot,
+    Stage,
 )
-from remat.schedules._budget import Budget
-from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every, Sqrt
 from remat.schedules._replay import Ledger, Replay, replay
 from remat.schedules._revolve import Revolve

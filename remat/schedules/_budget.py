@@ -30,7 +30,8 @@ import numpy as np
 
 from remat._errors import BudgetError, ScheduleError, refusal
 from remat.policies._sizes import parse_size, show_size
-from remat.schedules._actions import (
+from remat.schedules._contract import (
+    AbstractSchedule,
     Action,
     Advance,
     Backward,
@@ -38,8 +39,8 @@ from remat.schedules._actions import (
     Record,
     Restore,
     Snapshot,
+    Stage,
 )
-from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every
 from remat.schedules._replay import replay
 
@@ -108,10 +109,18 @@ class Budget(AbstractSchedule):
             return ()
         limit = self.bytes_for(stages)
         if limit >= _all_bytes(stages):
-            return tuple(_without_recomputation(len(stages)))
+            return Every(len(stages)).actions(stages)
         least = _LeastBytes(stages)
         if limit < least.needed:
-            raise self._infeasible(limit, least.needed)
+            raise refusal(
+                BudgetError,
+                where=f"Budget({self.size!r}), which is {limit} bytes",
+                what="no schedule fits.",
+                why=f"The smallest feasible size is {least.needed} bytes "
+                f"({show_size(least.needed)}).",
+                do=f"Give at least Budget({least.needed}), or split the largest stage "
+                "in two.",
+            )
         candidates = [
             _Planner(stages, limit).actions(),
             least.actions(),
@@ -119,24 +128,10 @@ class Budget(AbstractSchedule):
         ]
         return _cheapest(filter(None, candidates), stages, limit)
 
-    def _infeasible(self, limit: int, needed: int) -> BudgetError:
-        return refusal(
-            BudgetError,
-            where=f"Budget({self.size!r}), which is {limit} bytes",
-            what="no schedule fits.",
-            why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
-            do=f"Give at least Budget({needed}), or split the largest stage in two.",
-        )
-
 
 def _all_bytes(stages: Sequence[Stage]) -> int:
     """What all records and all states but the first hold."""
     return sum(stage.record_bytes + stage.output_bytes for stage in stages)
-
-
-def _without_recomputation(count: int) -> Iterable[Action]:
-    yield from map(Record, range(count))
-    yield from map(Backward, reversed(range(count)))
 
 
 def _cheapest(
@@ -157,26 +152,6 @@ _RECORD = 0
 
 
 @final
-class _Written:
-    """Writes a tree of choices as actions."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-
-    def keep(self, start: int, middle: int, *, is_kept: bool) -> None:
-        """Advances to a state that is kept, from a state that is kept too."""
-        if not is_kept:
-            self.actions.append(Snapshot(start))
-        self.actions += [Advance(start, middle), Snapshot(middle)]
-
-    def record(self, stage: int, *, is_kept: bool) -> None:
-        """Records a stage; its state stays for the record's sake."""
-        if is_kept:
-            self.actions.append(Drop(stage))
-        self.actions.append(Record(stage))
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class _Stretch:
     """Stages s .. t with `room` for all but state s; `is_kept`: a snapshot holds it."""
@@ -190,28 +165,30 @@ class _Stretch:
 
 def _write(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
     """The actions of the choices for each part."""
-    written = _Written()
+    actions: list[Action] = []
     pending: list[_Stretch | Backward] = [part]
     while pending:
         now = pending.pop()
         if isinstance(now, Backward):
-            written.actions.append(now)
+            actions.append(now)
             continue
         if not now.is_current:
-            written.actions.append(Restore(now.start))
+            actions.append(Restore(now.start))
         start, stop, room = now.start, now.stop, now.room
         middle = choice(start, stop, room)
         if middle == _RECORD:
-            written.record(start, is_kept=now.is_kept)
+            # The state of a recorded stage stays for the record's sake.
+            actions += [Drop(start), Record(start)] if now.is_kept else [Record(start)]
             pending.append(Backward(start))
             if start < stop:
                 room -= sizes.record[start] + sizes.state[start + 1]
                 pending.append(_Stretch(start + 1, stop, room, False, True))
             continue
-        written.keep(start, middle, is_kept=now.is_kept)
+        actions += [] if now.is_kept else [Snapshot(start)]
+        actions += [Advance(start, middle), Snapshot(middle)]
         pending.append(_Stretch(start, middle - 1, room, True, False))
         pending.append(_Stretch(middle, stop, room - sizes.state[middle], True, True))
-    return tuple(written.actions)
+    return tuple(actions)
 
 
 @final

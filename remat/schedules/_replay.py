@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from remat._errors import ScheduleError, refusal
-from remat.schedules._actions import (
+from remat.schedules._contract import (
     Action,
     Advance,
     Backward,
@@ -19,8 +19,8 @@ from remat.schedules._actions import (
     Record,
     Restore,
     Snapshot,
+    Stage,
 )
-from remat.schedules._contract import Stage
 
 
 @final
@@ -126,36 +126,6 @@ class Replay:
     held_bytes: int
 
 
-@final
-class _Meter:
-    """Adds up the cost and the bytes of a replay."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = stages
-        self.evaluations = 0
-        self.cost = 0
-        self.most_snapshots = 0
-        self.peak_bytes = 0
-        self.held_bytes = 0
-
-    def state_bytes(self, state: int) -> int:
-        """Bytes of one state that live for the stack's sake."""
-        return 0 if state == 0 else self.stages[state - 1].output_bytes
-
-    def live_bytes(self, ledger: Ledger, *others: int) -> int:
-        """Bytes of what is kept and recorded, and of some more states."""
-        states = {*ledger.kept, *ledger.recorded, *others}
-        records = sum(self.stages[stage].record_bytes for stage in ledger.recorded)
-        return records + sum(map(self.state_bytes, states))
-
-    def run(self, ledger: Ledger, stage: int) -> None:
-        """Counts one run of a stage."""
-        self.evaluations += 1
-        self.cost += self.stages[stage].cost
-        live = self.live_bytes(ledger, stage, stage + 1)
-        self.peak_bytes = max(self.peak_bytes, live)
-
-
 def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
     """Checks a list of actions and says what it costs.
 
@@ -177,30 +147,35 @@ def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
         >>> found.evaluations, found.most_snapshots
         (25, 3)
     """
-    ledger, meter = Ledger(), _Meter(stages)
+    ledger = Ledger()
+    evaluations = cost = most_snapshots = peak_bytes = held_bytes = 0
+
+    def live_bytes(*others: int) -> int:
+        """Bytes of what is kept and recorded, and of some more states."""
+        states = {*ledger.kept, *ledger.recorded, *others} - {0}
+        records = sum(stages[stage].record_bytes for stage in ledger.recorded)
+        return records + sum(stages[state - 1].output_bytes for state in states)
+
     for action in actions:
-        first_backward = isinstance(action, Backward) and ledger.remaining is None
-        if first_backward:
+        if isinstance(action, Backward) and ledger.remaining is None:
             _require_end(ledger.current == len(stages), action, ledger)
-            meter.held_bytes = meter.live_bytes(ledger)
+            held_bytes = live_bytes()
         ledger.enter(action)
+        most_snapshots = max(most_snapshots, len(ledger.kept))
         match action:
             case Advance(start, stop):
-                for stage in range(start, stop):
-                    meter.run(ledger, stage)
+                ran = range(start, stop)
             case Record(stage):
-                meter.run(ledger, stage)
+                ran = (stage,)
             case _:
-                meter.most_snapshots = max(meter.most_snapshots, len(ledger.kept))
+                ran = ()
+        for stage in ran:
+            evaluations += 1
+            cost += stages[stage].cost
+            peak_bytes = max(peak_bytes, live_bytes(stage, stage + 1))
     is_done = ledger.remaining == 0 or not stages
     _require_end(is_done, "the end of the list", ledger)
-    return Replay(
-        meter.evaluations,
-        meter.cost,
-        meter.most_snapshots,
-        meter.peak_bytes,
-        meter.held_bytes,
-    )
+    return Replay(evaluations, cost, most_snapshots, peak_bytes, held_bytes)
 
 
 def _require_end(holds: bool, where: object, ledger: Ledger) -> None:

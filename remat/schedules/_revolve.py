@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat.schedules._actions import (
+from remat.schedules._contract import (
+    AbstractSchedule,
     Action,
     Advance,
     Backward,
@@ -25,8 +26,9 @@ from remat.schedules._actions import (
     Record,
     Restore,
     Snapshot,
+    Stage,
+    require_count,
 )
-from remat.schedules._contract import AbstractSchedule, Stage, require_count
 
 
 @final
