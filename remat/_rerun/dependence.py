@@ -172,9 +172,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
     if not outputs:
         return
-    nodes = nodes_behind(
-        [each.grad_fn for each in outputs if each.grad_fn is not None]
-    )
+    nodes = nodes_behind([each.grad_fn for each in outputs if each.grad_fn is not None])
     held = [node for node in nodes if _is_held(node)]
     if not held:
         return

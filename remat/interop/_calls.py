@@ -1,4 +1,4 @@
-"""What the drop-ins share: one call of a function as a region.
+"""What the drop-ins share: one call of a function as a region, and how its inputs wait.
 
 The peers take a function at each call, so a region is made at each call too. That costs
 microseconds: traces belong to a function's code and to the options (`_calls.decorated`), so a
@@ -8,10 +8,12 @@ of the last.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from remat._calls import torch_compile
@@ -20,10 +22,15 @@ from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
-from remat._torch import dynamo
+from remat._messages import warn
+from remat._torch import dynamo, isolation, modes, trees
 from remat._tracing.thread import is_running
 from remat.policies import nothing_saveable
-from remat.storage import AbstractStorage, Keep
+from remat.storage import AbstractStorage, Keep, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _KEEP = Keep()
 
@@ -54,7 +61,7 @@ def call_as_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    storage: AbstractStorage = _KEEP,
+    storage: Callable[[], AbstractStorage] | None = None,
 ) -> Any:
     """Calls a function whose backward will recompute all of it.
 
@@ -65,31 +72,27 @@ def call_as_region(
         function: any callable, a module or a region.
         args: the call's arguments.
         kwargs: likewise.
-        storage: how arguments of a floating or complex dtype wait, parameters aside.
-
-    Returns:
-        What `function` returns.
+        storage: makes the storage in which arguments of a floating or complex dtype wait,
+            parameters aside; None where they wait as they are.
 
     Raises:
         ValueError: the function runs again, and its inputs would have to wait otherwise
             than as they are.
     """
-    if _runs_again(function):
-        inputs_for(storage, "rerun")
+    if storage is not None and is_dynamo_compiling():
+        dynamo.end_graph(_WITH_STORAGE)
+    waiting = _KEEP if storage is None else storage()
+    if is_region(function) and function.settings.engine == "rerun":
+        inputs_for(waiting, "rerun")
         return function(*args, **kwargs)
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))
-    return DecoratedFunction(function, _settings(storage))(*args, **kwargs)
+    return DecoratedFunction(function, _settings(waiting))(*args, **kwargs)
 
 
-def end_graph_for_storage(is_wanted: bool) -> None:
-    """Ends a graph of torch.compile in front of a call whose inputs wait in a storage."""
-    if is_wanted and is_dynamo_compiling():
-        dynamo.end_graph(_WITH_STORAGE)
-
-
-def _runs_again(function: Callable[..., Any]) -> bool:
-    return is_region(function) and function.settings.engine == "rerun"
+def warn_without_effect(where: str, why: str, do: str) -> None:
+    """Warns of an option that has no effect with this engine."""
+    warn(where=where, what="has no effect.", why=why, do=do)
 
 
 @dynamo.constant_for_dynamo
@@ -121,3 +124,50 @@ def preserve(get_tracker: Callable[[], Any]) -> None:
             do="Call random.register_tracker(tracker) before the region.",
         )
     register_tracker(tracker)
+
+
+def shard_over(
+    group: ProcessGroup | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Shard:
+    """The sharding of a call's saved inputs over a process group, as the peers take it.
+
+    Args:
+        group: whose ranks hold the same inputs; None means all ranks.
+        args: the call's arguments, for their device.
+        kwargs: likewise.
+
+    Raises:
+        RuntimeError: there are no process groups.
+        TypeError: it is not a group, or one to which this rank does not belong.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise refusal(
+            RuntimeError,
+            where="checkpoint",
+            what="should shard its saved inputs, but torch.distributed is not "
+            "initialized.",
+            why="Each rank of a process group keeps its part.",
+            do="Call torch.distributed.init_process_group(...) first, or leave the "
+            "sharding off.",
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise refusal(
+            TypeError,
+            where="checkpoint",
+            what=f"got {group!r}, of type {type(group).__name__}, as the group.",
+            why="Each rank of a process group keeps its part, and this rank is "
+            "not in one.",
+            do="Pass a torch.distributed.ProcessGroup that this rank belongs to, such as "
+            'mesh["tp"].get_group().',
+        )
+    devices = [tensor.device.type for tensor in trees.tensor_leaves((args, kwargs))]
+    whole = dist.group.WORLD if group is None else group
+    return Shard(_mesh_of(whole, devices[0] if devices else "cpu"))
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_of(group: Any, device_type: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with isolation.isolated(), modes.without_torch_function():
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("tp",))

@@ -11,21 +11,21 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
 from remat._errors import refusal
-from remat._messages import warn
 from remat._regions import prefetch
 from remat._torch import dynamo
 from remat.interop._calls import (
     call_as_region,
-    end_graph_for_storage,
     preserve_that_of,
+    shard_over,
+    warn_without_effect,
 )
-from remat.interop._groups import shard_over
 from remat.storage import AbstractStorage, Keep, Offload, release_host_memory
 
 __all__ = [
@@ -72,13 +72,7 @@ _WITHOUT_EFFECT = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Configuration:
-    """The arguments of `configure`.
-
-    Attributes:
-        mpu: the object that knows the model-parallel group, or None.
-        partition_activations: whether each rank of that group keeps its part.
-        checkpoint_in_cpu: whether inputs wait in host memory.
-    """
+    """The arguments of `configure`; `mpu` knows the model-parallel group."""
 
     mpu: Any = None
     partition_activations: bool = False
@@ -139,19 +133,20 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> y.sum().backward()
     """
     preserve_that_of(_CHECKPOINTING)
-    configuration = _Current.value
-    end_graph_for_storage(configuration is not None and configuration.has_storage)
-    storage = (configuration or _Configuration()).storage(args, kwargs)
-    found = call_as_region(function, args, kwargs, storage)
-    if type(found) not in (tuple, list):
-        return found
-    outputs = tuple(found)
+    configuration = _Current.value or _Configuration()
+    storage = functools.partial(configuration.storage, args, kwargs)
+    returned = call_as_region(
+        function, args, kwargs, storage if configuration.has_storage else None
+    )
+    if type(returned) not in (tuple, list):
+        return returned
+    outputs = tuple(returned)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
 @dynamo.unseen_by_dynamo
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same as `checkpoint`, which does what both of DeepSpeed's variants do.
+    """Calls `checkpoint`, which does what both of DeepSpeed's variants do.
 
     Args:
         function: see there.
@@ -211,7 +206,7 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         >>> deepspeed.is_configured()
         True
     """
-    told = {
+    passed = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
         "num_checkpoints": num_checkpoints,
@@ -220,7 +215,7 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         "profile": profile,
     }
     options = _section(deepspeed_config)
-    options |= {name: each for name, each in told.items() if each is not None}
+    options |= {name: each for name, each in passed.items() if each is not None}
     for name, (why, do) in _WITHOUT_EFFECT.items():
         if options.get(name):
             _warn(name, options[name], why, do)
@@ -296,12 +291,7 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 def _warn(name: str, value: object, why: str, do: str) -> None:
-    warn(
-        where=f"interop.deepspeed.configure({name}={value!r})",
-        what="has no effect.",
-        why=why,
-        do=do,
-    )
+    warn_without_effect(f"interop.deepspeed.configure({name}={value!r})", why, do)
 
 
 def _group_getter(mpu: Any) -> Callable[[], Any]:

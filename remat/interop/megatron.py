@@ -14,13 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from remat._torch import dynamo
-from remat.interop._calls import (
-    call_as_region,
-    end_graph_for_storage,
-    preserve_that_of,
-)
-from remat.interop._groups import shard_over
-from remat.storage import Keep
+from remat.interop._calls import call_as_region, preserve_that_of, shard_over
 
 __all__ = ["checkpoint"]
 
@@ -69,11 +63,11 @@ def checkpoint(
             f"{type(distribute_saved_activations).__name__}."
         )
     preserve_that_of(_RANDOM)
-    end_graph_for_storage(bool(distribute_saved_activations))
-    storage = Keep()
-    if distribute_saved_activations:
-        storage = shard_over(_tensor_parallel_group(), args, {})
-    return call_as_region(function, args, {}, storage)
+    if not distribute_saved_activations:
+        return call_as_region(function, args, {})
+    return call_as_region(
+        function, args, {}, lambda: shard_over(_tensor_parallel_group(), args, {})
+    )
 
 
 def _tensor_parallel_group() -> Any:

@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,7 @@ import torch
 from remat._errors import refusal
 from remat._messages import warn
 from remat._torch import dynamo
-from remat.interop._calls import call_as_region, end_graph_for_storage, preserve
-from remat.interop._groups import shard_over
-from remat.storage import Keep
+from remat.interop._calls import call_as_region, preserve, shard_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,17 +80,23 @@ def checkpoint(
         torch.Size([4, 4])
     """
     if _has_options_in_front(args):
-        _warn_of_options_in_front()
+        warn(
+            where="interop.transformer_engine.checkpoint(function, *args)",
+            what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
+            "by position.",
+            why="TransformerEngine accepts this, but has deprecated it.",
+            do="Pass them by keyword.",
+            category=DeprecationWarning,
+        )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     kwargs = _without_options_of_torch(kwargs)
     if get_rng_state_tracker is not None:
         preserve(get_rng_state_tracker)
-    end_graph_for_storage(distribute_saved_activations)
-    storage = Keep()
-    if distribute_saved_activations:
-        storage = shard_over(tp_group, args, kwargs)
-    return call_as_region(function, args, kwargs, storage)
+    storage = functools.partial(shard_over, tp_group, args, kwargs)
+    return call_as_region(
+        function, args, kwargs, storage if distribute_saved_activations else None
+    )
 
 
 def _has_options_in_front(args: tuple[Any, ...]) -> bool:
@@ -100,17 +105,6 @@ def _has_options_in_front(args: tuple[Any, ...]) -> bool:
         return False
     group: Any = getattr(torch.distributed, "ProcessGroup", None)
     return args[2] is None or (group is not None and isinstance(args[2], group))
-
-
-def _warn_of_options_in_front() -> None:
-    warn(
-        where="interop.transformer_engine.checkpoint(function, *args)",
-        what="got distribute_saved_activations, get_rng_state_tracker and tp_group "
-        "by position.",
-        why="TransformerEngine accepts this, but has deprecated it.",
-        do="Pass them by keyword.",
-        category=DeprecationWarning,
-    )
 
 
 def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -84,7 +84,8 @@ def enable(
     """
     owner = _owner_of(model)
     settings: dict[str, Any] = {"rng": "preserve", "policy": policy, **options}
-    setter = _Setter(owner, functools.partial(_run, remat(**settings)), every)
+    run = functools.partial(_run, remat(**settings))
+    setter = functools.partial(_set, owner, run, every)
     setter(enable=True)
     owner.__dict__[_HOOK] = setter
     return model
@@ -170,40 +171,20 @@ def _place(collected: dict[str, Any], key: str) -> int:
     return count if _SELECTED in collected else min(count, 1)
 
 
-@final
-class _Setter:
-    """Stands before the model's own hook, so that nobody sets another function.
-
-    Args:
-        owner: the model.
-        function: which function the layers are passed to.
-        every: which layers are.
-    """
-
-    def __init__(
-        self, owner: nn.Module, function: functools.partial[Any], every: int
-    ) -> None:
-        self.owner = owner
-        self.function = function
-        self.every = every
-
-    def __call__(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] | None = None,
-        every_n_layers: int = 1,
-    ) -> None:
-        """Sets the flags of the layers, and our function whatever is given."""
-        if enable:
-            _warn_of_options(gradient_checkpointing_func, every_n_layers)
-        hook = getattr(type(self.owner), _HOOK)
-        layers = {} if self.every == 1 else {"every_n_layers": self.every}
-        hook(
-            self.owner,
-            enable=enable,
-            gradient_checkpointing_func=self.function,
-            **layers,
-        )
+def _set(
+    owner: nn.Module,
+    function: Callable[..., Any],
+    every: int,
+    enable: bool = True,
+    gradient_checkpointing_func: Callable[..., Any] | None = None,
+    every_n_layers: int = 1,
+) -> None:
+    """Stands before the model's own hook: sets our function, whatever is passed."""
+    if enable:
+        _warn_of_options(gradient_checkpointing_func, every_n_layers)
+    hook = getattr(type(owner), _HOOK)
+    layers = {} if every == 1 else {"every_n_layers": every}
+    hook(owner, enable=enable, gradient_checkpointing_func=function, **layers)
 
 
 def _warn_of_options(function: Callable[..., Any] | None, every: int) -> None:

@@ -17,16 +17,15 @@ from torch.utils.checkpoint import (
 )
 
 from remat._errors import RecomputationError as CheckpointError
-from remat.interop.torch._checkpoint import checkpoint, checkpoint_sequential
-from remat.interop.torch._helpers import (
+from remat.interop.torch._checkpoint import (
     CheckpointFunction,
     GraphExecGroup,
+    checkpoint,
+    checkpoint_sequential,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
-from remat.interop.torch._selective import (
-    create_selective_checkpoint_contexts,
-)
+from remat.interop.torch._selective import create_selective_checkpoint_contexts
 from remat.interop.torch._wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,

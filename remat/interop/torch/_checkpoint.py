@@ -1,13 +1,17 @@
-"""`torch.utils.checkpoint.checkpoint` and `checkpoint_sequential`, as regions."""
+"""The functions and switches of `torch.utils.checkpoint`, by regions.
+
+A switch for something that regions always do is silent; one for something that they
+cannot do warns that it has no effect.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, final
+from typing import Any, Self, TypeAlias, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -20,6 +24,7 @@ from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, refusal
 from remat._messages import warn
 from remat._torch import dynamo
+from remat.interop._calls import warn_without_effect
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 
@@ -61,11 +66,29 @@ class CheckpointOptions:
                 "only supported when use_reentrant=False, as in torch."
             )
         if not (self.early_stop or self.use_reentrant or self.engine == "rerun"):
-            _warn_of_early_stop()
+            warn_without_effect(
+                "checkpoint(early_stop=False)",
+                "A traced region always recomputes only what some gradient needs.",
+                'Leave early_stop out, or use engine="rerun", which runs the whole '
+                "function.",
+            )
         if self.respect_saved_tensors_hooks is False:
-            raise _hooks_are_respected()
+            raise refusal(
+                NotImplementedError,
+                where="checkpoint(respect_saved_tensors_hooks=False)",
+                what="asks for saved values to be kept from surrounding saved-tensor hooks.",
+                why="A region saves its values as any autograd.Function does, and torch "
+                "passes them to the hooks.",
+                do="Leave the option out, or make the call outside the hooks.",
+            )
         if self.debug:
-            _warn_of_debug()
+            warn_without_effect(
+                "checkpoint(debug=True)",
+                "A recomputation runs the program that was traced, and cannot run other "
+                "operators; errors of a trace always name the operator and the line.",
+                "Leave it out; to look for a nondeterministic kernel, use "
+                "remat(verify=True).",
+            )
 
     @property
     def _is_plain(self) -> bool:
@@ -99,7 +122,13 @@ class CheckpointOptions:
         except ImplicitRandomnessError as error:
             if self.preserve_rng_state:
                 raise
-            raise _draws(error) from error
+            raise refusal(
+                ImplicitRandomnessError,
+                where="checkpoint(preserve_rng_state=False)",
+                what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
+                why="The recomputation would draw others, and gradients would be wrong.",
+                do="Leave preserve_rng_state out.",
+            ) from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -250,7 +279,12 @@ def checkpoint_sequential(
             f"divided into 1 to {len(parts)} segments."
         )
     if segments == 1:
-        _warn_of_one_segment()
+        warn(
+            where="checkpoint_sequential(segments=1)",
+            what="recomputes nothing.",
+            why="The last segment is not recomputed, and it is the only one.",
+            do="Use more segments, or checkpoint(nn.Sequential(...), input).",
+        )
     size = len(parts) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
@@ -294,51 +328,132 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
     )
 
 
-def _warn_of_early_stop() -> None:
-    warn(
-        where="checkpoint(early_stop=False)",
-        what="has no effect.",
-        why="A traced region always recomputes only what some gradient needs.",
-        do='Leave early_stop out, or use engine="rerun", which runs the whole function.',
-    )
+@contextlib.contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
+    """Does nothing: a recomputation always ends with the last value that is needed.
+
+    A traced region always recomputes only what some gradient needs.
+
+    Args:
+        enable: True has no effect, because it always holds.
+
+    Warns:
+        RematWarning: it is False, which has no effect.
+
+    Example:
+        >>> from remat.interop.torch import set_checkpoint_early_stop
+        >>> with set_checkpoint_early_stop(True):
+        ...     pass
+
+    References:
+        `torch.utils.checkpoint.set_checkpoint_early_stop` of torch 2.15.
+    """
+    if not enable:
+        warn_without_effect(
+            "set_checkpoint_early_stop(False)",
+            "A traced region recomputes what some gradient needs, and has no code for the "
+            "rest.",
+            'Leave it out, or call checkpoint(..., engine="rerun"), which runs the whole '
+            "function again.",
+        )
+    yield
 
 
-def _hooks_are_respected() -> NotImplementedError:
-    return refusal(
-        NotImplementedError,
-        where="checkpoint(respect_saved_tensors_hooks=False)",
-        what="asks for saved values to be kept from surrounding saved-tensor hooks.",
-        why="A region saves its values as any autograd.Function does, and torch "
-        "passes them to the hooks.",
-        do="Leave the option out, or make the call outside the hooks.",
-    )
+@contextlib.contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
+    """Does nothing: there is one program, and no log to compare.
+
+    Args:
+        enabled: None and False have no effect, because they always hold.
+
+    Warns:
+        RematWarning: it is True, which has no effect.
+
+    Example:
+        >>> from remat.interop.torch import set_checkpoint_debug_enabled
+        >>> with set_checkpoint_debug_enabled(None):
+        ...     pass
+
+    References:
+        `torch.utils.checkpoint.set_checkpoint_debug_enabled` of torch 2.15.
+    """
+    if enabled:
+        warn_without_effect(
+            "set_checkpoint_debug_enabled(True)",
+            "A recomputation is part of the program that was traced, and cannot go "
+            "another way.",
+            "Leave it out; to look for a nondeterministic kernel, use "
+            "remat(verify=True).",
+        )
+    yield
 
 
-def _warn_of_debug() -> None:
-    warn(
-        where="checkpoint(debug=True)",
-        what="has no effect.",
-        why="A recomputation runs the program that was traced, and cannot run other "
-        "operators; errors of a trace always name the operator and the line.",
-        do="Leave it out; to look for a nondeterministic kernel, use "
-        "remat(verify=True).",
-    )
+@final
+class GraphExecGroup:
+    """In torch, backwards inside it recompute a region once; here each one does.
+
+    Gradients are the same. A region is one node of the graph, and its recomputed values
+    are freed when that node has run.
+
+    Warns:
+        RematWarning: it is entered, which has no effect.
+
+    Example:
+        >>> import warnings
+        >>> from remat.interop.torch import GraphExecGroup
+        >>> with warnings.catch_warnings(action="ignore"), GraphExecGroup():
+        ...     pass
+
+    References:
+        `torch.utils.checkpoint.GraphExecGroup` of torch 2.15.
+    """
+
+    def __enter__(self) -> Self:
+        """Warns."""
+        warn_without_effect(
+            "GraphExecGroup()",
+            "A region is one node of the graph: each backward through it recomputes.",
+            "Leave it out, and take gradients that share a region in one call.",
+        )
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Does nothing."""
 
 
-def _draws(error: ImplicitRandomnessError) -> ImplicitRandomnessError:
-    return refusal(
-        ImplicitRandomnessError,
-        where="checkpoint(preserve_rng_state=False)",
-        what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
-        why="The recomputation would draw others, and gradients would be wrong.",
-        do="Leave preserve_rng_state out.",
-    )
+@final
+class CheckpointFunction:
+    """The `autograd.Function` of torch's reentrant variant, for its `apply`.
 
+    Example:
+        >>> import torch
+        >>> from remat.interop.torch import CheckpointFunction
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> CheckpointFunction.apply(torch.sin, True, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([3])
 
-def _warn_of_one_segment() -> None:
-    warn(
-        where="checkpoint_sequential(segments=1)",
-        what="recomputes nothing.",
-        why="The last segment is not recomputed, and it is the only one.",
-        do="Use more segments, or checkpoint(nn.Sequential(...), input).",
-    )
+    References:
+        `torch.utils.checkpoint.CheckpointFunction` of torch 2.15.
+    """
+
+    @staticmethod
+    def apply(
+        run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
+        """Calls `checkpoint(run_function, *args, use_reentrant=True)`.
+
+        Args:
+            run_function: what to run.
+            preserve_rng_state: see `checkpoint`.
+            *args: its arguments.
+
+        Returns:
+            What `run_function` returns.
+        """
+        return checkpoint(
+            run_function,
+            *args,
+            use_reentrant=True,
+            preserve_rng_state=preserve_rng_state,
+        )

@@ -80,7 +80,13 @@ class Selective(AbstractPolicy):
             return Save() if answer else Recompute()
         made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
         if made is None:
-            raise _meaningless(self, value, answer)
+            raise refusal(
+                PolicyError,
+                where=f"the policy {self!r}",
+                what=f"answered {answer!r} about {value}.",
+                why="A policy of torch's must return a bool or a CheckpointPolicy.",
+                do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
+            )
         return made()
 
     @property
@@ -92,16 +98,6 @@ class Selective(AbstractPolicy):
         """Names torch's policy."""
         name = getattr(self.function, "__name__", None) or repr(self.function)
         return f"create_selective_checkpoint_contexts({name})"
-
-
-def _meaningless(policy: Selective, value: Value, answer: object) -> PolicyError:
-    return refusal(
-        PolicyError,
-        where=f"the policy {policy!r}",
-        what=f"answered {answer!r} about {value}.",
-        why="A policy of torch's must return a bool or a CheckpointPolicy.",
-        do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
-    )
 
 
 def _on_meta(tree: Any) -> Any:
@@ -241,10 +237,10 @@ def _is_in(
     operators: tuple[object, ...],
     context: object,
     op: object,
-    *args: Any,
+    *rest: Any,
     **kwargs: Any,
 ) -> bool:
-    del context, args, kwargs
+    del context, rest, kwargs
     return op in operators
 
 

@@ -180,7 +180,8 @@ def apply_activation_checkpointing(
     found = [
         (owner, name, child)
         for owner in model.modules()
-        for name, child in _children(owner)
+        # By all names; torch's `named_children` leaves out the second of one child.
+        for name, child in vars(owner)["_modules"].items()
         if child in chosen
     ]
     if not found:
@@ -226,12 +227,6 @@ def _asked_in_turn(
 
     visit(model)
     return chosen
-
-
-def _children(owner: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children by all their names; torch's `named_children` leaves out the second."""
-    registered: dict[str, nn.Module | None] = vars(owner)["_modules"]
-    return [(name, child) for name, child in registered.items() if child is not None]
 
 
 def _require_not_of_torch(wrapper: Callable[..., Any]) -> None:
