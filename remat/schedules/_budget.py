@@ -193,12 +193,7 @@ def _write(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
 
 @final
 class _Sizes:
-    """Bytes, or slots, of states and records; the first state is the caller's.
-
-    Attributes:
-        state: of each state.
-        record: of each record.
-    """
+    """Bytes, or slots, of each state and record; the first state is the caller's."""
 
     def __init__(self, stages: Sequence[Stage], unit: int = 1) -> None:
         self.state = [0, *(-(-stage.output_bytes // unit) for stage in stages)]
@@ -207,11 +202,7 @@ class _Sizes:
 
 @final
 class _LeastBytes:
-    """The schedule that holds least, in exact bytes.
-
-    Attributes:
-        needed: the bytes that it needs.
-    """
+    """The schedule that holds least, in exact bytes, and how many it needs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._count = len(stages)

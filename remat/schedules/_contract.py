@@ -111,11 +111,7 @@ class AbstractSchedule(abc.ABC):
 
 
 def require_schedule(schedule: object, where: str) -> None:
-    """Refuses what is not a schedule.
-
-    Raises:
-        ScheduleError: it is not a schedule.
-    """
+    """Refuses what is neither a schedule nor None."""
     if schedule is None or isinstance(schedule, AbstractSchedule):
         return
     raise refusal(
@@ -128,11 +124,7 @@ def require_schedule(schedule: object, where: str) -> None:
 
 
 def require_count(value: object, where: str) -> None:
-    """Refuses a number of steps or snapshots that is not a positive int.
-
-    Raises:
-        ScheduleError: if it is not.
-    """
+    """Refuses a number of steps or snapshots that is not a positive int."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return
     raise refusal(

@@ -116,7 +116,8 @@ class Replay:
             out: it is the caller's. While a stage runs, the state that it takes and the
             one that it makes are there; its own temporaries, and gradients, are not
             counted.
-        held_bytes: the same between the sweep and the backward, the last state left out.
+        held_bytes: the bytes that are held between the sweep and the backward, the last
+            state left out too.
     """
 
     evaluations: int

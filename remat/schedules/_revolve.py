@@ -98,12 +98,9 @@ def split_of(count: int, snapshots: int) -> int:
 
 
 def reverse(start: int, stop: int, snapshots: int) -> Iterator[Action]:
-    """Pulls back the stages from a state that is kept and, at first, current.
+    """Pulls back the stages from state `start`, which is kept and, at first, current.
 
-    Args:
-        start: the state.
-        stop: the state that the last stage makes.
-        snapshots: states that may be kept, this one counted.
+    The last stage makes state `stop`; `snapshots` states may be kept, the first counted.
     """
     # Each entry waits with its first state kept; the stack replaces recursion, whose depth
     # would be the number of snapshots.

@@ -156,10 +156,10 @@ def first_difference(
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
         one, results = _record(f, arguments, state, wanted)
         other, found = _record(g, arguments, state, wanted)
-        labels = _compared(results, found)
-        if all(_agree(results.get(k), found.get(k)) for k in labels):
+        result = _first_result(results, found)
+        if result is None:
             return None
-        step, result = _first_unmatched(one, other), _first_result(results, found)
+        step = _first_unmatched(one, other)
         # An output that differs where no operator does is what the backward parts by.
         is_output = result.phase == "forward" and (
             step is None or step.phase == "backward"
@@ -197,18 +197,6 @@ def _record(
     return recorder.steps, results
 
 
-def _compared(one: _Results, other: _Results) -> Iterable[str]:
-    """The labels to compare; state that only one function reaches is left out."""
-    both = one.keys() & other.keys()
-    return [k for k in one | other if k in both or not k.endswith(_AFTER)]
-
-
-def _agree(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return same_bits(one, other)
-
-
 def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference | None:
     """The first step of one whose bits no step of the other has, and that step's rival."""
     pool: dict[Hashable, list[_Computed]] = {}
@@ -234,13 +222,20 @@ def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference
     return None
 
 
-def _first_result(results: _Results, found: _Results) -> Difference:
-    labels = _compared(results, found)
-    label = next(k for k in labels if not _agree(results.get(k), found.get(k)))
-    one, other = results.get(label), found.get(label)
-    is_gradient = label.startswith("the gradient")
-    phase = "backward" if is_gradient or label.endswith(_AFTER) else "forward"
-    mismatch = mismatched(one, other)
-    if mismatch or one is None or other is None:
-        return Difference(phase, "", label, "", None, mismatch)
-    return Difference(phase, "", label, "", Gap.between(one, other))
+def _first_result(results: _Results, found: _Results) -> Difference | None:
+    """The first result of the call that differs, whatever the operators did."""
+    for label in results | found:
+        is_state = label.endswith(_AFTER)
+        if is_state and (label not in results or label not in found):
+            continue  # only one of the functions reaches it
+        one, other = results.get(label), found.get(label)
+        is_backward = is_state or label.startswith("the gradient")
+        phase = "backward" if is_backward else "forward"
+        if one is None or other is None:
+            if one is not other:
+                return Difference(phase, "", label, "", None, mismatched(one, other))
+        elif not same_bits(one, other):
+            mismatch = mismatched(one, other)
+            gap = None if mismatch else Gap.between(one, other)
+            return Difference(phase, "", label, "", gap, mismatch)
+    return None
