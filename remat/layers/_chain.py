@@ -20,7 +20,6 @@ from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
     link_of,
-    metas_of,
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
@@ -153,12 +152,7 @@ _writers: weakref.WeakValueDictionary[int, Callable[[Any], Any]] = (
 
 @final
 class _ChainStage:
-    """A function of a chain as a region.
-
-    Args:
-        f: the function, or a region.
-        policy: what a record keeps if `f` is not a region; None for the default.
-    """
+    """A function of a chain as a region; `policy` is for one that is not a region yet."""
 
     def __init__(self, f: Callable[[Any], Any], policy: Any) -> None:
         self._f = f
@@ -199,12 +193,10 @@ class _ChainStage:
             except MutationError:
                 if isinstance(f, (DecoratedFunction, RematModule)):
                     raise
-        found = run(self.on_copies)
-        with contextlib.suppress(
-            TypeError
-        ):  # without weak references it is tried again
+        returned = run(self.on_copies)
+        with contextlib.suppress(TypeError):  # f has no weak references
             _writers[id(f)] = f
-        return found
+        return returned
 
 
 def _call(state: Any, region: AnyStage) -> Any:
@@ -217,11 +209,7 @@ def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
 
 @final
 class _TracedChain:
-    """The functions of a chain, traced for one argument.
-
-    Attributes:
-        stages: their description.
-    """
+    """The functions of a chain, traced for one argument, and described to a schedule."""
 
     def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
         leaves, spec = trees.flatten(x)
@@ -231,7 +219,7 @@ class _TracedChain:
             laid_densely(each) for each in leaves if isinstance(each, Tensor)
         ]
         self._links: list[Link] = []
-        self._metas = metas_of(self._first)
+        self._metas = list(map(TensorMeta.of_operand, self._first))
 
         def put_together(tensors: list[Tensor]) -> Any:
             rest = iter(tensors)
@@ -262,7 +250,7 @@ class _TracedChain:
         tensors = [*self._first, *self._captured.tensors]
         stack = Stack(
             self._links,
-            tuple(metas_of(tensors)),
+            tuple(map(TensorMeta.of_operand, tensors)),
             len(self._first),
             0,
             len(self._metas),

@@ -50,11 +50,7 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
 
 
 def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
-    """Runs a stack of these functions when nothing of it needs to be recorded.
-
-    Raises:
-        CapturedTensorError: it is differentiated for something that they hide.
-    """
+    """Runs a stack of these functions when nothing of it needs to be recorded."""
     returned = function()
     if not is_inert():
         require_nothing_hidden(returned, tuple(functions))
@@ -62,11 +58,7 @@ def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
 
 
 class Captured:
-    """The tensors that the links of a stack capture, each once.
-
-    Attributes:
-        tensors: these.
-    """
+    """The tensors that the links of a stack capture, each once."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -74,13 +66,11 @@ class Captured:
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Where these are; new ones come last."""
-        return tuple(map(self._place, tensors))
-
-    def _place(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return self._places[id(tensor)]
+        for tensor in tensors:
+            if id(tensor) not in self._places:
+                self._places[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+        return tuple(self._places[id(tensor)] for tensor in tensors)
 
 
 def link_of(
@@ -140,11 +130,7 @@ def _draws(
 
 
 def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
-    """Refuses buffers that change more than once in a sweep.
-
-    Raises:
-        MutationError: two stages change one.
-    """
+    """Refuses buffers that two stages change."""
     counts = Counter(place for link in links for place in link.written)
     shared = [place for place, count in counts.items() if count > 1]
     if not shared:
@@ -161,14 +147,10 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
 
 
 def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
-    """A stage's cost and bytes.
+    """A stage's cost and bytes; `after` is the metadata of the state that it makes.
 
     Its cost is the floating point operations of torch's own formulas, and `FLOPS_A_BYTE`
     for each byte that its operators write.
-
-    Args:
-        link: the stage.
-        after: the metadata of the state that it makes.
     """
     cost, record_bytes = _costs(link)
     state_bytes = sum(meta.size_bytes for meta in link.state)
@@ -228,8 +210,3 @@ def actions_of(
 ) -> tuple[Action, ...]:
     """The actions of a schedule for some stages, cached from call to call."""
     return schedule.actions(stages)
-
-
-def metas_of(tensors: Sequence[Tensor]) -> list[TensorMeta]:
-    """The metadata of tensors, and whether some reverse mode wants their gradient."""
-    return [*map(TensorMeta.of_operand, tensors)]

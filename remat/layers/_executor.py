@@ -32,29 +32,20 @@ from remat.schedules import (
 
 
 class _Placed(NamedTuple):
-    """A link with all that a run needs of it.
-
-    Attributes:
-        link: the link.
-        runner: what runs it.
-        captured: the tensors that it captures.
-        num_after: leaves of the state that it makes.
-    """
+    """A link, what runs it, and the tensors that it captures."""
 
     link: Link
     runner: Runner
     captured: list[Tensor]
+    #: Leaves of the state that it makes.
     num_after: int
 
 
 @final
 class Executor:
-    """One run of a stack by a schedule.
+    """One run of a stack by a schedule; the ledger says where it stands.
 
-    Attributes:
-        stack: what is run.
-        ledger: where the run stands.
-        mutations: the new values of what the stages changed, when they first ran.
+    `mutations` are the new values of what the stages changed when they first ran.
     """
 
     def __init__(
@@ -94,23 +85,20 @@ class Executor:
         """Carries out the actions, one after the other."""
         for action in actions:
             self.ledger.enter(action)
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Advance(start, stop):
-                for stage in range(start, stop):
-                    self._advance(stage)
-            case Record(stage):
-                self._record(stage)
-            case Snapshot(state):
-                self._states[state] = self._state
-            case Restore(state):
-                self._state = self._states[state]
-            case Drop(state):
-                self._forget(state)
-            case Backward(stage):
-                self._pull(stage)
+            match action:
+                case Advance(start, stop):
+                    for stage in range(start, stop):
+                        self._run_stage(stage, is_recorded=False)
+                case Record(stage):
+                    self._run_stage(stage, is_recorded=True)
+                case Snapshot(state):
+                    self._states[state] = self._state
+                case Restore(state):
+                    self._state = self._states[state]
+                case Drop(state):
+                    self._forget(state)
+                case Backward(stage):
+                    self._pull(stage)
 
     def outputs(self) -> list[Tensor]:
         """What the stack returns, once the last state is current."""
@@ -154,27 +142,16 @@ class Executor:
         self._state = placed.link.laid(self._state)
         return [*self._state, *self._slices[stage], *placed.captured]
 
-    def _advance(self, stage: int) -> None:
+    def _run_stage(self, stage: int, *, is_recorded: bool) -> None:
         placed = self._stages[stage]
         operands = self._operands_of(stage, placed)
-        returned, mutations = placed.runner.advance(operands)
-        self._go_on(stage, placed.num_after, returned, mutations)
-
-    def _record(self, stage: int) -> None:
-        placed = self._stages[stage]
-        operands = self._operands_of(stage, placed)
-        self._states[stage] = self._state
-        found = placed.runner.record(operands)
-        returned, mutations, self._records[stage] = found
-        self._go_on(stage, placed.num_after, returned, mutations)
-
-    def _go_on(
-        self,
-        stage: int,
-        count: int,
-        returned: list[Tensor],
-        mutations: Sequence[Tensor],
-    ) -> None:
+        if is_recorded:
+            self._states[stage] = self._state
+            returned, mutations, saved = placed.runner.record(operands)
+            self._records[stage] = saved
+        else:
+            returned, mutations = placed.runner.advance(operands)
+        count = placed.num_after
         self._state = returned[:count]
         if self._gradients is None and len(self._rows) == stage:
             # A stage that runs again reads the buffers as they were, and changes none.
@@ -232,13 +209,13 @@ class _Gradients:
         """Takes the cotangent of a stage's state back to the state before."""
         place = self.stack.place(stage)
         rows = [None if each is None else each[place] for each in self.rows]
-        found = pull([*self.state, *rows], self._wanted_of(stage, link))
+        gradients = pull([*self.state, *rows], self._wanted_of(stage, link))
         count = link.num_state
-        self.state = found[:count]
+        self.state = gradients[:count]
         for column in self.slices:
-            column[place] = found[count]
+            column[place] = gradients[count]
             count += 1
-        for k, gradient in zip(link.captured, found[count:], strict=True):
+        for k, gradient in zip(link.captured, gradients[count:], strict=True):
             self.captured[k].add(gradient)
 
     def _wanted_of(self, stage: int, link: Link) -> tuple[bool, ...]:
@@ -273,9 +250,7 @@ class _Gradients:
 class _Sum:
     """A sum of gradients; None before the first one.
 
-    Args:
-        is_quiet: whether no transform is active, of whose tensors one could not be added
-            to another in place.
+    In place only if `is_quiet`: tensors of a transform may not be added to others in place.
     """
 
     def __init__(self, is_quiet: bool) -> None:

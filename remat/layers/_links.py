@@ -70,10 +70,9 @@ def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
 
 
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
-    """Strides in the order of the given ones, without gaps or repeats.
+    """The strides that a pointwise operator gives its result: without gaps or repeats.
 
-    This is the layout that a pointwise operator gives its result: expanded dimensions,
-    whose stride carries no information, stay in place.
+    Expanded dimensions, whose stride carries no information, stay in place.
     """
     order: list[int] = []  # the fastest dimension first
     for dim in reversed(range(len(meta.shape))):
@@ -116,23 +115,18 @@ def laid_densely(tensor: Tensor) -> Tensor:
 @final
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A stage, traced.
+    """A stage, traced."""
 
-    Attributes:
-        region: its region; it takes the state, slices of what is scanned over, and what
-            the stage captures.
-        roots: the function that is run, and the objects among its arguments.
-        labels: what messages call the operands.
-        num_state: leaves of the state that it takes.
-        captured: where the stack keeps the tensors that it captures.
-        written: those of these places whose tensors it changes: its buffers.
-    """
-
+    #: It takes the state, slices of what is scanned over, and what the stage captures.
     region: TracedRegion
     roots: Roots
+    #: What messages call the operands.
     labels: tuple[str, ...]
+    #: Leaves of the state that it takes.
     num_state: int
+    #: Where the stack keeps the tensors that it captures.
     captured: tuple[int, ...]
+    #: Those of these places whose tensors it changes: its buffers.
     written: tuple[int, ...] = ()
 
     @property
@@ -166,14 +160,11 @@ class Link:
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """The same, and what the stage's backward reads besides its operands."""
+        """What `advance` gives, and what the stage's backward reads besides its operands."""
         results = run_saving(self._call(numerics), operands)
-        views = self.region.views
-        returned = (
-            [*results.outputs]
-            if views is None
-            else present(make_views(views, results.outputs, operands))
-        )
+        views, returned = self.region.views, [*results.outputs]
+        if views is not None:
+            returned = present(make_views(views, returned, operands))
         return returned, results.mutations, [*results.saved]
 
     def pull(
@@ -194,10 +185,7 @@ class Link:
             call = Call(derived, self.roots, numerics, self.labels)
             found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
             pulled = [next(found) if each else None for each in wanted]
-        return [
-            added(one, other) if is_wanted else None
-            for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
-        ]
+        return summed(pulled, direct, wanted)
 
     def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the wanted gradients there are."""
@@ -233,12 +221,12 @@ class Link:
 
         # A view's derivative reads no numbers.
         stand_ins = [each.empty() for each in metas]
-        found = pulled(returned, [*stand_ins, *operands], cotangents)
+        gradients = pulled(returned, [*stand_ins, *operands], cotangents)
         flows = self.region.stages(self.roots).joint.differentiable
         outputs = [
-            each if flow else None for each, flow in zip(found, flows, strict=False)
+            each if flow else None for each, flow in zip(gradients, flows, strict=False)
         ]
-        return outputs, found[count:]
+        return outputs, gradients[count:]
 
     @property
     @once_a_region
@@ -262,8 +250,8 @@ class Link:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
         region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            found, _ = self.advance(fakes, Numerics.current())
-            metas = [TensorMeta.of(each) for each in found]
+            tensors, _ = self.advance(fakes, Numerics.current())
+            metas = [TensorMeta.of(each) for each in tensors]
         flows = [
             not (view.is_cut or view.is_detached)
             and (
@@ -311,14 +299,10 @@ def pulled(
     )
     outputs = tuple(k for k, each in enumerate(cotangents) if each is not None)
     pull = pullback(function, Pull(outputs, wanted, len(tensors)), create_graph=False)
-    leaves = (
-        [
-            each.detach().requires_grad_() if index in wanted else each
-            for index, each in enumerate(tensors)
-        ]
-        if not levels.interpreter_is_active()
-        else [*tensors]
-    )
+    leaves = [*tensors]
+    if not levels.interpreter_is_active():
+        for index in wanted:
+            leaves[index] = leaves[index].detach().requires_grad_()
     with torch.enable_grad():
         found = iter(pull([*leaves, *present(cotangents)]))
     return [next(found) if k in wanted else None for k in range(len(tensors))]
@@ -334,3 +318,15 @@ def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+def summed(
+    pulled: Sequence[Tensor | None],
+    direct: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """The wanted gradients, each of two parts."""
+    return [
+        added(one, other) if is_wanted else None
+        for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
+    ]

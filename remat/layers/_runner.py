@@ -21,29 +21,24 @@ from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat._tracing.trace import View
-from remat.layers._links import Link, added, present
+from remat.layers._links import Link, added, present, summed
 
 # The last stage gets the cotangent of the loss; the first may want no gradient.
 _MOST_FOLLOWED = 4
 
 
 class _BackwardProgram(NamedTuple):
-    """A backward that is one program.
+    """A backward that is one program."""
 
-    Attributes:
-        check: whether cotangents have the metadata of those that it was for.
-        given: which outputs had one.
-        wanted: which gradients it gave.
-        numerics: the switches under which it runs.
-        quiet: from what is saved, the operands and cotangents, to the gradients.
-        views: how these are made; None where the outputs are them.
-    """
-
+    #: Whether cotangents have the metadata of those that it was derived for.
     check: Callable[..., bool]
+    #: Which outputs had a cotangent, and which gradients are wanted.
     given: list[bool]
     wanted: tuple[bool, ...]
     numerics: Numerics
+    #: From what is saved, the operands and cotangents, to the outputs.
     quiet: Quiet
+    #: How the gradients are made; None where the outputs are them.
     views: tuple[View, ...] | None
 
     def __call__(
@@ -64,19 +59,13 @@ _latest: weakref.WeakKeyDictionary[TracedRegion, tuple[_BackwardProgram, ...]] =
 
 
 class _ForwardProgram(NamedTuple):
-    """A forward that is one program.
-
-    Attributes:
-        quiet: the program.
-        num_outputs: how many of what it gives are the region's outputs.
-        num_kept: how many are these or new values of what the link changes; the rest is
-            saved.
-        views: how what the link returns is made; None where the outputs are it.
-    """
+    """A forward that is one program; it gives outputs, new values of buffers, saved values."""
 
     quiet: Quiet
     num_outputs: int
+    #: How many of what it gives are not saved.
     num_kept: int
+    #: How what the link returns is made; None where the outputs are it.
     views: tuple[View, ...] | None
 
     def __call__(
@@ -95,11 +84,8 @@ class _ForwardProgram(NamedTuple):
 class _Flows(NamedTuple):
     """Where the cotangents of what a link returns go, if each goes somewhere unchanged.
 
-    Attributes:
-        targets: for each the output that it is of, or the operand, counted on from these;
-            None for those that go nowhere.
-        num_outputs: how many outputs the link's region has.
-        num_operands: how many operands.
+    A target is an output of the region, or an operand, counted on from these; None for a
+    cotangent that goes nowhere.
     """
 
     targets: tuple[int | None, ...]
@@ -119,13 +105,7 @@ class _Flows(NamedTuple):
 
 @final
 class Runner:
-    """Runs a link.
-
-    Args:
-        link: what is run.
-        numerics: the switches that are in force.
-        is_quiet: whether neither a transform nor a mode is active.
-    """
+    """Runs a link; `is_quiet` says that neither a transform nor a mode is active."""
 
     def __init__(self, link: Link, numerics: Numerics, is_quiet: bool) -> None:
         self._link = link
@@ -144,7 +124,7 @@ class Runner:
     def record(
         self, operands: list[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """The same, and what the link's backward reads besides its operands."""
+        """What `advance` gives, and what the link's backward reads besides its operands."""
         run = self._records
         if run is None:
             return self._link.record(operands, self._numerics)
@@ -169,7 +149,7 @@ class Runner:
         for each in self._pulled:
             if each.given == given and each.wanted == wanted and each.check(*there):
                 found = each(saved, [*resumed(operands), *there])
-                return found if direct is None else _added(found, direct, wanted)
+                return found if direct is None else summed(found, direct, wanted)
         self._learn(outward, wanted)
         return self._link.pull(saved, operands, cotangents, wanted, self._numerics)
 
@@ -256,14 +236,3 @@ def _target(view: View, flows: Sequence[bool]) -> int | None:
     if view.output is not None:
         return view.output if flows[view.output] else None
     return None if view.operand is None else len(flows) + view.operand
-
-
-def _added(
-    found: Sequence[Tensor | None],
-    direct: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    return [
-        added(one, other) if is_wanted else None
-        for one, other, is_wanted in zip(found, direct, wanted, strict=True)
-    ]

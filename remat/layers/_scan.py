@@ -28,7 +28,6 @@ from remat.layers import _unrolled
 from remat.layers._common import (
     Captured,
     link_of,
-    metas_of,
     require_own_buffers,
     run_as_it_is,
     run_scheduled,
@@ -37,7 +36,6 @@ from remat.layers._common import (
 )
 from remat.layers._links import laid_densely, relaid, settled, stand_ins
 from remat.layers._stack import Stack
-from remat.layers._trees import NOTHING, Tree, as_tensors
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
 from remat.schedules._contract import require_schedule
@@ -117,7 +115,13 @@ def scan(
     References:
         `jax.lax.scan`.
     """
-    _advise_of_unroll(unroll)
+    if unroll != 1:
+        warn(
+            where="scan",
+            what=f"unroll={unroll!r} has no effect.",
+            why="In JAX it unrolls a compiled loop; here the steps run one by one anyway.",
+            do="Leave it out.",
+        )
     require_schedule(schedule, "scan")
     call = _Scan.of(f, init, xs, length, reverse)
     while True:
@@ -128,39 +132,31 @@ def scan(
 
 
 class _Scan(NamedTuple):
-    """A call of `scan`, taken apart.
-
-    Attributes:
-        step: `f`, checked, on pytrees.
-        carry: the leaves of the first carry, dense in memory.
-        carry_tree: how they are put together.
-        scanned: the leaves of `xs`.
-        xs_tree: how they are put together.
-        length: the number of steps.
-        is_reversed: whether the last slice comes first.
-        numbers: the Python numbers that leaves of the first carry were, by their places.
-    """
+    """A call of `scan`: its arguments, checked, and as leaves."""
 
     step: Callable[[Any, Any], Any]
+    #: The leaves of the first carry, dense in memory.
     carry: list[Tensor]
-    carry_tree: Tree
+    carry_tree: _Tree
+    #: The leaves of `xs`.
     scanned: list[Tensor]
-    xs_tree: Tree
+    xs_tree: _Tree
     length: int
     is_reversed: bool
+    #: The Python numbers that leaves of the first carry were, by their places.
     numbers: dict[int, complex]
 
     @classmethod
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         """Checks the arguments."""
-        carry, carry_tree = Tree.of(as_tensors(init, "init"))
+        carry, carry_tree = _Tree.of(_as_tensors(init, "init"))
         given = [leaf for leaf in trees.flatten(init)[0] if leaf is not None]
         lengths = set[int]() if length is None else {operator.index(length)}
         if isinstance(xs, Iterator):
             items = list(cast("Iterator[Any]", xs))
             lengths |= {len(items)} if items else set()
             xs = _stacked(items)
-        scanned, xs_tree = Tree.of(xs)
+        scanned, xs_tree = _Tree.of(xs)
         return cls(
             stepping(f),
             [laid_densely(each) for each in carry],
@@ -223,10 +219,10 @@ class _Scan(NamedTuple):
         """The loop itself."""
         carry = self.carry_tree.put_together(self.carry)
         rows: list[list[Tensor]] = []
-        tree = NOTHING
+        tree = _Tree.of(None)[1]
         for x in self.slices():
             carry, y = step(carry, x)
-            row, tree = Tree.of(y)
+            row, tree = _Tree.of(y)
             rows.append(row)
         if self.is_reversed:
             rows.reverse()
@@ -242,8 +238,8 @@ class _Scan(NamedTuple):
         run = entry.call_quietly if guards.is_quiet() else entry.call
 
         def step(carry: Any, x: Any) -> Any:
-            laid = map(relaid, Tree.of(carry)[0], strides)
-            tensors = [*laid, *Tree.of(x)[0], *captured]
+            laid = map(relaid, _Tree.of(carry)[0], strides)
+            tensors = [*laid, *_Tree.of(x)[0], *captured]
             if is_lifting():
                 tensors = list(map(lift, tensors))
             return run(roots, tensors, numerics)
@@ -260,7 +256,7 @@ class _Scan(NamedTuple):
         tensors = [*self.carry, *self.scanned, *captured.tensors]
         stack = Stack(
             [link] * self.length,
-            tuple(metas_of(tensors)),
+            tuple(map(TensorMeta.of_operand, tensors)),
             count,
             len(self.scanned),
             count,
@@ -271,20 +267,19 @@ class _Scan(NamedTuple):
         stage = stage_of(link, returned[:count])
         flows = tuple(meta.requires_grad for meta in returned)
         stages = [stage] * self.length
-        found = run_scheduled(stack, schedule, stages, flows, tensors)
-        return entry.output.tree(found)
+        return entry.output.tree(run_scheduled(stack, schedule, stages, flows, tensors))
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
         carry = [
             dataclasses.replace(meta, requires_grad=meta.is_differentiable).of_result()
-            for meta in metas_of(self.carry)
+            for meta in map(TensorMeta.of_operand, self.carry)
         ]
         slices = [
             dataclasses.replace(
                 meta, shape=meta.shape[1:], stride=meta.stride[1:]
             ).of_result()
-            for meta in metas_of(self.scanned)
+            for meta in map(TensorMeta.of_operand, self.scanned)
         ]
         return [*carry, *slices]
 
@@ -295,32 +290,24 @@ class _Scan(NamedTuple):
 
 
 def _stacked(items: list[Any]) -> Any:
-    """What an iterator gave, as `scan` takes it; nothing for none.
-
-    Raises:
-        CarryError: a leaf is not a tensor or number, or two slices are not alike.
-    """
+    """What an iterator gave, as `scan` takes it; nothing for none."""
     if not items:
         return None
     where = "a slice that the iterator gave"
-    _, tree = Tree.of(as_tensors(items[0], where))
+    _, tree = _Tree.of(_as_tensors(items[0], where))
     rows: list[list[Tensor]] = []
     for place, item in enumerate(items):
         try:
             rows.append(tree.tensors_of(item, where))
         except ValueError as error:
-            raise _unlike(place, error) from error
+            raise refusal(
+                CarryError,
+                where=f"scan: slice {place} of the iterator `xs`",
+                what=f"has a different structure from slice 0 ({error}).",
+                why="One trace serves all steps, so all slices must be alike.",
+                do="Give each slice the same structure, with tensors in the same places.",
+            ) from error
     return tree.put_together([torch.stack(each) for each in zip(*rows, strict=True)])
-
-
-def _unlike(place: int, error: ValueError) -> CarryError:
-    return refusal(
-        CarryError,
-        where=f"scan: slice {place} of the iterator `xs`",
-        what=f"has a different structure from slice 0 ({error}).",
-        why="One trace serves all steps, so all slices must be alike.",
-        do="Give each slice the same structure, with tensors in the same places.",
-    )
 
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -344,19 +331,19 @@ def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
             do="Return (carry, y); (carry, None) if there is no output.",
         )
     new, y = parts
-    return _next_carry(carry, new), as_tensors(y, "the second value that f returns")
+    return _next_carry(carry, new), _as_tensors(y, "the second value that f returns")
 
 
 def _next_carry(old: Any, new: Any) -> Any:
     """The new carry in the old one's structure, which it must have."""
-    tensors, tree = Tree.of(old)
+    tensors, tree = _Tree.of(old)
     try:
-        found = tree.tensors_of(new, "the carry that f returned")
+        leaves = tree.tensors_of(new, "the carry that f returned")
     except ValueError as error:
         raise _changed(f"has a different structure ({error})") from error
     names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
-    for place, (one, other) in enumerate(zip(tensors, found, strict=True)):
+    for place, (one, other) in enumerate(zip(tensors, leaves, strict=True)):
         if (one.shape, one.dtype, one.device) == (
             other.shape, other.dtype, other.device,
         ):  # fmt: skip
@@ -369,17 +356,12 @@ def _next_carry(old: Any, new: Any) -> Any:
         if one.dtype == other.dtype:
             raise error
         raise _OtherDtype(str(error), place, other.dtype)
-    return tree.put_together(found)
+    return tree.put_together(leaves)
 
 
 @final
 class _OtherDtype(CarryError):
-    """A leaf of the carry came back in another dtype.
-
-    Attributes:
-        place: of the leaf.
-        dtype: that of what came back.
-    """
+    """A leaf of the carry, at `place`, came back in another dtype."""
 
     def __init__(self, text: str, place: int, dtype: torch.dtype) -> None:
         super().__init__(text)
@@ -404,7 +386,7 @@ def _changed(how: str) -> CarryError:
     )
 
 
-def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
+def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
     for path, leaf in trees.leaves_with_path(xs):
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() > 0):
             name = ".".join(["xs", *path])
@@ -419,7 +401,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
                 do="Make it a tensor with one row per step, by torch.as_tensor "
                 "or torch.stack; capture what all steps share.",
             )
-    lengths = {len(each) for each in scanned} | told
+    lengths = {len(each) for each in scanned} | stated
     if len(lengths) == 1 and min(lengths) >= 0:
         return lengths.pop()
     raise refusal(
@@ -431,12 +413,66 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, told: set[int]) -> int:
     )
 
 
-def _advise_of_unroll(unroll: int) -> None:
-    if unroll == 1:
-        return
-    warn(
-        where="scan",
-        what=f"unroll={unroll!r} has no effect.",
-        why="In JAX it unrolls a compiled loop; here the steps run one by one anyway.",
-        do="Leave it out.",
+@final
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """The structure of a pytree of tensors and None."""
+
+    spec: Any
+    #: For each leaf whether it is a tensor.
+    is_tensor: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[list[Tensor], _Tree]:
+        """The tensors of a pytree, and what puts them together again."""
+        leaves, spec = trees.flatten(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors, cls(spec, tuple(isinstance(leaf, Tensor) for leaf in leaves))
+
+    def put_together(self, tensors: Sequence[Tensor]) -> Any:
+        """The pytree of other tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if each else None for each in self.is_tensor]
+        return trees.unflatten(leaves, self.spec)
+
+    def tensors_of(self, tree: Any, where: str) -> list[Tensor]:
+        """The tensors of another pytree, numbers as tensors, in the order of this one.
+
+        Raises:
+            CarryError: a leaf of it is not a tensor, number or None.
+            ValueError: it has another structure.
+        """
+        leaves = trees.leaves_up_to(tree, self.spec)
+        made = [_as_tensor(leaf, where) for leaf in leaves]
+        if [each is not None for each in made] != list(self.is_tensor):
+            raise ValueError("None where there was a tensor, or the other way round")
+        return [each for each in made if each is not None]
+
+
+def _as_tensors(tree: Any, where: str) -> Any:
+    """A pytree whose Python numbers have become tensors.
+
+    Raises:
+        CarryError: a leaf is not a tensor, number or None.
+    """
+    leaves, spec = trees.flatten(tree)
+    return trees.unflatten([_as_tensor(leaf, where) for leaf in leaves], spec)
+
+
+def _as_tensor(leaf: Any, where: str) -> Tensor | None:
+    """A leaf, of a number a tensor.
+
+    Raises:
+        CarryError: it is not a tensor, number or None.
+    """
+    if leaf is None or isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, (bool, int, float, complex)):
+        return torch.tensor(leaf)
+    raise refusal(
+        CarryError,
+        where=f"scan: a leaf of {where}",
+        what=f"is a {type(leaf).__name__}, {leaf!r}.",
+        why="Carries and stacked outputs must be tensors.",
+        do="Make it a tensor, or let the function capture it.",
     )

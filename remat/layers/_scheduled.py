@@ -43,11 +43,7 @@ Replayed = Callable[[list[Tensor] | None, Sequence[Tensor], Numerics], list[Tens
 
 @final
 class Held:
-    """What one sweep holds for its backward, to be taken once.
-
-    Attributes:
-        ledger: where the sweep ended.
-    """
+    """What one sweep holds for its backward, to be taken once; a ledger of where it ended."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -89,27 +85,20 @@ class Held:
 @final
 @dataclasses.dataclass(frozen=True)
 class Swept(WithoutProgram):
-    """The region of a scheduled stack.
-
-    Attributes:
-        sweep: runs the forward.
-        plain: the same function as a region that runs again.
-        num_outputs: how many tensors the stack returns.
-        num_written: how many buffers it changes.
-        flows: for each whether a cotangent can come back.
-        held: where what waits is put.
-        replay: from what is asked of a backward to what runs it; None where another level
-            of reverse mode has the backward.
-        batch: the stack as it is mapped where reverse mode is taken below.
-    """
+    """The region of a scheduled stack."""
 
     sweep: Sweep
+    #: The function of the stack as a region that runs again.
     plain: Rerun
     num_outputs: int
+    #: How many buffers it changes.
     num_written: int
+    #: For each output whether a cotangent can come back.
     flows: tuple[bool, ...]
     held: Held
+    #: What runs the backward; None where another level of reverse mode has the backward.
     replay: Callable[[Asked], Replayed] | None
+    #: The mapped stack, where reverse mode is taken below.
     batch: Callable[[Batch], tuple[Swept, tuple[int | None, ...]]] | None
     num_leading: int = 0
 
@@ -177,19 +166,13 @@ class Swept(WithoutProgram):
 @final
 @dataclasses.dataclass(frozen=True)
 class Pulled(WithoutProgram):
-    """The region of a scheduled stack's gradients.
-
-    Attributes:
-        replay: runs the backward.
-        again: the same as a region that runs again: what is derived comes from it.
-        held: what waits.
-        num_leading: the mark comes before the operands.
-    """
+    """The region of a scheduled stack's gradients."""
 
     replay: Replayed
+    #: The gradients as a region that runs again: what is derived comes from it.
     again: Rerun
     held: Held
-    num_leading: int = 1
+    num_leading: int = 1  # the mark comes before the operands
 
     @property
     def keeps(self) -> bool:
@@ -254,10 +237,7 @@ def scheduled(
 ) -> Swept:
     """The region of a stack that is run by a schedule.
 
-    Args:
-        stack: what to run.
-        actions: how.
-        flows: for each tensor that the stack returns whether a cotangent can come back.
+    `flows` says of each tensor that the stack returns whether a cotangent can come back.
     """
     held = Held()
     first = next(k for k, each in enumerate(actions) if isinstance(each, Backward))
@@ -333,20 +313,14 @@ def _replays(
                 executor.resume(copy.deepcopy(held.ledger), waiting)
             executor.start_backward(cotangents, wanted)
             executor.run(backward)
-            return _with_zeros(executor.gradients(), operands, wanted)
+            return [
+                torch.zeros_like(operand) if gradient is None else gradient
+                for gradient, operand, is_wanted in zip(
+                    executor.gradients(), operands, wanted, strict=True
+                )
+                if is_wanted
+            ]
 
         return replay
 
     return replays
-
-
-def _with_zeros(
-    gradients: Sequence[Tensor | None],
-    operands: Sequence[Tensor],
-    wanted: Sequence[bool],
-) -> list[Tensor]:
-    return [
-        torch.zeros_like(operand) if gradient is None else gradient
-        for gradient, operand, each in zip(gradients, operands, wanted, strict=True)
-        if each
-    ]

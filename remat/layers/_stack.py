@@ -26,25 +26,18 @@ from remat.layers._links import Link, dense_stride, on_fakes
 @final
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Links in the order in which they run.
-
-    Attributes:
-        links: one for each stage.
-        operands: the metadata of what the stack takes.
-        num_state: leaves of the first state.
-        num_slices: tensors that are scanned over, by their first dimension.
-        num_last: leaves of the last state.
-        is_reversed: whether the first stage takes the last slice.
-        enter: makes the first state and what is scanned over from what was given; None if
-            it is that.
-    """
+    """Links in the order in which they run."""
 
     links: Sequence[Link]
+    #: The metadata of what the stack takes.
     operands: tuple[TensorMeta, ...]
+    #: Leaves of the first state, tensors that are scanned over, leaves of the last state.
     num_state: int
     num_slices: int
     num_last: int
+    #: Whether the first stage takes the last slice.
     is_reversed: bool = False
+    #: Makes the first state and what is scanned over from what was given; None if it is that.
     enter: Flat | None = None
 
     @functools.cached_property
@@ -100,18 +93,14 @@ class Stack:
 
     @functools.cached_property
     def _counts(self) -> dict[int, int]:
-        found = {
+        counts = {
             id(link): after.num_state for link, after in itertools.pairwise(self.links)
         }
-        return found | {id(self.links[-1]): self.num_last}
+        return counts | {id(self.links[-1]): self.num_last}
 
     def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, the outputs that may depend on it."""
         found = [0] * len(self.operands)
-        distinct = {id(link): link for link in self.links}
-        dependent_outputs = {
-            key: _places_of_bits(link) for key, link in distinct.items()
-        }
         # From the last stage back: which outputs rest on each leaf of its state.
         state = [1 << place for place in range(self.num_last)]
         behind: tuple[Link | None, list[int]] = None, []
@@ -121,7 +110,7 @@ class Stack:
             behind = link, state
             rows = range(self.num_last, self.num_last + len(link.returned()))
             after = [*state, *(1 << place for place in rows)]
-            bits = [_united(after, places) for places in dependent_outputs[id(link)]]
+            bits = [_united(after, places) for places in link.dependent_outputs]
             state, others = bits[: link.num_state], bits[link.num_state :]
             for place, each in zip(self._places_after(link), others, strict=True):
                 found[place] |= each
@@ -166,26 +155,20 @@ class Stack:
         over = mapped(inner, None, entering, 0)
 
         def enter(given: Sequence[Tensor]) -> Sequence[Tensor]:
-            found = list(map(_there, over(given)))
-            scanned = [each.movedim(0, 1) for each in found[self.num_state :]]
-            return [*found[: self.num_state], *scanned]
+            entered = list(map(_there, over(given)))
+            scanned = [each.movedim(0, 1) for each in entered[self.num_state :]]
+            return [*entered[: self.num_state], *scanned]
 
         return enter
 
 
-def _united(bits: Sequence[int], places: Sequence[int]) -> int:
-    found = 0
-    for place in places:
-        found |= bits[place]
-    return found
-
-
-def _places_of_bits(link: Link) -> list[list[int]]:
-    count = len(link.returned())
-    return [
-        [place for place in range(count) if bits >> place & 1]
-        for bits in link.dependent_outputs
-    ]
+def _united(bits: Sequence[int], places: int) -> int:
+    """The bits at these places, which are bits themselves."""
+    united = 0
+    for place, each in enumerate(bits):
+        if places >> place & 1:
+            united |= each
+    return united
 
 
 def _mapped(
@@ -200,11 +183,8 @@ def _mapped(
         *parts,
         *(captured[place] for place in link.captured),
     )
-    dims = (
-        *(0 for _ in link.state),
-        *(0 for _ in parts),
-        *(captured_dims[place] for place in link.captured),
-    )
+    stacked = [0] * (len(link.state) + len(parts))
+    dims = (*stacked, *(captured_dims[place] for place in link.captured))
     region = link.region.mapped_whole(
         link.roots, Batch(batch.size, batch.randomness, dims, metas)
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from remat._calls import torch_compile
-from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
+from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module, kind_of
 from remat._calls.options import Settings
 from remat._calls.signature import Statics
 from remat._errors import explain
@@ -24,15 +24,13 @@ from remat._torch import dynamo, trees
 from remat.policies import nothing_saveable
 
 # The kinds of regions that they are made of: around modules, and around functions.
-_KINDS = {
-    rng: DecoratedFunction(
-        lambda *args: args,
+_OF_MODULES, _OF_FUNCTIONS = (
+    kind_of(
         Settings(nothing_saveable, rng, "trace", Statics(), verify=False),
         "a step of a stack",
-    ).kind
+    )
     for rng in ("preserve", "keys")
-}
-_OF_MODULES, _OF_FUNCTIONS = _KINDS["preserve"], _KINDS["keys"]
+)
 
 
 def scan(
@@ -49,7 +47,7 @@ def scan(
     """`remat.scan` without a policy and a schedule, in a graph."""
     _require_plain("scan", policy, schedule)
     leaves, tree = trees.flatten(xs)
-    sizes = [len(leaf) for leaf in leaves if _has_rows(leaf)]
+    sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
     count = _length(sizes, len(leaves), length)
     if count == 0 or unroll != 1 or not _are_tensors(init):
         dynamo.end_graph(_OTHERWISE)
@@ -74,12 +72,8 @@ def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
     _require_plain("chain", None, stack.schedule)
     for f in stack.fs:
-        x = _stage(f, x)
+        x = f(x) if _is_region(f) else _region(f, x)
     return x
-
-
-def _stage(f: Callable[[Any], Any], state: Any) -> Any:
-    return f(state) if _is_region(f) else _region(f, state)
 
 
 def _is_region(f: object) -> bool:
@@ -116,10 +110,6 @@ _OTHERWISE = explain(
     why="A graph can contain only the plain loop.",
     do="Call it outside torch.compile, where it runs or says what is wrong.",
 )
-
-
-def _has_rows(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _length(sizes: Sequence[int], num_leaves: int, length: int | None) -> int:
