@@ -8,9 +8,10 @@ module's own hooks run in `nn.Module.__call__`, around the region, once per call
 
 from __future__ import annotations
 
+import fnmatch
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,9 +20,14 @@ from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import TraceError, refusal
 from remat._messages import warn
-from remat.modules._where import Where, matching
 
 _M = TypeVar("_M", bound=nn.Module)
+Where: TypeAlias = (
+    type[nn.Module]
+    | tuple[type[nn.Module], ...]
+    | str
+    | Callable[[str, nn.Module], bool]
+)
 
 
 def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _M:
@@ -68,7 +74,12 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         1
         >>> _ = modules.remove(model)
     """
-    _require_count(every)
+    is_count = isinstance(every, int) and not isinstance(every, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_count or every < 1:
+        raise (ValueError if is_count else TypeError)(
+            f"modules.apply(every={every!r}): `every` takes each n-th match, an int "
+            "from 1 on."
+        )
     options: dict[str, Any] = {"rng": "preserve", **remat_options}
     decorate = remat(**options)
     for module in _with_a_forward(matching(model, where), where)[::every]:
@@ -99,20 +110,12 @@ def remove(model: _M) -> _M:
         if region is None:
             continue
         own = _wrapped_by(region, module)
-        if _is_of_class(own, module):
+        # The class's `forward`, which the module has without a region.
+        if own == type(module).forward.__get__(module):
             del module.__dict__["forward"]
         else:
             object.__setattr__(module, "forward", own)
     return model
-
-
-def _require_count(every: Any) -> None:
-    is_count = isinstance(every, int) and not isinstance(every, bool)
-    if not is_count or every < 1:
-        raise (ValueError if is_count else TypeError)(
-            f"modules.apply(every={every!r}): `every` takes each n-th match, an int "
-            "from 1 on."
-        )
 
 
 def region_of(module: nn.Module) -> DecoratedFunction[..., Any] | None:
@@ -130,11 +133,6 @@ def _wrapped_by(
     return own if method is None else types.MethodType(method, module)
 
 
-def _is_of_class(own: Callable[..., Any], module: nn.Module) -> bool:
-    """Whether this is the class's `forward`, which the module has without a region."""
-    return own == type(module).forward.__get__(module)
-
-
 def _with_a_forward(
     found: Sequence[tuple[str, nn.Module]], where: Where
 ) -> list[nn.Module]:
@@ -142,7 +140,15 @@ def _with_a_forward(
     callable_ones: list[nn.Module] = []
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):
-            raise _scripted(name, module, where)
+            raise refusal(
+                TraceError,
+                where=f"modules.apply(where={where!r})",
+                what=f"matches `{name}`, a {type(module).__name__}.",
+                why="TorchScript's interpreter runs its forward, and hides its operators "
+                "and the gradients of its parameters from a region.",
+                do="Use the module from before torch.jit.script, or exclude it from "
+                "`where`.",
+            )
         if type(module).forward is nn.Module.forward:
             _warn(
                 f"`{name}`, a {type(module).__name__}, has no `forward`.",
@@ -163,16 +169,71 @@ def _with_a_forward(
     return callable_ones
 
 
-def _scripted(name: str, module: nn.Module, where: Where) -> TraceError:
-    return refusal(
-        TraceError,
-        where=f"modules.apply(where={where!r})",
-        what=f"matches `{name}`, a {type(module).__name__}.",
-        why="TorchScript's interpreter runs its forward, and hides its operators and the "
-        "gradients of its parameters from a region.",
-        do="Use the module from before torch.jit.script, or exclude it from `where`.",
+def _warn(what: str, why: str, do: str, where: Where) -> None:
+    warn(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
+
+
+def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
+    """The modules that `where` means, each once, by its first name, in the model's order.
+
+    Raises:
+        TypeError: `model` is not a module, or `where` is not one of the forms that it can
+            have.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"modules.apply looks for modules in an nn.Module, not in {model!r}, of type "
+            f"{type(model).__name__}. To make a function a region, use remat(function)."
+        )
+    matches = _matcher(where)
+    found: dict[int, tuple[str, nn.Module]] = {}
+    # torch has not annotated what it yields.
+    named = cast("Any", model).named_modules(remove_duplicate=False)
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", named):
+        if id(module) not in found and matches(name, module):
+            found[id(module)] = (name, module)
+    return [*found.values()]
+
+
+def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
+    if isinstance(where, str):
+        glob = _parts(where)
+        return lambda name, module: _fits(_parts(name), glob)
+    if isinstance(where, (type, tuple)):
+        classes = cast(
+            "tuple[Any, ...]", where if isinstance(where, tuple) else (where,)
+        )
+        if not all(isinstance(each, type) for each in classes):
+            raise _not_a_place(where)
+        return lambda name, module: isinstance(module, classes)
+    if isinstance(where, nn.Module) or not callable(where):
+        raise _not_a_place(cast("object", where))
+    return where
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of a qualified name; the model itself has none."""
+    return name.split(".") if name else []
+
+
+def _fits(parts: Sequence[str], glob: Sequence[str]) -> bool:
+    """Whether a name fits a glob, part by part; "**" stands for any number of parts."""
+    if not glob:
+        return not parts
+    first, *rest = glob
+    if first == "**":
+        return any(_fits(parts[skip:], rest) for skip in range(len(parts) + 1))
+    return (
+        bool(parts) and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], rest)
     )
 
 
-def _warn(what: str, why: str, do: str, where: Where) -> None:
-    warn(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
+def _not_a_place(where: Any) -> TypeError:
+    modules = isinstance(where, nn.Module | list | tuple | set | frozenset)
+    hint = " For some by name: lambda name, module: name in names." if modules else ""
+    shown = type(where).__name__ if isinstance(where, nn.Module) else repr(where)
+    return TypeError(
+        f"modules.apply looks for a class of modules, a tuple of classes, a glob over "
+        f'qualified names such as "layers.*", or a predicate (name, module) -> bool, not '
+        f"for {shown}.{hint}"
+    )

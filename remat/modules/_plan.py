@@ -12,10 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._api import remat
 from remat._errors import refusal
-from remat._plans.plan import FrontierPoint, Plan, plan as plan_of
+from remat._plans.plan import Plan, plan as plan_of
 from remat._torch import fakes
-from remat.modules._apply import apply, remove
-from remat.modules._where import Where, matching
+from remat.modules._apply import Where, apply, matching, remove
 from remat.planners import Share, share
 from remat.policies._sizes import parse_size, show_size
 
@@ -151,14 +150,14 @@ def plan(
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := _blocks(model, where)):
             remove(module)
-        found = _split(_called(model, named, args, kwargs), size)
-        for row in found.rows:
+        chosen = _split(_called(model, named, args, kwargs), size)
+        for row in chosen.rows:
             apply(
                 model,
                 lambda name, _, wanted=row.name: name == wanted,
                 policy=row.plan.policy,
             )
-        return found
+        return chosen
 
     return planned
 
@@ -180,7 +179,7 @@ def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
     most = sum(each.saved_bytes for each in whole)
     total = int(size * most) if isinstance(size, float) else size
     taken = share(
-        [list(map(_share_of, points)) for points in frontiers],
+        [[Share(p.saved_bytes, p.recompute_cost) for p in ps] for ps in frontiers],
         [len(places) for places in members],
         total,
         "modules.plan(budget=...)",
@@ -192,10 +191,6 @@ def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
             plans[place] = known[k]
     rows = zip(blocks, plans, strict=True)
     return ModulePlan(tuple(ModulePlanRow(b.name, p) for b, p in rows), total)
-
-
-def _share_of(point: FrontierPoint) -> Share:
-    return Share(point.saved_bytes, point.recompute_cost)
 
 
 def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
