@@ -71,13 +71,9 @@ def call_as_region(
     Args:
         function: any callable, a module or a region.
         args: the call's arguments.
-        kwargs: likewise.
+        kwargs: its keyword arguments.
         storage: makes the storage in which arguments of a floating or complex dtype wait,
             parameters aside; None where they wait as they are.
-
-    Raises:
-        ValueError: the function runs again, and its inputs would have to wait otherwise
-            than as they are.
     """
     if storage is not None and is_dynamo_compiling():
         dynamo.end_graph(_WITH_STORAGE)
@@ -108,9 +104,6 @@ def preserve(get_tracker: Callable[[], Any]) -> None:
     """Registers a tracker for good, because a backward may come at any time.
 
     A registration of the user's own is left alone.
-
-    Raises:
-        SideEffectError: a region around is being traced, which must know it before.
     """
     tracker = get_tracker()
     if is_tracker(tracker):

@@ -295,11 +295,7 @@ def _warn(name: str, value: object, why: str, do: str) -> None:
 
 
 def _group_getter(mpu: Any) -> Callable[[], Any]:
-    """The method that returns the model-parallel group; the newer name comes first.
-
-    Raises:
-        TypeError: the object has neither.
-    """
+    """The method that returns the model-parallel group; the newer name comes first."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, name):
             return getattr(mpu, name)

@@ -135,8 +135,8 @@ def _run(
     asked = tuple((key, _place(collected, key)) for key in keys)
     chosen = tuple(sorted(collected[_SELECTED])) if _SELECTED in collected else None
     region = decorate(functools.partial(_collecting, function, asked, chosen))
-    result, found = region(*args, **kwargs)
-    for key, each in zip(keys, found, strict=True):
+    result, gathered = region(*args, **kwargs)
+    for key, each in zip(keys, gathered, strict=True):
         collected[key].extend(each)
     return result
 

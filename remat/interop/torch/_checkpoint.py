@@ -36,12 +36,7 @@ ContextFn: TypeAlias = Callable[
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The options of `checkpoint`, with torch's names.
-
-    Raises:
-        ValueError: one has a value that it cannot have, or two contradict each other.
-        NotImplementedError: one asks for what a region cannot do.
-    """
+    """The options of `checkpoint`, with torch's names."""
 
     use_reentrant: bool | None = None
     preserve_rng_state: bool = True
@@ -300,11 +295,7 @@ def _run_in_turn(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any
 
 
 def policy_of(context_fn: ContextFn) -> AbstractPolicy:
-    """The policy that two contexts carry.
-
-    Raises:
-        NotImplementedError: they are other contexts.
-    """
+    """The policy that two contexts carry; refuses other contexts."""
     if context_fn is noop_context_fn:
         return nothing_saveable
     first, second = context_fn()

@@ -177,18 +177,18 @@ def apply_activation_checkpointing(
     """
     _require_not_of_torch(checkpoint_wrapper_fn)
     chosen = _chosen(model, check_fn, auto_wrap_policy)
-    found = [
+    places = [
         (owner, name, child)
         for owner in model.modules()
         # By all names; torch's `named_children` leaves out the second of one child.
         for name, child in vars(owner)["_modules"].items()
         if child in chosen
     ]
-    if not found:
+    if not places:
         # Says so, and what to do.
         apply(model, lambda name, module: False)
     done: dict[nn.Module, nn.Module] = {}
-    for owner, name, child in found:
+    for owner, name, child in places:
         if child not in done:
             done[child] = checkpoint_wrapper_fn(child, **chosen[child])
         if done[child] is not child:
