@@ -40,12 +40,7 @@ Solver = Callable[[Problem, int, str], Solution]
 @final
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A value that may be saved.
-
-    Attributes:
-        number: its class in the joint graph.
-        storages: the ways in which it may wait, one for each option of the problem.
-    """
+    """A value that may be saved: its class, and a way to wait for each option."""
 
     number: int
     storages: tuple[AbstractStorage, ...]
@@ -54,13 +49,7 @@ class Item:
 @final
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A joint graph as a planner sees it.
-
-    Attributes:
-        analysis: the joint graph.
-        items: what may be saved, in the order of the problem's items.
-        problem: what the planner is asked.
-    """
+    """A joint graph as a planner sees it; `items` are those of the problem, in order."""
 
     analysis: Analysis
     items: tuple[Item, ...]
@@ -111,13 +100,7 @@ def model_of(
     storages: Callable[[Value], tuple[AbstractStorage, ...]],
     costs: Costs = by_flops,
 ) -> Model:
-    """The planner's problem of a joint graph.
-
-    Args:
-        analysis: the joint graph.
-        storages: the ways in which a value may wait, as `Budget.storages` gives them.
-        costs: of a step, a whole number.
-    """
+    """The planner's problem of a joint graph; `storages` are the ways a value may wait."""
     joint, graph = analysis.joint, analysis.joint.graph
     whole = cut(analysis, frozenset(), joint.gradients).steps
     certain = set(cut(analysis, _all_members(analysis), joint.gradients).steps)
@@ -179,32 +162,30 @@ def _options(
     saved = {
         product_of(values, member): member for member in sorted(_all_members(analysis))
     }
-    metas = [values[saved[analysis.members[item.number]]].meta for item in items]
-    return tuple(
-        tuple(_option(storage, meta) for storage in item.storages)
-        for item, meta in zip(items, metas, strict=True)
-    )
-
-
-def _option(storage: AbstractStorage, meta: Meta) -> Option:
-    assert isinstance(meta, TensorMeta)
-    held = storage.held(meta)
-    return Option(held.size_bytes, 2 * held.moved_bytes)
+    options: list[tuple[Option, ...]] = []
+    for item in items:
+        meta = values[saved[analysis.members[item.number]]].meta
+        assert isinstance(meta, TensorMeta)
+        ways = [storage.held(meta) for storage in item.storages]
+        options.append(tuple(Option(w.size_bytes, 2 * w.moved_bytes) for w in ways))
+    return tuple(options)
 
 
 def _fixed_bytes(analysis: Analysis) -> int:
     """Bytes of generator states and copies of changed buffers, which are always held."""
     joint = analysis.joint
-    held = [state.index for state in joint.states]
-    held += [operand for operand, _ in joint.mutations]
-    metas = [joint.graph.values[index].meta for index in held]
-    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+    states = [state.index for state in joint.states]
+    return _bytes_of(analysis, [*states, *(operand for operand, _ in joint.mutations)])
 
 
 def no_remat_bytes(analysis: Analysis) -> int:
     """Bytes of intermediate values that are saved where all may be."""
     whole = cut(analysis, _all_members(analysis), analysis.joint.gradients)
-    metas = [analysis.joint.graph.values[index].meta for index in whole.saved]
+    return _bytes_of(analysis, whole.saved)
+
+
+def _bytes_of(analysis: Analysis, indices: Sequence[int]) -> int:
+    metas = [analysis.joint.graph.values[index].meta for index in indices]
     return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
 
@@ -317,7 +298,7 @@ def fingerprint(analysis: Analysis) -> str:
     joint = analysis.joint
     inputs = [*range(joint.num_operands), *analysis.forward]
     number = {index: k for k, index in enumerate(inputs)}
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for index in inputs:
         value = joint.graph.values[index]
         line = (
@@ -325,8 +306,8 @@ def fingerprint(analysis: Analysis) -> str:
             _described((value.args, value.kwargs), number),
             _metas(value.meta),
         )
-        found.update(repr(line).encode())
-    return found.hexdigest()[:16]
+        digest.update(repr(line).encode())
+    return digest.hexdigest()[:16]
 
 
 def _described(tree: Any, number: dict[int, int]) -> Any:

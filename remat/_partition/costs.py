@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat._errors import PolicyError, refusal
 from remat._graph import operators
@@ -64,13 +63,8 @@ def _tensors(meta: Any) -> list[TensorMeta]:
 def measured(metas: list[TensorMeta]) -> Costs:
     """Nanoseconds, as the operators take on tensors of these sizes on this machine.
 
-    Equal operators on equal sizes are timed once: the median of a few runs.
-
-    Args:
-        metas: those of the arguments, of which each must have a device that computes.
-
-    Raises:
-        PolicyError: an argument is on the meta device.
+    Equal operators on equal sizes are timed once: the median of a few runs. `metas` are
+    those of the arguments; one on the meta device is refused.
     """
     if any(meta.device.type == "meta" for meta in metas):
         raise refusal(
@@ -122,16 +116,13 @@ def _with_tensors(tree: Any) -> Any:
     """The arguments with tensors of zeros, which are indices and numbers alike."""
     match tree:
         case TensorMeta():
-            return _zeros(tree)
+            empty = torch.empty_strided(
+                tree.shape, tree.stride, dtype=tree.dtype, device=tree.device
+            )
+            return empty.zero_()
         case dict():
             return {key: _with_tensors(each) for key, each in tree.items()}  # pyright: ignore[reportUnknownVariableType]
         case tuple() | list():
             return type(tree)(map(_with_tensors, tree))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         case _:
             return tree
-
-
-def _zeros(meta: TensorMeta) -> Tensor:
-    return torch.empty_strided(
-        meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
-    ).zero_()

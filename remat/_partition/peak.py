@@ -24,14 +24,10 @@ _Storage = tuple[int, int]
 
 
 def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int:
-    """The peak of a call under `.backward()`.
+    """The peak of a call under `.backward()`, with `held_bytes` between its two halves.
 
-    Args:
-        joint: the forward and its backward.
-        found: where they part.
-        held_bytes: what is held between the two.
-        frees: whether the backward lets go of each saved value after its last use, as it
-            does where all wait as they are.
+    `frees` says whether the backward lets go of each saved value after its last use, as it
+    does where all wait as they are.
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
@@ -58,10 +54,8 @@ def peak_of_run(
 ) -> int:
     """The most bytes of storages that a program made and that live at one time.
 
-    Args:
-        graph: the program.
-        freed_inputs: for inputs that end with the last use of them and their views, the
-            bytes; they count less than nothing, as they are there before.
+    `freed_inputs` are the bytes of inputs that end with the last use of them and their
+    views; they count less than nothing, as they are there before.
     """
     last, owners = last_uses(graph), roots(graph)
     uses = Counter[_Storage]()

@@ -104,11 +104,10 @@ def _best_of_all(problem: Problem, budget: int) -> Solution:
 
 
 def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, int]:
-    """The best choices for their bytes, next to the budget on both sides.
+    """The best choices for their bytes next to the budget, and a bound on the cost.
 
-    Returns:
-        The one within the budget, the one beyond it (None if the cheapest of all choices
-        is within), and the least cost that any choice within the budget can have.
+    The first is within the budget and the second beyond it, None if the cheapest of all
+    choices is within; no choice within the budget costs less than the bound.
     """
     network = Network(problem)
     free = budget - problem.fixed_bytes

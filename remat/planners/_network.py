@@ -49,11 +49,7 @@ class NetworkCut:
 
 @final
 class Network:
-    """The network of a problem, for any price.
-
-    Args:
-        problem: the steps and items.
-    """
+    """The network of a problem, for any price."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -158,14 +158,12 @@ class Outcome:
 
 def cheapest(options: Sequence[Option], price: int, unit: int) -> int:
     """The number of the option of the least `unit * cost + price * size_bytes`."""
-    return min(
-        range(len(options)),
-        key=lambda k: (
-            unit * options[k].cost + price * options[k].size_bytes,
-            options[k].size_bytes,
-            options[k].cost,
-        ),
-    )
+
+    def rank(k: int) -> tuple[int, int, int]:
+        size_bytes, cost = options[k].size_bytes, options[k].cost
+        return unit * cost + price * size_bytes, size_bytes, cost
+
+    return min(range(len(options)), key=rank)
 
 
 def require_feasible(problem: Problem, budget: int, where: str) -> None:

@@ -14,14 +14,6 @@ class Tally:
 
     It counts for each step how many others need it, so a change takes time only in
     proportion to the part of the closure that it affects.
-
-    Args:
-        problem: the steps and items.
-        choice: where to start.
-
-    Attributes:
-        saved_bytes: what is held.
-        cost: of what runs again, and of storing what is saved.
     """
 
     def __init__(self, problem: Problem, choice: Sequence[int | None]) -> None:

@@ -1,9 +1,15 @@
 """Policies: which values of the forward are saved for the backward."""
 
 from remat.policies._as_policy import as_policy, from_callable
-from remat.policies._attention import save_attention_outputs
 from remat.policies._both import save_from_both_policies
 from remat.policies._budget import Budget, budget
+from remat.policies._by_kind import (
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    save_attention_outputs,
+    save_matmul_outputs,
+    save_matmul_outputs_no_batch,
+)
 from remat.policies._by_op import by_op
 from remat.policies._by_size import by_size
 from remat.policies._contract import (
@@ -16,12 +22,6 @@ from remat.policies._contract import (
     decide,
 )
 from remat.policies._everything_or_nothing import everything_saveable, nothing_saveable
-from remat.policies._matmul import (
-    dots_saveable,
-    dots_with_no_batch_dims_saveable,
-    save_matmul_outputs,
-    save_matmul_outputs_no_batch,
-)
 from remat.policies._names import (
     save_any_names_but_these,
     save_anything_except_these_names,

@@ -32,11 +32,6 @@ class FromCallable(AbstractPolicy):
         """Decides about one value."""
         return self.function(value)
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """None: nothing tells which names a function looks for."""
-        return ()
-
     def __repr__(self) -> str:
         """The code that makes this policy, where the function's name is known."""
         return f"from_callable({policy_name(self.function)})"

@@ -4,33 +4,28 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.policies._as_policy import as_policy
-from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, decide
+from remat.policies._contract import (
+    AbstractPolicy,
+    Pair,
+    Recompute,
+    Save,
+    Value,
+    decide,
+)
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveFromBothPolicies(AbstractPolicy):
+class SaveFromBothPolicies(Pair):
     """What `save_from_both_policies` makes."""
-
-    first: AbstractPolicy
-    second: AbstractPolicy
-
-    def __post_init__(self) -> None:
-        """Checks that the two can be joined."""
-        _ = self.first | self.second
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
-        return decide(self.first | self.second, value)
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of both policies."""
-        return (self.first | self.second).globs
+        return decide(self.left | self.right, value)
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
-        return f"save_from_both_policies({self.first!r}, {self.second!r})"
+        return f"save_from_both_policies({self.left!r}, {self.right!r})"
 
 
 def save_from_both_policies(first: object, second: object) -> AbstractPolicy:

@@ -33,15 +33,7 @@ Size = int | float | str | Memory
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Budget(WholeProgram):
-    """What `budget` makes.
-
-    Attributes:
-        size: bytes; a float, a fraction of what is saved without remat; "auto"; or a
-            `Memory`.
-        allow: what may be saved, and how; None for anything, with `Keep()`.
-        is_part: whether the size is a fraction; without this, 1.0 (all) and 1 (one byte)
-            would be equal.
-    """
+    """What `budget` makes; `is_part` tells 1.0 (all) from 1 (one byte) where they compare."""
 
     size: int | float | str | Memory
     allow: AbstractPolicy | None = None
@@ -143,11 +135,7 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
 
 
 def as_budget(budget: Any, where: str) -> Budget:
-    """Makes a budget of what a user passed as one: a size, or what `budget` returned.
-
-    Raises:
-        PolicyError: it is another policy.
-    """
+    """Makes a budget of what a user passed as one: a size, or what `budget` returned."""
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, AbstractPolicy):

@@ -44,11 +44,6 @@ class ByOp(AbstractPolicy):
             for name in names
         )
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """None: these globs are of operators, not of names of values."""
-        return ()
-
     def __repr__(self) -> str:
         """The code that makes this policy."""
         return show_call("by_op", self.targets)

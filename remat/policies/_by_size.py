@@ -22,11 +22,6 @@ class BySize(AbstractPolicy):
         is_small = self.max_bytes is None or value.size_bytes <= self.max_bytes
         return is_large and is_small
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """None: the policy looks at no names."""
-        return ()
-
     def __repr__(self) -> str:
         """The code that makes this policy."""
         bounds = {"min_bytes": self.min_bytes, "max_bytes": self.max_bytes}

@@ -162,9 +162,12 @@ class AbstractPolicy(abc.ABC):
         """Decides about one value; True means `Save()`, False means `Recompute()`."""
 
     @property
-    @abc.abstractmethod
     def globs(self) -> tuple[str, ...]:
-        """The name globs that the policy mentions; each is meant to match some name."""
+        """The name globs that the policy mentions; each is meant to match some name.
+
+        By default none: an operator's or a size's policy looks at no names.
+        """
+        return ()
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -272,25 +275,36 @@ class WholeProgram(AbstractPolicy):
         )
 
 
-@final
 @dataclass(frozen=True, slots=True, repr=False)
-class Union(AbstractPolicy):
-    """Saves what either operand saves, in the left operand's storage if it saves.
+class Pair(AbstractPolicy):
+    """The base of policies that are made of two.
 
     Args:
-        left: the policy that is asked first.
-        right: the policy that is asked about what `left` recomputes.
+        left: the policy whose storage counts where both save.
+        right: the other one.
 
     Raises:
         PolicyError: an operand is not an `AbstractPolicy`.
     """
 
+    SYMBOL = "|"  # without an annotation, so that it is no field
     left: AbstractPolicy
     right: AbstractPolicy
 
     def __post_init__(self) -> None:
         """Checks the operands."""
-        _require_policies("|", self.left, self.right)
+        _require_policies(self.SYMBOL, self.left, self.right)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs of both operands."""
+        return tuple(dict.fromkeys(self.left.globs + self.right.globs))
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Union(Pair):
+    """Saves what either operand saves, in the left operand's storage if it saves."""
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
@@ -300,11 +314,6 @@ class Union(AbstractPolicy):
             case Recompute():
                 return decide(self.right, value)
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of both operands."""
-        return _union(self.left.globs, self.right.globs)
-
     def __repr__(self) -> str:
         """The code that makes this policy."""
         # `|` binds weakest and to the left, so only a union at the right needs brackets.
@@ -313,23 +322,10 @@ class Union(AbstractPolicy):
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Intersection(AbstractPolicy):
-    """Saves what both operands save, in the left operand's storage.
+class Intersection(Pair):
+    """Saves what both operands save, in the left operand's storage."""
 
-    Args:
-        left: the policy that says the storage.
-        right: the policy that must save the value too.
-
-    Raises:
-        PolicyError: an operand is not an `AbstractPolicy`.
-    """
-
-    left: AbstractPolicy
-    right: AbstractPolicy
-
-    def __post_init__(self) -> None:
-        """Checks the operands."""
-        _require_policies("&", self.left, self.right)
+    SYMBOL = "&"
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
@@ -338,11 +334,6 @@ class Intersection(AbstractPolicy):
                 return save
             case _, _:  # at least one of the two recomputes
                 return Recompute()
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of both operands."""
-        return _union(self.left.globs, self.right.globs)
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
@@ -355,11 +346,7 @@ class Intersection(AbstractPolicy):
 class Complement(AbstractPolicy):
     """Recomputes what the operand saves, and keeps what it recomputes.
 
-    Args:
-        policy: the policy to invert.
-
-    Raises:
-        PolicyError: the operand is not an `AbstractPolicy`.
+    Its globs are the operand's, so that a misspelled one is reported here too.
     """
 
     policy: AbstractPolicy
@@ -370,15 +357,12 @@ class Complement(AbstractPolicy):
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
-        match decide(self.policy, value):
-            case Save():
-                return Recompute()
-            case Recompute():
-                return Save()
+        saves = isinstance(decide(self.policy, value), Save)
+        return Recompute() if saves else Save()
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of the operand, so that a misspelled one is reported here too."""
+        """The globs of the operand."""
         return self.policy.globs
 
     def __repr__(self) -> str:
@@ -409,11 +393,8 @@ class Stored(AbstractPolicy):
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
-        match decide(self.policy, value):
-            case Save():
-                return Save(self.storage)
-            case Recompute() as recompute:
-                return recompute
+        decision = decide(self.policy, value)
+        return Save(self.storage) if isinstance(decision, Save) else decision
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -571,7 +552,3 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
 
 def _bracketed(policy: AbstractPolicy, *weaker: type[AbstractPolicy]) -> str:
     return f"({policy!r})" if isinstance(policy, weaker) else repr(policy)
-
-
-def _union(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(left + right))

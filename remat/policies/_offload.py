@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import final
 
 from remat._errors import PolicyError, refusal
+from remat.policies._by_kind import save_matmul_outputs_no_batch
 from remat.policies._contract import AbstractPolicy, Recompute, Save, Value
-from remat.policies._matmul import save_matmul_outputs_no_batch
 from remat.policies._names import has_name, require_globs
 from remat.storage import AbstractStorage, Offload
 
@@ -76,11 +76,6 @@ class OffloadDotWithNoBatchDims(AbstractPolicy):
         """Decides about one value."""
         storage = _storage(_DOTS, self.source, self.destination)
         return save_matmul_outputs_no_batch.stored(storage)(value)
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """None: the policy looks at no names."""
-        return ()
 
     def __repr__(self) -> str:
         """The code that makes this policy."""

@@ -7,13 +7,7 @@ import torch
 
 
 def packet_name(op: object) -> str:
-    """Returns the name of an operator without its overload.
-
-    Args:
-        op: an overload, a packet or a higher-order operator of `torch.ops`.
-
-    Returns:
-        The name as one writes it after `torch.ops.`, such as `aten.mm`.
+    """The name of an operator without its overload, as one writes it after `torch.ops.`.
 
     Example:
         >>> import torch
@@ -29,16 +23,10 @@ def bare_name(op: object) -> str:
 
 
 def function_name(function: object) -> str:
-    """Returns the name in `Value.function` of the torch function that a user called.
+    """The name in `Value.function` of the torch function that a user called, or `""`.
 
-    Laws: a method, a Python operator (reflected or not) and an in-place variant have
-    the name of the function that they stand for.
-
-    Args:
-        function: a function of torch, or a method of its tensors.
-
-    Returns:
-        The name, or `""` where it has none.
+    A method, a Python operator (reflected or not) and an in-place variant have the name
+    of the function that they stand for.
 
     Example:
         >>> import torch

@@ -38,11 +38,6 @@ class Planned(WholeProgram):
     budget_bytes: int
 
     @property
-    def globs(self) -> tuple[str, ...]:
-        """None: values are identified by their positions."""
-        return ()
-
-    @property
     def reason(self) -> str:
         """That a plan chose it: the policy's repr is as long as the program."""
         return "chosen by a plan"

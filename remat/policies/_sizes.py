@@ -27,33 +27,33 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
 
 
 def parse_size(size: object, where: str) -> int:
-    """Returns a size in bytes.
+    """A size in bytes, rounded down; `where` names the argument in the message.
 
-    Args:
-        size: a number of bytes, or a string such as `"512KiB"` or `"1.5 MiB"`; the units
-            are B, KiB, MiB, GiB and TiB, powers of 1024.
-        where: the argument that the size was given for, for the message.
-
-    Returns:
-        The bytes, rounded down.
-
-    Raises:
-        PolicyError: the size is neither an int nor a string.
-        ValueError: the size is negative, or the string is not a number and a unit.
+    It is an int, or a string such as `"512KiB"` or `"1.5 MiB"`, in powers of 1024.
 
     Example:
         >>> parse_size("1.5 KiB", where="by_size(min_bytes=...)")
         1536
     """
-    match size:
-        case bool():
-            raise _not_a_size(size, where)
-        case int():
-            return _check_sign(size, where)
-        case str():
-            return _parse_text(size, where)
-        case _:
-            raise _not_a_size(size, where)
+    if isinstance(size, str):
+        return _parse_text(size, where)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise refusal(
+            PolicyError,
+            where=where,
+            what=f"got {size!r}, of type {type(size).__name__}.",
+            why="A size is an int in bytes, or a string with a unit.",
+            do='Pass, for example, 524288 or "512KiB".',
+        )
+    if size < 0:
+        raise refusal(
+            ValueError,
+            where=where,
+            what=f"the size {size} is negative.",
+            why="No value has fewer than zero bytes.",
+            do="Pass zero or more bytes, or None for no bound.",
+        )
+    return size
 
 
 def _parse_text(size: str, where: str) -> int:
@@ -67,25 +67,3 @@ def _parse_text(size: str, where: str) -> int:
             do='Write it like "512KiB", or pass a number of bytes.',
         )
     return int(Fraction(found[1]) * _UNITS[found[2]])
-
-
-def _check_sign(size: int, where: str) -> int:
-    if size < 0:
-        raise refusal(
-            ValueError,
-            where=where,
-            what=f"the size {size} is negative.",
-            why="No value has fewer than zero bytes.",
-            do="Pass zero or more bytes, or None for no bound.",
-        )
-    return size
-
-
-def _not_a_size(size: object, where: str) -> PolicyError:
-    return refusal(
-        PolicyError,
-        where=where,
-        what=f"got {size!r}, of type {type(size).__name__}.",
-        why="A size is an int in bytes, or a string with a unit.",
-        do='Pass, for example, 524288 or "512KiB".',
-    )

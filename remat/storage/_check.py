@@ -8,11 +8,7 @@ def require_type(
 ) -> None:
     """Raises TypeError unless `answer` is of the expected type; a bool is not an int.
 
-    Args:
-        argument: where the value was given, as in `Quantize(bits=...)`.
-        answer: the value that was given.
-        expected: the type, or types, that are taken.
-        wanted: the value to pass instead, in words.
+    The argument is named as in `Quantize(bits=...)`; `wanted` says what to pass instead.
     """
     is_stray_bool = isinstance(answer, bool) and expected is int
     if isinstance(answer, expected) and not is_stray_bool:
@@ -28,24 +24,9 @@ def require_type(
 
 
 def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
-    """Returns the error for a value of the right type that makes no sense.
-
-    Args:
-        argument: where the value was given, as in `Quantize(bits=...)`.
-        answer: the value that was given.
-        why: the reason, a sentence.
-        do: the way out, a sentence.
-
-    Returns:
-        The error, for the caller to raise.
-    """
-    return refusal(
-        ValueError,
-        where=argument,
-        what=f"got {answer!r}.",
-        why=why,
-        do=do,
-    )
+    """The error for a value of the right type that makes no sense."""
+    what = f"got {answer!r}."
+    return refusal(ValueError, where=argument, what=what, why=why, do=do)
 
 
 def require_count(argument: str, answer: int, *, at_least: int) -> None:

@@ -18,6 +18,8 @@ from remat._errors import RematError, refusal
 from remat._torch import levels
 from remat.storage._stored import Decode, Place, Stored
 
+_Form = tuple[torch.Size, torch.dtype, torch.device]
+
 
 class _Stores(Protocol):
     def store(self, value: Tensor, place: Place) -> Stored: ...
@@ -38,47 +40,33 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
         RematError: it broke its contract.
     """
     before = levels.versions_below([value])
-    found: Any = storage.store(value, place)
-    _require_stored(storage, found)
+    stored: Any = storage.store(value, place)
+    _require_stored(storage, stored)
     if levels.versions_below([value]) != before:
         raise _changed(storage, value)
-    form = value.shape, value.dtype, value.device
-    decode = _Checked(found.decode, type(storage).__name__, *form)
-    return dataclasses.replace(found, decode=decode)
+    decode = _Checked(stored.decode, type(storage).__name__, _form_of(value))
+    return dataclasses.replace(stored, decode=decode)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Checked:
-    """A decoder whose result is checked against what was stored.
-
-    Attributes:
-        decode: the way.
-        name: of the storage's class.
-        shape: of the value that was stored.
-        dtype: likewise.
-        device: likewise.
-    """
+    """A decoder whose result is checked against the shape, dtype and device stored."""
 
     decode: Decode
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    storage_name: str
+    form: _Form
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """The value from its parts."""
-        found: Any = self.decode(parts)
-        if isinstance(found, Tensor):
-            is_own = found.shape == self.shape and found.dtype is self.dtype
-            if is_own and found.device == self.device:
-                return found
-            came = _form(found.shape, found.dtype, found.device)
-        else:
-            came = type(found).__name__
+        value: Any = self.decode(parts)
+        form = _form_of(value) if isinstance(value, Tensor) else None
+        if form == self.form:
+            return value
+        came = _shown(form) if form else type(value).__name__
         raise refusal(
             RematError,
-            where=f"a value {_form(self.shape, self.dtype, self.device)} in {self.name}",
+            where=f"a value {_shown(self.form)} in {self.storage_name}",
             what=f"came back from its storage as {came}.",
             why="The backward needs the value as it was stored.",
             do="Have `decode` return the shape, dtype and device of the value that "
@@ -86,7 +74,12 @@ class _Checked:
         )
 
 
-def _form(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def _form_of(value: Tensor) -> _Form:
+    return value.shape, value.dtype, value.device
+
+
+def _shown(form: _Form) -> str:
+    shape, dtype, device = form
     return f'{str(dtype).removeprefix("torch.")}{[*shape]} on "{device}"'
 
 
@@ -118,8 +111,7 @@ def _changed(storage: _Stores, value: Tensor) -> RematError:
     return refusal(
         RematError,
         where=f"{type(storage).__name__}.store",
-        what=f"changed the value {_form(value.shape, value.dtype, value.device)} that "
-        "it was given.",
+        what=f"changed the value {_shown(_form_of(value))} that it was given.",
         why="It belongs to the caller, or the region still computes with it.",
         do="Change a copy: value.clone().",
     )

@@ -51,11 +51,9 @@ class Held:
         return sum(part.size_bytes for part in self.away)
 
     def through(self, storage: _Holds, home: torch.device) -> Held:
-        """What is held when one more storage has stored each of the tensors.
+        """What is held when the next link of a chain has stored each of the tensors.
 
-        Args:
-            storage: the next link of a chain.
-            home: the device of the value.
+        `home` is the device of the value.
         """
         if self.is_bound:
             return self  # what the next storage is given depends on the numbers
@@ -85,12 +83,7 @@ class _Holds(Protocol):
 def rehearsed(storage: _Holds, meta: TensorMeta) -> Held:
     """What `store` makes of a value without numbers, as if in a late call of a function.
 
-    Args:
-        storage: whose `store` is called, once.
-        meta: the value; of a DTensor this rank's part.
-
-    Returns:
-        What it holds; if `store` has to see numbers the whole value, as a bound.
+    If `store` has to see numbers, this is the whole value, as a bound.
     """
     value = dataclasses.replace(meta.once, requires_grad=False, placement=None)
     # After the calls in which ranks compare what they hold.

@@ -166,7 +166,10 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
     """A copy in a memory-mapped file without a name, which is freed with the tensor."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            _reserve(file.fileno(), value.nbytes)
+            # A full disk would otherwise show only when the mapped memory is written,
+            # by a signal that ends the process. macOS has no such call.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, value.nbytes)
             mapped = torch.from_file(
                 file.name,
                 shared=True,
@@ -178,16 +181,6 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
         raise _no_file(error, value, folder) from error
     mapped = mapped.view(value.dtype).view(value.shape)
     return mapped.copy_(value)
-
-
-def _reserve(file: int, num_bytes: int) -> None:
-    """Allocates the space of a file, where the system can.
-
-    Otherwise a full disk would show only when the mapped memory is written, by a signal
-    that ends the process.
-    """
-    if hasattr(os, "posix_fallocate"):  # macOS has none
-        os.posix_fallocate(file, 0, num_bytes)
 
 
 def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:

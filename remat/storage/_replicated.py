@@ -24,15 +24,7 @@ def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> No
     """Raises on every rank unless all ranks of the group hold the same value.
 
     The collective sends a record of fixed size, so that it also works if the values
-    differ in shape or dtype.
-
-    Args:
-        value: this rank's value, contiguous, of any shape and dtype.
-        group: the ranks.
-        place: which value it is, for the message.
-
-    Raises:
-        NotReplicatedError: some rank holds another shape, dtype, or other bits.
+    differ in shape or dtype. `place` says in the message which value it is.
     """
     mine = torch.tensor([*_signature(value, place), 0], device=value.device)
     mine[-1] = _hash(value)

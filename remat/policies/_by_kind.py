@@ -1,14 +1,15 @@
-"""Policies that save the outputs of matrix products, which save the most work per byte.
+"""Policies that save matrix products or attention, which save the most work per byte.
 
 A product of n x n matrices costs n operations for each element of its output, so saving
 it avoids more recomputation per byte than saving an elementwise result. These policies
 leave out the products inside attention, whose outputs grow with the square of the
-sequence; not keeping these is the point of recomputation.
+sequence; not keeping these is the point of recomputation. The output of attention is
+small, and `save_attention_outputs` saves it.
 """
 
 from remat.policies._contract import AbstractPolicy, Value
+from remat.policies._everything_or_nothing import parameter_free
 from remat.policies._operators import bare_name
-from remat.policies._parameter_free import parameter_free
 
 # A leading dimension of the output of these is a batch, where the output has three.
 _BATCHED = frozenset(
@@ -46,6 +47,15 @@ _MATMULS = _BATCHED | {
     "mkldnn_convolution",
     "mkldnn._convolution_pointwise",
 }
+_ATTENTION_FUNCTIONS = frozenset({"scaled_dot_product_attention", "flex_attention"})
+_ATTENTION_OPERATORS = frozenset(
+    {
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "_cudnn_attention_forward",
+        "flex_attention",
+    }
+)
 
 
 @parameter_free
@@ -90,6 +100,28 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
         `dots_with_no_batch_dims_saveable` of `jax.checkpoint_policies`.
     """
     return _is_matmul(value) and not _has_batch(value)
+
+
+@parameter_free
+def save_attention_outputs(value: Value, /) -> bool:
+    """Saves the outputs of attention, with the helpers that its backward reads.
+
+    These are the values that `scaled_dot_product_attention` or `flex_attention` makes,
+    in any backend. Where torch has no fused kernel, attention is a chain of plain
+    operators, and each value in it may be saved, the quadratic scores included: use a
+    fused backend or `checkpoint_name` there.
+
+    Example:
+        >>> from remat import policies
+        >>> policies.save_matmul_outputs | policies.save_attention_outputs
+        save_matmul_outputs | save_attention_outputs
+    """
+    name = bare_name(value.op)
+    is_fused = name.startswith("_scaled_dot_product_")
+    is_operator = name in _ATTENTION_OPERATORS or (
+        is_fused and not name.endswith("_backward")
+    )
+    return is_operator or value.function in _ATTENTION_FUNCTIONS
 
 
 # The names that JAX gave to the two.
