@@ -1,12 +1,19 @@
 """Builds the site: `sphinx-build -W docs site`. A public name without a place in it fails."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from sphinx.util import logging
 
 import remat
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # sphinx imports this file by its path
+
+import _rooms  # noqa: E402
 
 project = "remat"
 version = "0.1"
@@ -27,7 +34,8 @@ suppress_warnings = ["ref.python"]
 
 
 def setup(app: Any) -> None:
-    """Has Sphinx look for what is missing when all pages were read."""
+    """Draws the rooms first, and looks for what is missing when all pages were read."""
+    app.connect("builder-inited", lambda _: _rooms.draw(HERE / "rooms.svg"))
     app.connect("env-check-consistency", _require_every_public_name)
 
 
@@ -46,5 +54,5 @@ def _public_names(path: str, module: ModuleType) -> Iterator[str]:
         value = getattr(module, name)
         if isinstance(value, ModuleType):
             yield from _public_names(f"{path}.{name}", value)
-        else:
-            yield f"{path}.{name}"
+        elif not str(getattr(value, "__module__", "")).startswith("torch."):
+            yield f"{path}.{name}"  # what torch says of its own is torch's

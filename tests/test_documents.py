@@ -78,3 +78,17 @@ def test_ci_tests_the_oldest_torch_that_is_promised():
     tested = re.findall(r'^oldest_torch="torch==(.*)\.0"$', ci_script(), re.M)
 
     assert bounds == [f"torch>={version}" for version in tested]
+
+
+def test_pages_for_maintainers_name_what_exists():
+    """Every file that they name is there, and every room of the house has its line."""
+    architecture = (ROOT / "docs/architecture.md").read_text()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`((?:remat|tests|docs)/[\w/.]+\.(?:py|md))`", contributing)
+    files += re.findall(r"`((?:tests|docs)/[\w/.]+\.py)`", architecture)
+    files += [f"remat/{path}" for path in re.findall(r"`(\w+/\w+\.py)`", architecture) if not path.startswith("tests")]  # fmt: skip
+    house = (ROOT / "tests/test_house.py").read_text()
+    rooms = re.findall(r'ROOMS.*?"""(.*?)"""', house, re.S)[0].split()
+
+    assert [path for path in files if not (ROOT / path).exists()] == []
+    assert [room for room in rooms if f"`{room}`" not in architecture] == []

@@ -1,4 +1,4 @@
-"""Every example that a reader may copy runs: in docstrings, the README and the docs.
+"""Every example that a reader may copy runs: in docstrings, the docs, and the root's two pages.
 
 The programs of docs/examples assert what they claim, by themselves.
 """
@@ -26,6 +26,7 @@ MODULES = [
 ]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *(page for page in sorted(ROOT.glob("docs/**/*.md"))),
 ]
 
