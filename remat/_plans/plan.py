@@ -225,19 +225,11 @@ class Plan:
             PolicyError: a storage cannot be written as text: it has a mesh or a key, or
                 is not a class of this package.
         """
-        text = {
-            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
-        }
-        text["problem"] = from_problem(self.problem)
-        text["rows"] = [
-            {
-                each.name: getattr(row, each.name)
-                for each in dataclasses.fields(row)
-                if each.name != "storage"
-            }
-            | {"storage": from_storage(row.storage)}
-            for row in self.rows
+        rows = [
+            {**_fields(row), "storage": from_storage(row.storage)} for row in self.rows
         ]
+        problem = from_problem(self.problem)
+        text = {**_fields(self), "problem": problem, "rows": rows}
         return json.dumps({"version": _VERSION, **text})
 
     @classmethod
@@ -307,6 +299,10 @@ def _not_a_plan(why: str) -> ValueError:
         why=why,
         do="Pass what `Plan.to_json` returned, or plan again.",
     )
+
+
+def _fields(value: Plan | PlanRow) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
 def _row_of(text: dict[str, Any]) -> PlanRow:

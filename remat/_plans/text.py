@@ -80,12 +80,9 @@ def name_of(dtype: torch.dtype) -> str:
 def from_problem(problem: Problem) -> Any:
     """A problem as lists of numbers."""
     return {
-        "steps": [[each.cost, each.uses, each.item] for each in problem.steps],
+        "steps": [dataclasses.astuple(each) for each in problem.steps],
         "wanted": problem.wanted,
-        "items": [
-            [[each.size_bytes, each.cost] for each in options]
-            for options in problem.items
-        ],
+        "items": [[dataclasses.astuple(o) for o in each] for each in problem.items],
         "fixed_bytes": problem.fixed_bytes,
         "base_cost": problem.base_cost,
     }

@@ -202,7 +202,7 @@ def _runs(problem: Problem, choice: Choice) -> list[bool]:
 def _branched(
     problem: Problem, budget: int, left: Outcome, right: Outcome
 ) -> Iterator[Outcome]:
-    """The same search with one value forced out, or in; for small problems only."""
+    """The search repeated with one value forced out, or in; for small problems only."""
     differing = [
         item
         for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))

@@ -36,11 +36,9 @@ _SOURCE, _SINK = 0, 1
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetworkCut:
-    """The best choices at a price.
+    """The best choices at a price: the one that saves most, and the one that saves least.
 
-    Attributes:
-        choices: the best choice that saves the most, and the one that saves the least.
-        bound: no choice has a lower cost plus price times bytes, fixed bytes left out.
+    No choice has a lower cost plus price times bytes than `bound`, fixed bytes left out.
     """
 
     choices: tuple[Choice, Choice]

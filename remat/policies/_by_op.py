@@ -7,7 +7,7 @@ operator that torch decomposes before a trace sees it, such as `aten.linear`, st
 the function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, final
@@ -115,34 +115,33 @@ def _as_glob(target: object) -> str:
 def _is_known(name: str) -> bool:
     if any(character in name for character in "*?["):
         return True
-    match name.split("."):
-        case [bare]:
-            return _is_function(bare)
-        case [namespace, packet]:
-            return hasattr(getattr(torch.ops, namespace, None), packet)
-        case [namespace, packet, overload]:
-            operator = getattr(getattr(torch.ops, namespace, None), packet, None)
-            return hasattr(operator, overload)
-        case _:
-            return False
+    path = name.split(".")
+    if len(path) == 1:
+        return _is_function(name)
+    return len(path) <= 3 and _of_torch_ops(path) is not None
+
+
+def _of_torch_ops(path: Sequence[str]) -> Any:
+    """What stands at a path below `torch.ops`, or None."""
+    operator: Any = torch.ops
+    for name in path:
+        operator = getattr(operator, name, None)
+    return operator
 
 
 def _is_taken_apart(name: str) -> bool:
     """Whether this names an ATen operator that torch decomposes before a trace."""
     match name.split("."):
         case ["aten", packet, *overload]:
-            operator = getattr(torch.ops.aten, packet, None)
-            overloads = overload or _deciding_overloads(operator)
-            found = [getattr(operator, each, None) for each in overloads]
-            return any(schemas.is_composite(each) for each in found if each is not None)
+            operator = _of_torch_ops(["aten", packet])
+            overloads = overload or getattr(operator, "overloads", list)()
+            # The default one speaks for all; where there is none, as for
+            # `aten.softmax`, each does.
+            deciding = ["default"] if "default" in overloads else overloads
+            candidates = [getattr(operator, each, None) for each in deciding]
+            return any(schemas.is_composite(each) for each in candidates if each)
         case _:
             return False
-
-
-def _deciding_overloads(operator: Any) -> list[str]:
-    """The overload that speaks for all, or each one if none does (`aten.softmax`)."""
-    overloads: list[str] = getattr(operator, "overloads", list)()
-    return ["default"] if "default" in overloads else overloads
 
 
 def _is_function(name: str) -> bool:

@@ -81,7 +81,13 @@ class Offload(AbstractStorage):
         device = torch.device(self.device)
         if device == home:
             if place.call == 0:
-                _warn_of_no_effect(home)
+                warn(
+                    where="storage.Offload(...)",
+                    what=f'has no effect on a value that is on "{home}" already.',
+                    why="Its device is where the value would wait.",
+                    do="Pass `path=...` to let values wait in files, or leave `Offload` "
+                    "out.",
+                )
             return Stored.whole(value)
         if device.type == "cpu" and has_streams(home):
             lane = lane_of(home, self.pin)
@@ -117,44 +123,35 @@ class Offload(AbstractStorage):
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        _check_device(self.device)
+        device = "Offload(device=...)"
+        wanted = "a device as a string, as in `str(device)`"
+        require_type(device, self.device, str, wanted=wanted)
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise refuse(
+                device,
+                self.device,
+                why="torch knows no device of that name.",
+                do='Pass, for example, "cpu" or "cuda:1".',
+            ) from error
         require_type("Offload(pin=...)", self.pin, bool, wanted="True or False")
         require_count("Offload(min_bytes=...)", self.min_bytes, at_least=0)
         require_count("Offload(prefetch=...)", self.prefetch, at_least=0)
         if self.max_bytes is not None:
-            _check_max_bytes(self.max_bytes, self.min_bytes)
+            require_count("Offload(max_bytes=...)", self.max_bytes, at_least=0)
+            if self.max_bytes < self.min_bytes:
+                raise refuse(
+                    "Offload(max_bytes=...)",
+                    self.max_bytes,
+                    why=f"With min_bytes={self.min_bytes} no value would be offloaded.",
+                    do="Pass a `max_bytes` that is not below `min_bytes`, or None.",
+                )
         require_type(
             "Offload(path=...)",
             self.path,
             (str, type(None)),
             wanted="a folder as a string, as in `str(path)`, or None",
-        )
-
-
-def _check_device(device: object) -> None:
-    argument = "Offload(device=...)"
-    require_type(
-        argument, device, str, wanted="a device as a string, as in `str(device)`"
-    )
-    try:
-        torch.device(str(device))
-    except RuntimeError as error:
-        raise refuse(
-            argument,
-            device,
-            why="torch knows no device of that name.",
-            do='Pass, for example, "cpu" or "cuda:1".',
-        ) from error
-
-
-def _check_max_bytes(max_bytes: int, min_bytes: int) -> None:
-    require_count("Offload(max_bytes=...)", max_bytes, at_least=0)
-    if max_bytes < min_bytes:
-        raise refuse(
-            "Offload(max_bytes=...)",
-            max_bytes,
-            why=f"With min_bytes={min_bytes} no value would be offloaded.",
-            do="Pass a `max_bytes` that is not below `min_bytes`, or None.",
         )
 
 
@@ -184,7 +181,6 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
 
 
 def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
-    """An error of the system's type, in words."""
     dtype = str(value.dtype).removeprefix("torch.")
     return OSError(
         error.errno,
@@ -196,13 +192,4 @@ def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
             do="Pass a folder that exists and can be written, on a disk with room for all "
             "values that wait at one time.",
         ),
-    )
-
-
-def _warn_of_no_effect(home: torch.device) -> None:
-    warn(
-        where="storage.Offload(...)",
-        what=f'has no effect on a value that is on "{home}" already.',
-        why="Its device is where the value would wait.",
-        do="Pass `path=...` to let values wait in files, or leave `Offload` out.",
     )

@@ -71,104 +71,14 @@ class Quantize(AbstractStorage):
         """Quantizes floating numbers, packs booleans, keeps other values."""
         if value.dtype is torch.bool:
             return _in_one_bit(value)
-        groups = _Groups(self.bits, self.group_size)
-        if (
-            not value.dtype.is_floating_point
-            or groups.size_bytes(value) >= value.nbytes
-        ):
+        num_groups = -(-value.numel() // self.group_size)
+        size_bytes = -(-value.numel() * self.bits // 8)
+        size_bytes += 2 * num_groups * _kept(value).itemsize
+        if not value.dtype.is_floating_point or size_bytes >= value.nbytes:
             return Stored.whole(value)
-        rounding = None if self.key is None else fold_in(self.key, place.index)
-        return groups.store(value, rounding)
+        return self._in_groups(value, place.index)
 
-    def held(self, meta: TensorMeta) -> Held:
-        """What waits, for which the key does not matter; it has numbers."""
-        return rehearsed(Quantize(self.bits, self.group_size), meta)
-
-    def __post_init__(self) -> None:
-        """Checks the arguments."""
-        _check_bits(self.bits)
-        require_count("Quantize(group_size=...)", self.group_size, at_least=1)
-        require_type(
-            "Quantize(stochastic=...)", self.stochastic, bool, wanted="True or False"
-        )
-        require_type(
-            "Quantize(key=...)",
-            self.key,
-            (torch.Tensor, type(None)),
-            wanted="a key of `remat.random`, or None",
-        )
-        _check_randomness(self.stochastic, self.key)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the numbers are equal and the keys are the same object."""
-        return isinstance(other, Quantize) and self._fields() == other._fields()
-
-    def __hash__(self) -> int:
-        """The hash of what `==` compares."""
-        return hash(self._fields())
-
-    def _fields(self) -> tuple[int, int, bool, int]:
-        return self.bits, self.group_size, self.stochastic, id(self.key)
-
-
-def _check_bits(bits: int) -> None:
-    require_type("Quantize(bits=...)", bits, int, wanted="8, 4 or 2")
-    if bits not in _BITS:
-        raise refuse(
-            "Quantize(bits=...)",
-            bits,
-            why="Only these pack evenly into bytes and keep more than the sign.",
-            do="Pass 8, 4 or 2.",
-        )
-
-
-def _check_randomness(stochastic: bool, key: torch.Tensor | None) -> None:
-    if stochastic and key is None:
-        raise refuse(
-            "Quantize(stochastic=...)",
-            stochastic,
-            why="Random rounding needs a key, because it uses no hidden generator.",
-            do="Pass `key=remat.random.key(seed)`, or `stochastic=False`.",
-        )
-    if key is not None and not stochastic:
-        raise refuse(
-            "Quantize(key=...)",
-            key,
-            why="Without `stochastic=True` the key would have no effect.",
-            do="Pass `stochastic=True`, or no key.",
-        )
-
-
-def _in_one_bit(value: Tensor) -> Stored:
-    shape = value.shape
-    packed = pack(value.reshape(-1).view(torch.uint8), 1)
-    return Stored(
-        (packed,),
-        lambda parts: unpack(parts[0], 1, shape.numel()).view(torch.bool).view(shape),
-    )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Min-max quantization of groups of numbers.
-
-    Attributes:
-        bits: of one number.
-        size: how many numbers share a minimum and a step.
-    """
-
-    bits: int
-    size: int
-
-    def size_bytes(self, value: Tensor) -> int:
-        """What waits of a value."""
-        num_groups = -(-value.numel() // self.size)
-        return (
-            -(-value.numel() * self.bits // 8) + 2 * num_groups * _kept(value).itemsize
-        )
-
-    def store(self, value: Tensor, key: Tensor | None) -> Stored:
+    def _in_groups(self, value: Tensor, index: int) -> Stored:
         """The packed numbers, the steps and the minima of the groups."""
         kept = _kept(value)
         wide = torch.float64 if kept is torch.float64 else torch.float32
@@ -180,9 +90,10 @@ class _Groups:
         step = -_down(-(high.double() - low.double()) / levels, kept)
         places = (rows.double() - low.double()) / step.double()
         places = torch.where(step > 0, places, 0.0)
-        if key is None:
+        if self.key is None:
             places = places.round_()
         else:
+            key = fold_in(self.key, index)
             draws = uniform(key, places.shape, dtype=places.dtype)
             places = places.add_(draws).floor_()
         numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
@@ -196,20 +107,79 @@ class _Groups:
         def decode(parts: Sequence[Tensor]) -> Tensor:
             packed, step, low = parts
             numbers = self._rows(unpack(packed, self.bits, shape.numel()).to(wide))
-            found = numbers.mul_(step.to(wide)).add_(low.to(wide))
+            decoded = numbers.mul_(step.to(wide)).add_(low.to(wide))
             # The highest level may lie above the highest number.
             range_ = torch.finfo(dtype)
-            found = found.clamp_(range_.min, range_.max)
-            return found.view(-1)[: shape.numel()].view(shape).to(dtype)
+            decoded = decoded.clamp_(range_.min, range_.max)
+            return decoded.view(-1)[: shape.numel()].view(shape).to(dtype)
 
         return Stored((packed, step, low), decode)
 
     def _rows(self, flat: Tensor) -> Tensor:
         """Groups as rows; the last row is padded with its last number."""
-        missing = -flat.numel() % self.size
+        missing = -flat.numel() % self.group_size
         if missing:
             flat = torch.cat([flat, flat[-1:].expand(missing)])
-        return flat.view(-1, self.size)
+        return flat.view(-1, self.group_size)
+
+    def held(self, meta: TensorMeta) -> Held:
+        """What waits, for which the key does not matter; it has numbers."""
+        return rehearsed(Quantize(self.bits, self.group_size), meta)
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        require_type("Quantize(bits=...)", self.bits, int, wanted="8, 4 or 2")
+        if self.bits not in _BITS:
+            raise refuse(
+                "Quantize(bits=...)",
+                self.bits,
+                why="Only these pack evenly into bytes and keep more than the sign.",
+                do="Pass 8, 4 or 2.",
+            )
+        require_count("Quantize(group_size=...)", self.group_size, at_least=1)
+        require_type(
+            "Quantize(stochastic=...)", self.stochastic, bool, wanted="True or False"
+        )
+        require_type(
+            "Quantize(key=...)",
+            self.key,
+            (torch.Tensor, type(None)),
+            wanted="a key of `remat.random`, or None",
+        )
+        if self.stochastic and self.key is None:
+            raise refuse(
+                "Quantize(stochastic=...)",
+                self.stochastic,
+                why="Random rounding needs a key, because it uses no hidden generator.",
+                do="Pass `key=remat.random.key(seed)`, or `stochastic=False`.",
+            )
+        if self.key is not None and not self.stochastic:
+            raise refuse(
+                "Quantize(key=...)",
+                self.key,
+                why="Without `stochastic=True` the key would have no effect.",
+                do="Pass `stochastic=True`, or no key.",
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the numbers are equal and the keys are the same object."""
+        return isinstance(other, Quantize) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        """The hash of what `==` compares."""
+        return hash(self._fields())
+
+    def _fields(self) -> tuple[int, int, bool, int]:
+        return self.bits, self.group_size, self.stochastic, id(self.key)
+
+
+def _in_one_bit(value: Tensor) -> Stored:
+    shape = value.shape
+    packed = pack(value.reshape(-1).view(torch.uint8), 1)
+    return Stored(
+        (packed,),
+        lambda parts: unpack(parts[0], 1, shape.numel()).view(torch.bool).view(shape),
+    )
 
 
 def _kept(value: Tensor) -> torch.dtype:

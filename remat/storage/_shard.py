@@ -100,10 +100,21 @@ class Shard(AbstractStorage):
         cut = self._cut(value, place.order)
         size = self.mesh.size()
         if self.mesh.get_coordinate() is None:
-            raise _not_of_the_mesh(self)
+            raise refuse(
+                "Shard(mesh=...)",
+                self.mesh,
+                why="This rank is not in the mesh, so it has no part to keep.",
+                do="Pass a mesh of which this rank is one, or leave `Shard` out on this "
+                "rank.",
+            )
         if size == 1:
             if place.call == 0:
-                _warn_of_no_effect(self)
+                warn(
+                    where=repr(self),
+                    what="has no effect: its mesh has one rank.",
+                    why="The part that this rank keeps is the whole value.",
+                    do="Pass a mesh of more ranks, or leave `Shard` out.",
+                )
             return Stored.whole(value)
         for joint in place.joints:
             if isinstance(joint, _Gather) and _meet(
@@ -245,15 +256,6 @@ def _other_dimensions(
     )
 
 
-def _not_of_the_mesh(shard: Shard) -> ValueError:
-    return refuse(
-        "Shard(mesh=...)",
-        shard.mesh,
-        why="This rank is not in the mesh, so it has no part to keep.",
-        do="Pass a mesh of which this rank is one, or leave `Shard` out on this rank.",
-    )
-
-
 def _cut_before(shard: Shard) -> ValueError:
     return refuse(
         "Shard(mesh=...)",
@@ -261,15 +263,6 @@ def _cut_before(shard: Shard) -> ValueError:
         why="It follows another `Shard` over the same ranks in a chain: each of them already "
         "holds a different part, no longer the same value.",
         do="Remove one of the two; a chain may shard once over each of two mesh dimensions.",
-    )
-
-
-def _warn_of_no_effect(shard: Shard) -> None:
-    warn(
-        where=repr(shard),
-        what="has no effect: its mesh has one rank.",
-        why="The part that this rank keeps is the whole value.",
-        do="Pass a mesh of more ranks, or leave `Shard` out.",
     )
 
 

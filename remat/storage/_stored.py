@@ -46,7 +46,7 @@ class Place:
     joints: tuple[Joint, ...] = ()
 
     def of(self, spread: Any) -> Place:
-        """The same for this rank's part of a DTensor."""
+        """The place of this rank's part of a DTensor."""
         return dataclasses.replace(self, spread=spread)
 
 
@@ -112,7 +112,7 @@ class Stored:
         return value
 
     def each(self, store: Callable[[Tensor], Stored]) -> Stored:
-        """The same with each waiting tensor stored by another storage."""
+        """This value with each waiting tensor stored by another storage."""
         if self.settle is not None:
             self.settle()
         parts = [

@@ -28,12 +28,7 @@ _MOST_WASTE = 1.25  # a heuristic: how much larger than a value its buffer may b
 
 @final
 class Buffer:
-    """Host memory for one value at a time.
-
-    Attributes:
-        memory: its bytes.
-        is_read_until: the event after which nothing reads it; None if nothing does.
-    """
+    """Host memory for one value at a time, read until an event, if by anything."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -106,9 +101,9 @@ class Pool:
         ]
         if not fitting:
             return None
-        found = min(fitting, key=_size_of)
-        self._free.remove(found)
-        return found
+        smallest = min(fitting, key=_size_of)
+        self._free.remove(smallest)
+        return smallest
 
     def _new_buffer(self, num_bytes: int) -> Buffer:
         self._drop(num_bytes)
@@ -156,11 +151,7 @@ class Driver:
 
 @final
 class Lane:
-    """Copies between one device and host memory, in both directions.
-
-    Attributes:
-        pool: the host memory.
-    """
+    """Copies between one device and the host memory of a pool, in both directions."""
 
     def __init__(self, driver: Any, device: torch.device, pool: Pool) -> None:
         self._driver = driver
@@ -191,7 +182,7 @@ class Lane:
         """Starts to copy values back; the result makes the compute stream wait."""
         self._back.wait_stream(self._there)
         with self._driver.running_on(self._back):
-            found = [part.to(self._device, non_blocking=True) for part in parts]
+            values = [part.to(self._device, non_blocking=True) for part in parts]
             arrived = self._back.record_event()
         for part in parts:
             lease: Lease | None = getattr(part, "lease", None)
@@ -201,9 +192,9 @@ class Lane:
         def end() -> Sequence[Tensor]:
             current = self._driver.current_stream()
             current.wait_event(arrived)
-            for tensor in found:
-                self._driver.is_used_on(tensor, current)
-            return found
+            for value in values:
+                self._driver.is_used_on(value, current)
+            return values
 
         return end
 
@@ -211,12 +202,7 @@ class Lane:
 @final
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Brings values back along a lane, of any number of them at once.
-
-    Attributes:
-        lane: the way.
-        num_ahead: how many regions ahead of the backward it may begin.
-    """
+    """Brings values back along a lane, of any number of them at once."""
 
     lane: Lane
     num_ahead: int
