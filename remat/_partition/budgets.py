@@ -280,13 +280,8 @@ class _Values:
                 do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
                 "like these.",
             )
-        number = {place: number for number, place in places(self.analysis).items()}
+        number = {self.analysis.ranks[each]: each for each in self.analysis.views}
         return {number[place]: Save(storage) for place, storage in plan.saved}
-
-
-def places(analysis: Analysis) -> dict[int, int]:
-    """For each value that can be saved, by its class, its place in the forward."""
-    return {number: analysis.ranks[number] for number in analysis.views}
 
 
 def fingerprint(analysis: Analysis) -> str:

@@ -395,7 +395,7 @@ def plan(
 
 def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:
     analysis = model.analysis
-    graph, places = analysis.joint.graph, budgets.places(analysis)
+    graph = analysis.joint.graph
     for number, item in enumerate(model.items):
         member = analysis.members[item.number]
         view, option = analysis.views[item.number], solution.choice[number]
@@ -403,7 +403,7 @@ def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[Pl
         is_output = maker.op is operator.getitem
         held = 0 if option is None else model.problem.items[number][option].size_bytes
         yield PlanRow(
-            place=places[item.number],
+            place=analysis.ranks[item.number],
             name=", ".join(view.names),
             op=made_by(maker, graph.values),
             shape=view.shape,

@@ -97,9 +97,7 @@ class _IntegerProgram:
 
     def _constraints(self) -> Any:
         """Each needed step is run or saved; rows of `matrix @ variables >= bound`."""
-        rows: list[tuple[dict[int, float], float]] = []
-        for place in self.problem.wanted:
-            rows.append((self._covered(place), 1.0))
+        rows = [(self._covered(place), 1.0) for place in self.problem.wanted]
         for place, step in enumerate(self.problem.steps):
             for use in set(step.uses):
                 row = self._covered(use)

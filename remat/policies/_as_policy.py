@@ -20,11 +20,7 @@ from remat.storage import AbstractStorage
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class FromCallable(AbstractPolicy):
-    """A plain function as a policy; two are equal when their functions are.
-
-    Args:
-        function: the function of a value; it can be hashed.
-    """
+    """A plain function as a policy; two are equal when their functions are."""
 
     function: Callable[[Value], bool | Save | Recompute]
 
@@ -171,16 +167,13 @@ def _diagnose(candidate: object) -> tuple[str, str]:
 
 def _makes_policies(candidate: object) -> bool:
     """Whether this is a policy's class, or a function annotated to return a policy."""
-    made = candidate if isinstance(candidate, type) else _returned_type(candidate)
-    return isinstance(made, type) and issubclass(made, AbstractPolicy)
-
-
-def _returned_type(candidate: object) -> object:
-    try:
-        annotations: dict[str, object] = getattr(candidate, "__annotations__", {})
-    except NameError:  # from Python 3.14 on, annotations are evaluated when read
-        return None
-    return annotations.get("return")
+    kind: object = candidate
+    if not isinstance(candidate, type):
+        try:
+            kind = getattr(candidate, "__annotations__", {}).get("return")
+        except NameError:  # from Python 3.14 on, annotations are evaluated when read
+            return False
+    return isinstance(kind, type) and issubclass(kind, AbstractPolicy)
 
 
 def _takes_one(candidate: Callable[..., Any]) -> bool:

@@ -277,15 +277,7 @@ class WholeProgram(AbstractPolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pair(AbstractPolicy):
-    """The base of policies that are made of two.
-
-    Args:
-        left: the policy whose storage counts where both save.
-        right: the other one.
-
-    Raises:
-        PolicyError: an operand is not an `AbstractPolicy`.
-    """
+    """The base of policies that are made of two; the left one's storage counts first."""
 
     SYMBOL = "|"  # without an annotation, so that it is no field
     left: AbstractPolicy
@@ -373,15 +365,7 @@ class Complement(AbstractPolicy):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Stored(AbstractPolicy):
-    """Saves what the operand saves, in a given storage.
-
-    Args:
-        policy: the policy that says what is saved.
-        storage: how the saved values wait.
-
-    Raises:
-        PolicyError: the operand is not an `AbstractPolicy`, or `storage` not a storage value.
-    """
+    """Saves what the operand saves, in a given storage."""
 
     policy: AbstractPolicy
     storage: AbstractStorage

@@ -14,10 +14,7 @@ class ParameterFreePolicy(AbstractPolicy):
     """A policy without parameters; made by `parameter_free`.
 
     Laws: it is equal to itself only, prints as its name, and copies and pickles to the
-    same object.
-
-    Args:
-        rule: says of a value whether it is saved; a function at the top of its module.
+    same object. Its rule is a function at the top of its module.
     """
 
     rule: Callable[[Value], bool]

@@ -89,7 +89,7 @@ class AbstractStorage(abc.ABC):
         Example:
             >>> import torch
             >>> from remat import storage
-            >>> from remat._graph import TensorMeta
+            >>> from remat._graph.values import TensorMeta
             >>> meta = TensorMeta.of(torch.ones(2, 3))
             >>> storage.Cast(torch.bfloat16).held(meta).size_bytes
             12

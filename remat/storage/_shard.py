@@ -120,7 +120,14 @@ class Shard(AbstractStorage):
             if isinstance(joint, _Gather) and _meet(
                 joint.mesh.get_group(), self.mesh.get_group()
             ):
-                raise _cut_before(self)
+                raise refuse(
+                    "Shard(mesh=...)",
+                    self.mesh,
+                    why="It follows another `Shard` over the same ranks in a chain: each of "
+                    "them already holds a different part, no longer the same value.",
+                    do="Remove one of the two; a chain may shard once over each of two mesh "
+                    "dimensions.",
+                )
         is_checked = self.replicated == "check" and place.call < _CHECKED_CALLS
         if is_checked or place.may_differ:
             require_replicated(value, self.mesh.get_group(), place)
@@ -256,26 +263,13 @@ def _other_dimensions(
     )
 
 
-def _cut_before(shard: Shard) -> ValueError:
-    return refuse(
-        "Shard(mesh=...)",
-        shard.mesh,
-        why="It follows another `Shard` over the same ranks in a chain: each of them already "
-        "holds a different part, no longer the same value.",
-        do="Remove one of the two; a chain may shard once over each of two mesh dimensions.",
-    )
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a value is cut into parts, and put together from them.
+    """How a value of some shape is cut into parts, and put together from them.
 
-    Attributes:
-        shape: of the value.
-        axis: which dimension is cut; None cuts the flattened value.
-        is_dealt: whether the axis is interleaved over the ranks instead of cut in
-            blocks.
+    An axis of None cuts the flattened value; one that is dealt is interleaved over the
+    ranks instead of cut in blocks.
     """
 
     shape: torch.Size

@@ -101,7 +101,7 @@ class Pool:
         ]
         if not fitting:
             return None
-        smallest = min(fitting, key=_size_of)
+        smallest = min(fitting, key=lambda buffer: buffer.memory.nbytes)
         self._free.remove(smallest)
         return smallest
 
@@ -113,15 +113,11 @@ class Pool:
 
     def _drop(self, num_bytes: int) -> None:
         """Drops free buffers, the largest first, until they come to so many bytes."""
-        self._free.sort(key=_size_of)
+        self._free.sort(key=lambda buffer: buffer.memory.nbytes)
         dropped = 0
         while self._free and dropped < num_bytes:
             dropped += self._free.pop().memory.nbytes
         self.size_bytes -= dropped
-
-
-def _size_of(buffer: Buffer) -> int:
-    return buffer.memory.nbytes
 
 
 @final
