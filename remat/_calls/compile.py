@@ -19,8 +19,9 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
 from remat._graph import operators
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
-from remat._partition.permission import decide_of_operands
+from remat._partition.decide import decide_of_operands
 from remat._partition.stages import Stages
 from remat._regions.forwards import Calls
 from remat._regions.function import Function
@@ -28,7 +29,6 @@ from remat._regions.traced import TracedRegion
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Template, Templates
-from remat._tracing.trace import Joint
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
 

@@ -22,6 +22,7 @@ from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
 from remat._generators import host, streams
 from remat._graph import operators
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
 from remat._regions.function import Roots
@@ -35,7 +36,7 @@ from remat._tracing.side_effects import (
     undone_on_error,
 )
 from remat._tracing.thread import is_taken_whole, substituting
-from remat._tracing.trace import Flat, Joint, Request, Traced, trace
+from remat._tracing.trace import Flat, Request, Traced, trace
 
 
 @final

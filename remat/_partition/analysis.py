@@ -15,11 +15,14 @@ from typing import Any, cast, final
 from remat import policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
+from remat._graph.joint import Joint
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.numbering import value_numbers
 from remat._graph.values import Graph, Ref, roots
 from remat._torch import sizes
-from remat._tracing.trace import Joint
+
+#: For each class that may be saved how it waits.
+Decisions = dict[int, policies.Save]
 
 
 @final

@@ -9,26 +9,22 @@ partition cuts there, and can be counted.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, final
+from typing import final
 
 import torch
 
-from remat._errors import BudgetError, PolicyError, refusal
-from remat._graph import operators
+from remat._errors import BudgetError, refusal
 from remat._graph.flops import step_flops
-from remat._graph.meta import Meta, TensorMeta
-from remat._graph.values import Ref
+from remat._graph.meta import TensorMeta
 from remat._partition import free_memory
-from remat._partition.analysis import Analysis
+from remat._partition.analysis import Analysis, Decisions
 from remat._partition.costs import Costs, by_flops, is_free
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import peak_bytes
-from remat._partition.permission import Decisions, decide
 from remat.planners import Option, Problem, Solution, Step, solve_cut
-from remat.policies import AbstractPolicy, Budget, Planned, Save, Value
+from remat.policies import Budget, Save, Value
 from remat.policies._budget import Memory
 from remat.storage import AbstractStorage
 
@@ -238,89 +234,3 @@ def _device(analysis: Analysis) -> torch.device:
     devices = [meta.device for meta in metas if isinstance(meta, TensorMeta)]
     others = [each for each in devices if each.type != "cpu"]
     return next(iter([*others, *devices, torch.device("cpu")]))
-
-
-def decisions(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
-    """The classes that a policy of any kind lets be saved, and how.
-
-    Raises:
-        BudgetError: the policy is a budget that cannot be met.
-        PolicyError: the policy belongs to a plan for another program.
-    """
-    return policy.decide_all(_Values(analysis))
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """The values of a program, for policies of any kind to decide about."""
-
-    analysis: Analysis
-
-    def one_by_one(self, policy: AbstractPolicy) -> Decisions:
-        """A policy's answers about single values."""
-        return decide(self.analysis, policy)
-
-    def within(self, budget: Budget) -> Decisions:
-        """What the default solver chooses."""
-        model = model_of(self.analysis, budget.storages)
-        return model.decisions(solve(model, budget)[1].choice)
-
-    def replayed(self, plan: Planned) -> Decisions:
-        """What was planned, if it was for this program."""
-        found = fingerprint(self.analysis)
-        if found != plan.fingerprint:
-            raise refusal(
-                PolicyError,
-                where=f"a plan with the fingerprint {plan.fingerprint}",
-                what=f"got a different program, with the fingerprint {found}.",
-                why="A plan says for each value of one program whether it is saved. "
-                "Other shapes, dtypes or strides, switches such as autocast, and "
-                "other tensors that require grad give a different program.",
-                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
-                "like these.",
-            )
-        number = {self.analysis.ranks[each]: each for each in self.analysis.views}
-        return {number[place]: Save(storage) for place, storage in plan.saved}
-
-
-def fingerprint(analysis: Analysis) -> str:
-    """A short text that tells programs apart by their forwards; devices do not count.
-
-    So a plan that was made without numbers, on the meta device, holds for every device
-    on which the same operators run.
-    """
-    joint = analysis.joint
-    inputs = [*range(joint.num_operands), *analysis.forward]
-    number = {index: k for k, index in enumerate(inputs)}
-    digest = hashlib.sha256()
-    for index in inputs:
-        value = joint.graph.values[index]
-        line = (
-            operators.full_name(value.op),
-            _described((value.args, value.kwargs), number),
-            _metas(value.meta),
-        )
-        digest.update(repr(line).encode())
-    return digest.hexdigest()[:16]
-
-
-def _described(tree: Any, number: dict[int, int]) -> Any:
-    """Literals and places in a form that is the same in every process."""
-    match tree:
-        case Ref():
-            return f"%{number[tree.index]}"
-        case tuple() | list():
-            return [_described(each, number) for each in tree]  # pyright: ignore[reportUnknownVariableType]
-        case torch.device() | torch.Generator():
-            return type(tree).__name__
-        case torch.Tensor():
-            return str(TensorMeta.of(tree))
-        case _:
-            return f"{type(tree).__name__} {tree!r}"
-
-
-def _metas(meta: Meta) -> Any:
-    if isinstance(meta, TensorMeta):
-        return meta.shape, meta.stride, str(meta.dtype)
-    return None if meta is None else [_metas(each) for each in meta]

@@ -16,10 +16,9 @@ from typing import final
 import torch
 
 from remat._graph import operators
+from remat._graph.joint import Joint
 from remat._graph.values import Ref, Value
-from remat._partition.analysis import Analysis
-from remat._partition.permission import Decisions
-from remat._tracing.trace import Joint
+from remat._partition.analysis import Analysis, Decisions
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 

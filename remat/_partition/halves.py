@@ -12,10 +12,9 @@ import torch
 
 from remat._graph import operators
 from remat._graph.building import Building, prune
+from remat._graph.joint import Joint, View, view_path
 from remat._graph.values import Graph, Ref, Value, check, has_effect, roots
 from remat._partition.cut import Cut
-from remat._tracing.importing import view_path
-from remat._tracing.trace import Joint, View
 
 _CLONE = torch.ops.aten.clone.default
 

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 from typing import final
 
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
-from remat._partition.analysis import Analysis, analyze
-from remat._partition.budgets import decisions as decide, no_remat_bytes
+from remat._partition.analysis import Analysis, Decisions, analyze
+from remat._partition.budgets import no_remat_bytes
 from remat._partition.cut import Cut, cut, permitted_members
-from remat._partition.permission import Decisions
-from remat._tracing.trace import Joint
+from remat._partition.decide import decide
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
 

@@ -15,6 +15,7 @@ from remat._errors import PolicyError, refusal
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
+from remat._partition.decide import fingerprint
 from remat._plans.text import (
     from_problem,
     from_storage,
@@ -386,7 +387,7 @@ def plan(
             lower_bound=solution.lower_bound,
             costs=costs,
             solver=solver,
-            fingerprint=budgets.fingerprint(analysis),
+            fingerprint=fingerprint(analysis),
             problem=model.problem,
         )
 

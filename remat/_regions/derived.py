@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from remat._errors import RecomputationError, TraceError, refusal
+from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_spread
 from remat._graph.values import Graph, Ref
 from remat._partition.analysis import Analysis
@@ -22,7 +23,6 @@ from remat._regions.forwards import Forward, map_program
 from remat._regions.function import Function
 from remat._regions.functions import Batch
 from remat._regions.protocol import Asked
-from remat._tracing.trace import Joint, View
 from remat.storage import AbstractStorage
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
+from remat._graph.joint import View
 from remat._programs.program import Program, Quiet
 from remat._regions.forwards import Forward
 from remat._torch import guards
-from remat._tracing.trace import View
 
 # The last block of a stack gets the cotangent of the loss, which is often an expanded number.
 # The first block computes no gradient for its input. Others are alike.

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, final
 
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open
 from remat._switches.numerics import Numerics
 from remat._torch import tracer
 from remat._tracing.open_sizes import Templates
-from remat._tracing.trace import Flat, Joint, Request, trace, with_states
+from remat._tracing.trace import Flat, Request, trace, with_states
 
 # The function that a call is of, and the objects among its arguments.
 Roots = tuple[object, ...]

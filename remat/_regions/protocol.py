@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, final
 
 from torch import Tensor
 
+from remat._graph.joint import View
 from remat._graph.meta import Layout, TensorMeta, whole_layout
 from remat._programs.program import Program
 from remat._regions.fast_path import FastPath
@@ -15,7 +16,6 @@ from remat._regions.forwards import Calls, Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch
 from remat._switches.numerics import Numerics
-from remat._tracing.trace import View
 from remat.storage import AbstractStorage
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, final
 
+from remat._graph.joint import View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref
 from remat._regions.forwards import Forward
-from remat._tracing.trace import View
 
 
 @final

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
+from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open, named
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
@@ -55,7 +56,6 @@ from remat._regions.functions import (
 from remat._regions.protocol import Asked, Batched, Pushed
 from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
-from remat._tracing.trace import Joint, View
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -147,19 +147,10 @@ class TracedRegion:
         calls: Calls | None = None,
         program: Program | None = None,
     ) -> None:
-        """Makes a region.
+        """Makes a region of what is known of it, its `origin`.
 
-        Args:
-            function: see the attributes, as for all that is not named here.
-            operands: likewise.
-            policy: likewise.
-            origin: what is known of it: all stages, a forward that was made from another
-                region's program, or a trace, whose first joint graph may lack a backward.
-            states: likewise.
-            verify: likewise.
-            inputs: likewise.
-            calls: likewise.
-            program: likewise.
+        That is all stages, a forward made from another region's program, or a trace, whose
+        first joint graph may lack a backward.
         """
         self.function = function
         self.operands = operands

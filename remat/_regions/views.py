@@ -14,10 +14,10 @@ from typing import final
 
 from torch import Tensor
 
+from remat._graph.joint import View
 from remat._graph.values import Graph
 from remat._programs.program import Program
 from remat._regions.waiting import resume_differentiably
-from remat._tracing.trace import View
 
 
 def make_views(

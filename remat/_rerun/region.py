@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from remat._graph.joint import View
 from remat._regions.forwards import Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch, Pull, mapped, pullback, pushforward, tracked
@@ -26,7 +27,7 @@ from remat._rerun.dependence import dependent_outputs, guard_against_others, var
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, isolation, modes
-from remat._tracing.trace import Flat, View
+from remat._tracing.trace import Flat
 
 
 @final

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from remat._generators import recorded, streams
 from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
-from remat._graph.values import Graph, Ref, Value, replace_refs
+from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import forward_ad, functionalization, schemas, sizes, tracer
 from remat._tracing import in_place_operators, naming
@@ -428,37 +428,3 @@ def _tensor_meta(val: object) -> TensorMeta | None:
 def _device(meta: Meta) -> torch.device:
     metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)
-
-
-def view_path(
-    graph: Graph, bases: Sequence[Ref], ref: Ref
-) -> tuple[Ref, Graph | None] | None:
-    """From which base or input a value is a view, and the view operators in between.
-
-    Returns:
-        The base and a graph with one input (None if there is nothing in between), or None
-        if the value is neither a base, an input, nor a view of one.
-    """
-    steps: list[int] = []
-    index = ref.index
-    while Ref(index) not in bases and index >= graph.num_inputs:
-        value = graph.values[index]
-        steps.append(index)
-        if value.op is operator.getitem:
-            index = value.args[0].index
-            continue
-        base = operators.viewed(value)
-        if base is None:
-            return None
-        index = base
-    if not steps:
-        return Ref(index), None
-    first = Value(None, meta=graph.values[index].meta)
-    number = {index: 0}
-    values = [first]
-    for step in reversed(steps):
-        value = graph.values[step]
-        args = replace_refs(value.args, lambda use: Ref(number[use]))
-        number[step] = len(values)
-        values.append(dataclasses.replace(value, args=args, is_backward=False))
-    return Ref(index), Graph(tuple(values), 1, (Ref(len(values) - 1),))

@@ -22,12 +22,13 @@ from typing import Any, cast, final
 import torch
 
 from remat._errors import TraceError
+from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Value
 from remat._torch import sizes as torch_sizes
 from remat._tracing.importing import Computed
 from remat._tracing.like_numbers import like_numbers
-from remat._tracing.trace import Joint, Request, Traced, View, sizes_of, trace
+from remat._tracing.trace import Request, Traced, sizes_of, trace
 
 Fixed = tuple[tuple[bool, ...], ...]
 

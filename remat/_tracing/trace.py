@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from remat._errors import RematError
 from remat._generators import streams
+from remat._graph.joint import Joint, View, view_path
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, check
 from remat._switches.numerics import Numerics
@@ -47,75 +48,6 @@ from remat._tracing.thread import (
 )
 
 Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Joint:
-    """A forward and its backward, in one graph.
-
-    Attributes:
-        graph: inputs are the operands, then cotangents.
-        cotangents: which inputs are the cotangents of this backward, in the order of
-            the outputs that have one.
-        layout: their metadata, None for an output without one.
-        num_operands: how many inputs are operands.
-        chosen: which of the returned tensors are outputs of the forward.
-        outputs: these.
-        placements: for each output how it is spread, as a DTensor; None for a plain one.
-        differentiable: for each output, whether a cotangent can come back for it.
-        views: for each tensor that the function returned, how to make it again from an
-            output or an operand (see `View`).
-        gradients: one Ref an operand, None where no gradient flows.
-        spread: how each of these is spread, as a DTensor; None for a plain one.
-        mutations: (operand, its new value) of operands that the function changed.
-        states: generator states that the forward's draws started from, in order.
-    """
-
-    graph: Graph
-    cotangents: tuple[int, ...]
-    layout: tuple[TensorMeta | None, ...]
-    num_operands: int
-    chosen: tuple[int, ...]
-    outputs: tuple[Ref, ...]
-    placements: tuple[Any, ...]
-    differentiable: tuple[bool, ...]
-    views: tuple[View, ...]
-    gradients: tuple[Ref | None, ...]
-    spread: tuple[Any, ...]
-    mutations: tuple[tuple[int, Ref], ...]
-    states: tuple[Ref, ...]
-
-    @property
-    def output_metas(self) -> tuple[TensorMeta, ...]:
-        """The metadata of the outputs."""
-        metas = [self.graph.values[ref.index].meta for ref in self.outputs]
-        return tuple(
-            dataclasses.replace(meta, placement=placement)
-            for meta, placement in zip(metas, self.placements, strict=True)
-            if isinstance(meta, TensorMeta)
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class View:
-    """How one returned tensor is made from an output or an operand.
-
-    Attributes:
-        output: which output it is or shares its storage with; None for an operand.
-        operand: which operand, likewise.
-        path: the view operators in between, as a graph with one input; None if it is the
-            output or operand itself.
-        is_detached: whether no gradient flows although one flows to the base.
-        is_cut: whether the function detached it from the base: no tangent flows either.
-    """
-
-    output: int | None
-    operand: int | None
-    path: Graph | None
-    is_detached: bool
-    is_cut: bool = False
 
 
 @final
@@ -457,7 +389,7 @@ def _view(
     if ref is None:
         return View(None, None, None, True)
     plain = [each for each in outputs if each is not None]
-    path = importing.view_path(graph, (*plain, *written), ref)
+    path = view_path(graph, (*plain, *written), ref)
     assert path is not None, (
         f"{ref} is neither an output, an operand, nor a view of one"
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.function import Roots
 from remat._regions.functions import Pull, pullback
@@ -26,7 +27,6 @@ from remat._regions.views import make_views
 from remat._switches.numerics import Numerics
 from remat._torch import isolation, levels
 from remat._torch.fakes import fake_mode
-from remat._tracing.trace import Joint
 
 _T = TypeVar("_T")
 

@@ -14,13 +14,13 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
+from remat._graph.joint import View
 from remat._programs.program import Quiet
 from remat._regions.traced import TracedRegion
 from remat._regions.views import make_views
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat._tracing.trace import View
 from remat.layers._links import Link, added, present, summed
 
 # The last stage gets the cotangent of the loss; the first may want no gradient.

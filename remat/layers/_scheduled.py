@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from remat._errors import SavedTensorModifiedError, refusal
+from remat._graph.joint import View
 from remat._regions.forwards import Results
 from remat._regions.function import Roots
 from remat._regions.functions import Batch, mapped
 from remat._regions.protocol import Asked, Batched, Region, WithoutProgram
 from remat._rerun.region import Rerun, rerun_of
 from remat._switches.numerics import Numerics
-from remat._tracing.trace import View
 from remat.layers._executor import Executor
 from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger

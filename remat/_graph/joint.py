@@ -1,0 +1,115 @@
+"""A forward and its backward in one graph, and how what is returned is made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, final
+
+from remat._graph import operators
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value, replace_refs
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joint:
+    """A forward and its backward, in one graph.
+
+    Attributes:
+        graph: inputs are the operands, then cotangents.
+        cotangents: which inputs are the cotangents of this backward, in the order of
+            the outputs that have one.
+        layout: their metadata, None for an output without one.
+        num_operands: how many inputs are operands.
+        chosen: which of the returned tensors are outputs of the forward.
+        outputs: these.
+        placements: for each output how it is spread, as a DTensor; None for a plain one.
+        differentiable: for each output, whether a cotangent can come back for it.
+        views: for each tensor that the function returned, how to make it again from an
+            output or an operand (see `View`).
+        gradients: one Ref an operand, None where no gradient flows.
+        spread: how each of these is spread, as a DTensor; None for a plain one.
+        mutations: (operand, its new value) of operands that the function changed.
+        states: generator states that the forward's draws started from, in order.
+    """
+
+    graph: Graph
+    cotangents: tuple[int, ...]
+    layout: tuple[TensorMeta | None, ...]
+    num_operands: int
+    chosen: tuple[int, ...]
+    outputs: tuple[Ref, ...]
+    placements: tuple[Any, ...]
+    differentiable: tuple[bool, ...]
+    views: tuple[View, ...]
+    gradients: tuple[Ref | None, ...]
+    spread: tuple[Any, ...]
+    mutations: tuple[tuple[int, Ref], ...]
+    states: tuple[Ref, ...]
+
+    @property
+    def output_metas(self) -> tuple[TensorMeta, ...]:
+        """The metadata of the outputs."""
+        metas = [self.graph.values[ref.index].meta for ref in self.outputs]
+        return tuple(
+            dataclasses.replace(meta, placement=placement)
+            for meta, placement in zip(metas, self.placements, strict=True)
+            if isinstance(meta, TensorMeta)
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """How one returned tensor is made from an output or an operand.
+
+    Attributes:
+        output: which output it is or shares its storage with; None for an operand.
+        operand: which operand, likewise.
+        path: the view operators in between, as a graph with one input; None if it is the
+            output or operand itself.
+        is_detached: whether no gradient flows although one flows to the base.
+        is_cut: whether the function detached it from the base: no tangent flows either.
+    """
+
+    output: int | None
+    operand: int | None
+    path: Graph | None
+    is_detached: bool
+    is_cut: bool = False
+
+
+def view_path(
+    graph: Graph, bases: Sequence[Ref], ref: Ref
+) -> tuple[Ref, Graph | None] | None:
+    """From which base or input a value is a view, and the view operators in between.
+
+    Returns:
+        The base and a graph with one input (None if there is nothing in between), or None
+        if the value is neither a base, an input, nor a view of one.
+    """
+    steps: list[int] = []
+    index = ref.index
+    while Ref(index) not in bases and index >= graph.num_inputs:
+        value = graph.values[index]
+        steps.append(index)
+        if value.op is operator.getitem:
+            index = value.args[0].index
+            continue
+        base = operators.viewed(value)
+        if base is None:
+            return None
+        index = base
+    if not steps:
+        return Ref(index), None
+    first = Value(None, meta=graph.values[index].meta)
+    number = {index: 0}
+    values = [first]
+    for step in reversed(steps):
+        value = graph.values[step]
+        args = replace_refs(value.args, lambda use: Ref(number[use]))
+        number[step] = len(values)
+        values.append(dataclasses.replace(value, args=args, is_backward=False))
+    return Ref(index), Graph(tuple(values), 1, (Ref(len(values) - 1),))

@@ -1,0 +1,118 @@
+"""Which values may be saved, and how: one answer for policies, plans and budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, final
+
+import torch
+
+from remat import policies
+from remat._errors import PolicyError, refusal
+from remat._graph import operators
+from remat._graph.meta import Meta, TensorMeta
+from remat._graph.values import Ref
+from remat._partition.analysis import Analysis, Decisions
+from remat._partition.budgets import model_of, solve
+from remat.policies import AbstractPolicy, Budget, Planned, Save
+
+
+def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
+    """The classes that a policy of any kind lets be saved, and how.
+
+    Raises:
+        BudgetError: the policy is a budget that cannot be met.
+        PolicyError: the policy belongs to a plan for another program.
+    """
+    return policy.decide_all(_Values(analysis))
+
+
+def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
+    """How the policy saves named operands, by index; an operand is held in any case."""
+    if policy.is_whole:
+        return {}
+    return _permitted(analysis.named_operands, policy)
+
+
+def _permitted(
+    values: dict[int, policies.Value], policy: AbstractPolicy
+) -> dict[int, Save]:
+    answers = {key: policies.decide(policy, value) for key, value in values.items()}
+    return {key: answer for key, answer in answers.items() if isinstance(answer, Save)}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The values of a program, for policies of any kind to decide about."""
+
+    analysis: Analysis
+
+    def one_by_one(self, policy: AbstractPolicy) -> Decisions:
+        """A policy's answers about single values."""
+        return _permitted(self.analysis.views, policy)
+
+    def within(self, budget: Budget) -> Decisions:
+        """What the default solver chooses."""
+        model = model_of(self.analysis, budget.storages)
+        return model.decisions(solve(model, budget)[1].choice)
+
+    def replayed(self, plan: Planned) -> Decisions:
+        """What was planned, if it was for this program."""
+        found = fingerprint(self.analysis)
+        if found != plan.fingerprint:
+            raise refusal(
+                PolicyError,
+                where=f"a plan with the fingerprint {plan.fingerprint}",
+                what=f"got a different program, with the fingerprint {found}.",
+                why="A plan says for each value of one program whether it is saved. "
+                "Other shapes, dtypes or strides, switches such as autocast, and "
+                "other tensors that require grad give a different program.",
+                do="Plan this call: `plan(fun, budget=...)(*args)`, with arguments "
+                "like these.",
+            )
+        number = {self.analysis.ranks[each]: each for each in self.analysis.views}
+        return {number[place]: Save(storage) for place, storage in plan.saved}
+
+
+def fingerprint(analysis: Analysis) -> str:
+    """A short text that tells programs apart by their forwards; devices do not count.
+
+    So a plan that was made without numbers, on the meta device, holds for every device
+    on which the same operators run.
+    """
+    joint = analysis.joint
+    inputs = [*range(joint.num_operands), *analysis.forward]
+    number = {index: k for k, index in enumerate(inputs)}
+    digest = hashlib.sha256()
+    for index in inputs:
+        value = joint.graph.values[index]
+        line = (
+            operators.full_name(value.op),
+            _described((value.args, value.kwargs), number),
+            _metas(value.meta),
+        )
+        digest.update(repr(line).encode())
+    return digest.hexdigest()[:16]
+
+
+def _described(tree: Any, number: dict[int, int]) -> Any:
+    """Literals and places in a form that is the same in every process."""
+    match tree:
+        case Ref():
+            return f"%{number[tree.index]}"
+        case tuple() | list():
+            return [_described(each, number) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+        case torch.device() | torch.Generator():
+            return type(tree).__name__
+        case torch.Tensor():
+            return str(TensorMeta.of(tree))
+        case _:
+            return f"{type(tree).__name__} {tree!r}"
+
+
+def _metas(meta: Meta) -> Any:
+    if isinstance(meta, TensorMeta):
+        return meta.shape, meta.stride, str(meta.dtype)
+    return None if meta is None else [_metas(each) for each in meta]
