@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat._errors import (
-    RematWarning,
-    explain,
-)
+from remat._errors import RematWarning, explain
 
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
 _LIBRARIES = (
@@ -78,12 +75,7 @@ def _is_library(filename: str) -> bool:
 
 
 def warn(
-    *,
-    where: str,
-    what: str,
-    why: str,
-    do: str,
-    category: type[Warning] = RematWarning,
+    *, where: str, what: str, why: str, do: str, category: type[Warning] = RematWarning
 ) -> None:
     """Warns at the user's line, however deep in this package the reason is found."""
     _, num_calls = _user_frame()

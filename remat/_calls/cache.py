@@ -81,10 +81,7 @@ class Cache:
             and len(others) < _MOST_ROUTES
             and is_simple((site.args, site.kwargs), signature.objects, tensor_guard)
         ):
-            self.routes = [
-                *others,
-                route_of(site, entries, tensor_guard),
-            ]
+            self.routes = [*others, route_of(site, entries, tensor_guard)]
 
     def _others(self, entries: list[Entry], tensor_guard: TensorGuard) -> list[Route]:
         return [

@@ -14,20 +14,17 @@ from remat._switches.numerics import Numerics
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallSite:
-    """One call: the function, its arguments, and what a trace of it depends on.
+    """One call: the function, its arguments, and what a trace of it depends on."""
 
-    Attributes:
-        function: the user's function.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        signature: of the arguments.
-        numerics: the switches in force.
-    """
-
+    #: The user's function.
     function: Callable[..., Any]
+    #: Positional arguments.
     args: tuple[Any, ...]
+    #: Keyword arguments.
     kwargs: Mapping[str, Any]
+    #: Of the arguments.
     signature: Signature
+    #: The switches in force.
     numerics: Numerics
 
     @classmethod

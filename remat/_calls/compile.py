@@ -46,25 +46,22 @@ class InputStorage(Protocol):
 @final
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a function's traces, and what these traces share.
+    """The options of a function's traces, and what these traces share."""
 
-    Attributes:
-        policy: what may be saved.
-        rng: "keys" or "preserve".
-        verify: whether saved values are compared with recomputed ones.
-        backend: what compiles the programs, if anything.
-        inputs: how an input waits, by its path.
-        calls: numbers the calls that store something. All traces of the function share it,
-            so that ranks count alike, although one traces and another does not.
-        where: what messages call the region.
-    """
-
+    #: What may be saved.
     policy: AbstractPolicy
+    #: "keys" or "preserve".
     rng: str
+    #: Whether saved values are compared with recomputed ones.
     verify: bool
+    #: What compiles the programs, if anything.
     backend: str | None
+    #: How an input waits, by its path.
     inputs: InputStorage
+    #: Numbers the calls that store something. All traces of the function share it, so that
+    #: ranks count alike, although one traces and another does not.
     calls: Calls
+    #: What messages call the region.
     where: str
 
 
@@ -103,16 +100,13 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
 @final
 @dataclasses.dataclass(frozen=True)
 class OpenEntry:
-    """A kept trace for many sizes.
+    """A kept trace for many sizes."""
 
-    Attributes:
-        first: the entry for the sizes of the call that was traced.
-        template: the trace.
-        options: of the function.
-    """
-
+    #: The entry for the sizes of the call that was traced.
     first: Entry
+    #: The trace.
     template: Template
+    #: Of the function.
     options: Options
 
     def at(self, site: CallSite) -> Entry | None:

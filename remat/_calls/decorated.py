@@ -405,8 +405,7 @@ def undecided(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
     settings: Settings = fun.settings
     rng = settings.rng or fun.rng_default
     return DecoratedFunction(
-        fun.__wrapped__,
-        dataclasses.replace(settings, policy=nothing_saveable, rng=rng),
+        fun.__wrapped__, dataclasses.replace(settings, policy=nothing_saveable, rng=rng)
     )
 
 

@@ -52,39 +52,36 @@ class Output:
 @final
 @dataclasses.dataclass
 class Entry:
-    """A kept trace.
+    """A kept trace."""
 
-    Attributes:
-        covered: what it rested on, and where its captured tensors are found.
-        captured: their metadata.
-        guard: whether tensors have this metadata, checked in C; None where it cannot be.
-        stages: what became of the function, from its trace to what is saved.
-        region: what runs.
-        output: how the result is put together.
-        labels: what messages call the operands.
-        written: the places of operands that the function changes: its buffers.
-        unseen: those of them that a kernel changes without counting up their version.
-        streams: the streams of registered trackers that it draws from.
-        hooked: the steps to each module with weights that torch's hooks make at each call.
-        template: the trace with its sizes open; None if it holds for one set of sizes.
-        trace_s: how long the trace took, in seconds; None where a trace with open sizes
-            was there already.
-        gather: the captured tensors of some roots, None if the trace does not hold there.
-    """
-
+    #: What it rested on, and where its captured tensors are found.
     covered: _captures.Covered
+    #: Their metadata.
     captured: tuple[TensorMeta, ...]
+    #: Whether tensors have this metadata, checked in C; None where it cannot be.
     guard: Callable[..., bool] | None
+    #: What became of the function, from its trace to what is saved.
     stages: Stages
+    #: What runs.
     region: TracedRegion
+    #: How the result is put together.
     output: Output
+    #: What messages call the operands.
     labels: tuple[str, ...]
+    #: The places of operands that the function changes: its buffers.
     written: tuple[int, ...]
+    #: Those of them that a kernel changes without counting up their version.
     unseen: frozenset[int]
+    #: The streams of registered trackers that it draws from.
     streams: frozenset[str]
+    #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
+    #: The trace with its sizes open; None if it holds for one set of sizes.
     template: Template | None
+    #: How long the trace took, in seconds; None where a trace with open sizes was there
+    #: already.
     trace_s: float | None
+    #: The captured tensors of some roots, None if the trace does not hold there.
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
         init=False, repr=False
     )

@@ -33,14 +33,11 @@ Guard = Callable[
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorGuard:
-    """How a guard tells tensors apart.
+    """How a guard tells tensors apart."""
 
-    Attributes:
-        is_told: whether it can tell one from all that are unlike it.
-        guard: the check that given tensors are like these.
-    """
-
+    #: Whether it can tell one from all that are unlike it.
     is_told: Callable[[Tensor], bool]
+    #: The check that given tensors are like these.
     guard: Callable[[Sequence[Tensor]], Callable[..., bool]]
 
 

@@ -30,20 +30,17 @@ from remat._tracing.thread import known_inside, set_aside
 @final
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Looks up the traces of one function with one set of options.
+    """Looks up the traces of one function with one set of options."""
 
-    Attributes:
-        fun: the function.
-        settings: its options.
-        rng: "keys" or "preserve".
-        where: what messages call its region.
-        cache: its traces, which functions of the same code share.
-    """
-
+    #: The function.
     fun: Callable[..., Any]
+    #: Its options.
     settings: Settings
+    #: "keys" or "preserve".
     rng: str
+    #: What messages call its region.
     where: str
+    #: Its traces, which functions of the same code share.
     cache: Cache
 
     def site(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSite:

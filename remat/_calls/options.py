@@ -28,17 +28,14 @@ _KEEP = Keep()
 @final
 @dataclasses.dataclass(frozen=True)
 class InputStorages:
-    """How inputs wait: `saved_inputs`.
+    """How inputs wait: `saved_inputs`."""
 
-    Attributes:
-        each: for a path, which may be a glob, the storage.
-        others: for inputs that no path names; parameters of modules are kept as they are.
-        activations_only: whether `others` is for arguments of a floating or complex dtype
-            alone: not for masks and indices, nor for what the function captures.
-    """
-
+    #: For a path, which may be a glob, the storage.
     each: tuple[tuple[str, AbstractStorage], ...] = ()
+    #: For inputs that no path names; parameters of modules are kept as they are.
     others: AbstractStorage = _KEEP
+    #: Whether `others` is for arguments of a floating or complex dtype alone: not for masks
+    #: and indices, nor for what the function captures.
     activations_only: bool = False
 
     def of(

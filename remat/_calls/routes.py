@@ -28,18 +28,15 @@ Found = tuple[Entry, tuple[Tensor, ...]]
 
 
 class Route(NamedTuple):
-    """The way of the calls that are like one.
+    """The way of the calls that are like one."""
 
-    Attributes:
-        run: from the function and its (args, kwargs) to what the call returns, or `MISSED`.
-        entries: the traces of such calls.
-        tensor_guard: how their tensors are told apart: plainly, or under reverse mode.
-        same_thread: whether the switches are those that were in force.
-    """
-
+    #: From the function and its (args, kwargs) to what the call returns, or `MISSED`.
     run: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+    #: The traces of such calls.
     entries: list[Entry]
+    #: How their tensors are told apart: plainly, or under reverse mode.
     tensor_guard: TensorGuard
+    #: Whether the switches are those that were in force.
     same_thread: Callable[[], bool]
 
     def serves(self, entries: list[Entry], tensor_guard: TensorGuard) -> bool:

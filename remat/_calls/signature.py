@@ -47,19 +47,16 @@ class Statics:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How the leaves of a call are put together again.
+    """How the leaves of a call are put together again."""
 
-    Attributes:
-        spec: the pytree of (args, kwargs).
-        kinds: for each leaf whether it is a tensor, a tensor that was there before, static,
-            or a root.
-        again: for each tensor that was there before, which one it is.
-        values: the static leaves, in order.
-    """
-
+    #: The pytree of (args, kwargs).
     spec: Any
+    #: For each leaf whether it is a tensor, a tensor that was there before, static, or a
+    #: root.
     kinds: tuple[str, ...]
+    #: For each tensor that was there before, which one it is.
     again: tuple[int, ...]
+    #: The static leaves, in order.
     values: tuple[Any, ...]
 
     def arguments(
@@ -77,22 +74,19 @@ class Layout:
 
 
 class Signature(NamedTuple):
-    """One call, taken apart.
+    """One call, taken apart."""
 
-    Attributes:
-        key: what must be equal for a trace to be used again, captured state aside.
-        arguments: the call's (args, kwargs), static ones kept from being walked.
-        tensors: the dynamic leaves, each once.
-        objects: the leaves that must be looked into.
-        wants_gradient: whether some level of reverse mode wants one of the tensors.
-        untraceable: makes the error of a tensor that cannot be traced; None if all can.
-    """
-
+    #: What must be equal for a trace to be used again, captured state aside.
     key: Hashable
+    #: The call's (args, kwargs), static ones kept from being walked.
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    #: The dynamic leaves, each once.
     tensors: tuple[Tensor, ...]
+    #: The leaves that must be looked into.
     objects: tuple[object, ...]
+    #: Whether some level of reverse mode wants one of the tensors.
     wants_gradient: bool
+    #: Makes the error of a tensor that cannot be traced; None if all can.
     untraceable: Callable[[], TraceError] | None
 
     def require_traceable(self) -> None:

@@ -35,16 +35,13 @@ _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 @final
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Regions that are handled alike.
+    """Regions that are handled alike."""
 
-    Attributes:
-        where: what messages call them.
-        around: makes one around a function.
-        known: those around Dynamo's graphs.
-    """
-
+    #: What messages call them.
     where: str
+    #: Makes one around a function.
     around: _Around
+    #: Those around Dynamo's graphs.
     known: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = (
         dataclasses.field(
             default_factory=weakref.WeakKeyDictionary[

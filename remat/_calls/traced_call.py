@@ -87,30 +87,27 @@ class Flattened:
 @final
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """What a trace and the walk over the function's state have met.
+    """What a trace and the walk over the function's state have met."""
 
-    Attributes:
-        joints: the joint graphs at the sizes of the call.
-        captured: the tensors that the function reaches by itself.
-        survey: what the function reaches.
-        reads: what of it the trace read.
-        flattened: the function as tensors in, tensors out.
-        output: how the result is put together.
-        hooked: the steps to each module with weights that torch's hooks make at each call.
-        template: the trace with its sizes open, if they were.
-        fixed: which dimensions of each operand are not open; None where none is.
-        seconds: how long it took.
-    """
-
+    #: The joint graphs at the sizes of the call.
     joints: tuple[Joint, ...]
+    #: The tensors that the function reaches by itself.
     captured: tuple[Tensor, ...]
+    #: What the function reaches.
     survey: _captures.Survey = dataclasses.field(repr=False)
+    #: What of it the trace read.
     reads: _captures.Reads = dataclasses.field(repr=False)
+    #: The function as tensors in, tensors out.
     flattened: Flattened = dataclasses.field(repr=False)
+    #: How the result is put together.
     output: Output
+    #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
+    #: The trace with its sizes open, if they were.
     template: Template | None
+    #: Which dimensions of each operand are not open; None where none is.
     fixed: Fixed | None
+    #: How long it took.
     seconds: float
 
     @property
@@ -166,10 +163,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
 
 
 def _run(
-    site: CallSite,
-    survey: _captures.Survey,
-    flattened: Flattened,
-    fixed: Fixed | None,
+    site: CallSite, survey: _captures.Survey, flattened: Flattened, fixed: Fixed | None
 ) -> tuple[Traced, _captures.Reads, Template | None]:
     request = Request(
         flattened.build(site.roots, None),

@@ -82,16 +82,13 @@ def user_bases(kind: type) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, slots=True)
 class Mentions:
-    """What code refers to by name, the code nested in it included.
+    """What code refers to by name, the code nested in it included."""
 
-    Attributes:
-        globals: names loaded from the globals.
-        names: all names: attributes and imported ones, too.
-        imports: modules imported when the code runs, as (dots, dotted name).
-    """
-
+    #: Names loaded from the globals.
     globals: frozenset[str]
+    #: All names: attributes and imported ones, too.
     names: frozenset[str]
+    #: Modules imported when the code runs, as (dots, dotted name).
     imports: frozenset[tuple[int, str]]
 
 

@@ -143,12 +143,9 @@ def plainly() -> Generator[None]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The states of all registered trackers, by value.
+    """The states of all registered trackers, by value."""
 
-    Attributes:
-        found: each tracker, with what it held under each name and the state of that.
-    """
-
+    #: Each tracker, with what it held under each name and the state of that.
     found: tuple[tuple[Tracker, dict[str, tuple[Any, Tensor]]], ...]
 
     @classmethod

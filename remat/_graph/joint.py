@@ -15,38 +15,35 @@ from remat._graph.values import Graph, Ref, Value, replace_refs
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joint:
-    """A forward and its backward, in one graph.
+    """A forward and its backward, in one graph."""
 
-    Attributes:
-        graph: inputs are the operands, then cotangents.
-        cotangents: which inputs are the cotangents of this backward, in the order of
-            the outputs that have one.
-        layout: their metadata, None for an output without one.
-        num_operands: how many inputs are operands.
-        chosen: which of the returned tensors are outputs of the forward.
-        outputs: these.
-        placements: for each output how it is spread, as a DTensor; None for a plain one.
-        differentiable: for each output, whether a cotangent can come back for it.
-        views: for each tensor that the function returned, how to make it again from an
-            output or an operand (see `View`).
-        gradients: one Ref an operand, None where no gradient flows.
-        spread: how each of these is spread, as a DTensor; None for a plain one.
-        mutations: (operand, its new value) of operands that the function changed.
-        states: generator states that the forward's draws started from, in order.
-    """
-
+    #: Inputs are the operands, then cotangents.
     graph: Graph
+    #: Which inputs are the cotangents of this backward, in the order of the outputs that
+    #: have one.
     cotangents: tuple[int, ...]
+    #: Their metadata, None for an output without one.
     layout: tuple[TensorMeta | None, ...]
+    #: How many inputs are operands.
     num_operands: int
+    #: Which of the returned tensors are outputs of the forward.
     chosen: tuple[int, ...]
+    #: These.
     outputs: tuple[Ref, ...]
+    #: For each output how it is spread, as a DTensor; None for a plain one.
     placements: tuple[Any, ...]
+    #: For each output, whether a cotangent can come back for it.
     differentiable: tuple[bool, ...]
+    #: For each tensor that the function returned, how to make it again from an output or an
+    #: operand (see `View`).
     views: tuple[View, ...]
+    #: One Ref an operand, None where no gradient flows.
     gradients: tuple[Ref | None, ...]
+    #: How each of these is spread, as a DTensor; None for a plain one.
     spread: tuple[Any, ...]
+    #: (operand, its new value) of operands that the function changed.
     mutations: tuple[tuple[int, Ref], ...]
+    #: Generator states that the forward's draws started from, in order.
     states: tuple[Ref, ...]
 
     @property
@@ -63,21 +60,18 @@ class Joint:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """How one returned tensor is made from an output or an operand.
+    """How one returned tensor is made from an output or an operand."""
 
-    Attributes:
-        output: which output it is or shares its storage with; None for an operand.
-        operand: which operand, likewise.
-        path: the view operators in between, as a graph with one input; None if it is the
-            output or operand itself.
-        is_detached: whether no gradient flows although one flows to the base.
-        is_cut: whether the function detached it from the base: no tangent flows either.
-    """
-
+    #: Which output it is or shares its storage with; None for an operand.
     output: int | None
+    #: Which operand, likewise.
     operand: int | None
+    #: The view operators in between, as a graph with one input; None if it is the output or
+    #: operand itself.
     path: Graph | None
+    #: Whether no gradient flows although one flows to the base.
     is_detached: bool
+    #: Whether the function detached it from the base: no tangent flows either.
     is_cut: bool = False
 
 

@@ -27,10 +27,7 @@ from remat._graph.values import Graph, Ref, Value, check, has_effect, roots
 
 
 def merge(
-    first: Graph,
-    second: Graph,
-    reads: Sequence[Ref | None],
-    known: Graph | None = None,
+    first: Graph, second: Graph, reads: Sequence[Ref | None], known: Graph | None = None
 ) -> Graph:
     """The program that returns the outputs of the first, then those of the second.
 
@@ -60,25 +57,22 @@ def _moves_generator(value: Value) -> bool:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """Both programs in a row, over the inputs of both.
+    """Both programs in a row, over the inputs of both."""
 
-    Attributes:
-        values: the inputs, what the first's inputs are known to be, and the steps of each.
-        numbers: the value number of each.
-        num_inputs: how many are inputs.
-        first: where the first's steps are.
-        second: where the second's steps are.
-        outputs: the first's, then the second's.
-        own: steps of the second that share storage with what it returns, which must be
-            nobody else's.
-    """
-
+    #: The inputs, what the first's inputs are known to be, and the steps of each.
     values: tuple[Value, ...]
+    #: The value number of each.
     numbers: tuple[int, ...]
+    #: How many are inputs.
     num_inputs: int
+    #: Where the first's steps are.
     first: range
+    #: Where the second's steps are.
     second: range
+    #: The first's, then the second's.
     outputs: tuple[Ref | None, ...]
+    #: Steps of the second that share storage with what it returns, which must be nobody
+    #: else's.
     own: frozenset[int]
 
 
@@ -132,16 +126,13 @@ def _line_up(
 @final
 @dataclasses.dataclass(frozen=True)
 class _Match:
-    """What the second program need not compute.
+    """What the second program need not compute."""
 
-    Attributes:
-        stand_ins: for steps of the second, the input that each is known to be.
-        twins: for steps of the first, the step of the second that is the same.
-        steps: what the second has to compute, twins included, in order.
-    """
-
+    #: For steps of the second, the input that each is known to be.
     stand_ins: Mapping[int, int]
+    #: For steps of the first, the step of the second that is the same.
     twins: Mapping[int, int]
+    #: What the second has to compute, twins included, in order.
     steps: tuple[int, ...]
 
 

@@ -15,24 +15,21 @@ from remat._torch import autocast, dtensor, levels, modes, sizes
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """All that a trace may know of a tensor: no data, no storage.
+    """All that a trace may know of a tensor: no data, no storage."""
 
-    Attributes:
-        shape: its shape; a DTensor's is that of the part that this rank holds.
-        stride: its strides, likewise.
-        dtype: its dtype.
-        device: its device.
-        requires_grad: whether it is to be differentiated.
-        placement: how a DTensor is spread over the ranks; None for any other tensor.
-        is_cast_each_time: whether autocast keeps casts for later uses, but not of it.
-    """
-
+    #: Its shape; a DTensor's is that of the part that this rank holds.
     shape: tuple[int, ...]
+    #: Its strides, likewise.
     stride: tuple[int, ...]
+    #: Its dtype.
     dtype: torch.dtype
+    #: Its device.
     device: torch.device
+    #: Whether it is to be differentiated.
     requires_grad: bool = False
+    #: How a DTensor is spread over the ranks; None for any other tensor.
     placement: Any = None
+    #: Whether autocast keeps casts for later uses, but not of it.
     is_cast_each_time: bool = False
 
     @classmethod

@@ -30,38 +30,35 @@ class Ref:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One step of a graph.
+    """One step of a graph."""
 
-    Attributes:
-        op: what makes the value; None for an input.
-        args: positional arguments, with a `Ref` wherever another value is used.
-        kwargs: keyword arguments, likewise.
-        meta: one tensor's metadata, a tuple for an operator with several outputs.
-        is_backward: whether the value belongs to the backward half of a joint graph.
-        names: what the user called this value with `checkpoint_name`.
-        source: the user's "file.py:line".
-        function: the torch function that the user called to make it.
-        state: the generator state, recorded just before, that a draw starts from.
-        is_redraw: whether a draw sets that state first, instead of finding it.
-        stream: whose state in a tracker the draw takes and moves, "" for the generator's.
-        in_place: whether the user's draw filled a tensor, whose strides then say which
-            element gets which number.
-        rank: in a program, which of the forward's values the step computes, counted in
-            the forward's order; -1 for a step of the derivative's own.
-    """
-
+    #: What makes the value; None for an input.
     op: Callable[..., Any] | None
+    #: Positional arguments, with a `Ref` wherever another value is used.
     args: tuple[Any, ...] = ()
+    #: Keyword arguments, likewise.
     kwargs: tuple[tuple[str, Any], ...] = ()
+    #: One tensor's metadata, a tuple for an operator with several outputs.
     meta: Meta = None
+    #: Whether the value belongs to the backward half of a joint graph.
     is_backward: bool = False
+    #: What the user called this value with `checkpoint_name`.
     names: tuple[str, ...] = ()
+    #: The user's "file.py:line".
     source: str = ""
+    #: The torch function that the user called to make it.
     function: str = ""
+    #: The generator state, recorded just before, that a draw starts from.
     state: Ref | None = None
+    #: Whether a draw sets that state first, instead of finding it.
     is_redraw: bool = False
+    #: Whose state in a tracker the draw takes and moves, "" for the generator's.
     stream: str = ""
+    #: Whether the user's draw filled a tensor, whose strides then say which element gets
+    #: which number.
     in_place: bool = False
+    #: In a program, which of the forward's values the step computes, counted in the
+    #: forward's order; -1 for a step of the derivative's own.
     rank: int = -1
 
     @property
@@ -101,16 +98,13 @@ def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graph:
-    """Values in an order in which they can be computed, the inputs first.
+    """Values in an order in which they can be computed, the inputs first."""
 
-    Attributes:
-        values: the steps; the first `num_inputs` are inputs.
-        num_inputs: how many values are given from outside.
-        outputs: what is returned; None stands for no value.
-    """
-
+    #: The steps; the first `num_inputs` are inputs.
     values: tuple[Value, ...]
+    #: How many values are given from outside.
     num_inputs: int
+    #: What is returned; None stands for no value.
     outputs: tuple[Ref | None, ...]
 
     def __str__(self) -> str:

@@ -28,20 +28,17 @@ Decisions = dict[int, policies.Save]
 @final
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What the walk needs to know of a joint graph.
+    """What the walk needs to know of a joint graph."""
 
-    Attributes:
-        joint: the graph.
-        numbers: the class of each value.
-        members: for each class the first forward value in it.
-        roots: for each value the one whose storage it shares.
-        forward: the forward values that are not inputs, in order.
-    """
-
+    #: The graph.
     joint: Joint
+    #: The class of each value.
     numbers: tuple[int, ...]
+    #: For each class the first forward value in it.
     members: dict[int, int]
+    #: For each value the one whose storage it shares.
     roots: tuple[int, ...]
+    #: The forward values that are not inputs, in order.
     forward: tuple[int, ...]
 
     @functools.cached_property

@@ -26,21 +26,18 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 @final
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What is saved between forward and backward, and what the backward runs.
+    """What is saved between forward and backward, and what the backward runs."""
 
-    Attributes:
-        saved: the forward values that wait, in order.
-        steps: what the backward runs, in order.
-        stand_ins: for a value that the backward would compute, the saved one it equals.
-        operands: the operands that the backward reads.
-        repeats: for each step that computes what the forward computed, the rank of that
-            value: recomputation, that of inner regions included.
-    """
-
+    #: The forward values that wait, in order.
     saved: tuple[int, ...]
+    #: What the backward runs, in order.
     steps: tuple[int, ...]
+    #: For a value that the backward would compute, the saved one it equals.
     stand_ins: dict[int, int]
+    #: The operands that the backward reads.
     operands: frozenset[int]
+    #: For each step that computes what the forward computed, the rank of that value:
+    #: recomputation, that of inner regions included.
     repeats: dict[int, int]
 
 

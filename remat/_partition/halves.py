@@ -151,10 +151,7 @@ def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
 
 
 def unique_outputs(
-    graph: Graph,
-    skip: int,
-    inputs: Sequence[Any] = (),
-    outputs: Sequence[Any] = (),
+    graph: Graph, skip: int, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()
 ) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
     """Each output once, and none that is only a view of an input after the first `skip`.
 

@@ -25,19 +25,16 @@ from remat.storage import AbstractStorage
 @final
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """What became of a function, stage by stage, from its trace to its cut.
+    """What became of a function, stage by stage, from its trace to its cut."""
 
-    Attributes:
-        joints: its joint graphs: for cotangents laid out like the outputs, then for other
-            usual layouts.
-        analysis: the first of these, with its classes of equal values.
-        decisions: which classes may be saved, and how.
-        cut: what is saved, and what the backward runs.
-    """
-
+    #: Its joint graphs: for cotangents laid out like the outputs, then for other usual
+    #: layouts.
     joints: tuple[Joint, ...]
+    #: The first of these, with its classes of equal values.
     analysis: Analysis
+    #: Which classes may be saved, and how.
     decisions: Decisions
+    #: What is saved, and what the backward runs.
     cut: Cut
 
     @classmethod

@@ -36,34 +36,28 @@ _SIMPLE = (bool, int, str, type(None))
 
 
 class Quiet(NamedTuple):
-    """A program in two parts, which a caller combines itself to save a call.
+    """A program in two parts, which a caller combines itself to save a call."""
 
-    Attributes:
-        around: makes the context in which it runs.
-        run: empties a list of inputs and gives the outputs.
-    """
-
+    #: Makes the context in which it runs.
     around: Callable[[], contextlib.AbstractContextManager[Any]]
+    #: Empties a list of inputs and gives the outputs.
     run: Callable[[list[Tensor]], list[Any]]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A graph that can be run on tensors.
+    """A graph that can be run on tensors."""
 
-    Attributes:
-        graph: what it runs.
-        title: the name of the function in its printed form.
-        backend: "inductor", or None to run operator by operator.
-        num_saved: of a backward, how many of its first inputs are saved values.
-        num_cotangents: of a backward, how many of its last inputs are cotangents.
-    """
-
+    #: What it runs.
     graph: Graph
+    #: The name of the function in its printed form.
     title: str
+    #: "inductor", or None to run operator by operator.
     backend: str | None = None
+    #: Of a backward, how many of its first inputs are saved values.
     num_saved: int = 0
+    #: Of a backward, how many of its last inputs are cotangents.
     num_cotangents: int = 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:

@@ -22,16 +22,13 @@ from remat._torch.tensors import same_bits
 @final
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Compares what was saved with what the same operands give now, bit by bit.
+    """Compares what was saved with what the same operands give now, bit by bit."""
 
-    Attributes:
-        program: (saved, operands, states, cotangents) -> the saved values, recomputed.
-        labels: what to call them.
-        is_exact: which of them come back from their storage to the last bit.
-    """
-
+    #: (saved, operands, states, cotangents) -> the saved values, recomputed.
     program: Program
+    #: What to call them.
     labels: tuple[str, ...]
+    #: Which of them come back from their storage to the last bit.
     is_exact: tuple[bool, ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:

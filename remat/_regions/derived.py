@@ -29,33 +29,27 @@ from remat.storage import AbstractStorage
 @final
 @dataclasses.dataclass(frozen=True)
 class DerivedForward:
-    """A forward made from another region's program, and what the derived region returns.
+    """A forward made from another region's program, and what the derived region returns."""
 
-    Attributes:
-        forward: the program.
-        views: how each returned tensor is made from outputs and operands.
-        origins: a program that computes the leading tensors of the forward, those before its
-            operands, from these operands; None if there is none.
-    """
-
+    #: The program.
     forward: Forward
+    #: How each returned tensor is made from outputs and operands.
     views: tuple[View, ...]
+    #: A program that computes the leading tensors of the forward, those before its
+    #: operands, from these operands; None if there is none.
     origins: Graph | None = None
 
 
 class Kept(NamedTuple):
-    """What waits for a backward.
+    """What waits for a backward."""
 
-    Attributes:
-        analysis: the joint graph for the cotangents that come.
-        saved: where in it the saved values are.
-        storages: how each of them waits.
-        verify: whether the backward compares them with recomputed ones.
-    """
-
+    #: The joint graph for the cotangents that come.
     analysis: Analysis
+    #: Where in it the saved values are.
     saved: tuple[int, ...]
+    #: How each of them waits.
     storages: tuple[AbstractStorage, ...]
+    #: Whether the backward compares them with recomputed ones.
     verify: bool
 
 

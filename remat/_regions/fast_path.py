@@ -22,19 +22,16 @@ _MOST_FOLLOWED = 4
 
 
 class Followed(NamedTuple):
-    """A backward that followed a forward on the fast path.
+    """A backward that followed a forward on the fast path."""
 
-    Attributes:
-        check: whether cotangents have the metadata of those that it was for; fails under
-            every transform and dispatch mode.
-        wanted: which arguments' gradients it gave, as autograd says it.
-        same_thread: whether the switches are those that were in force.
-        quiet: from what waited, and the cotangents, to the gradients.
-    """
-
+    #: Whether cotangents have the metadata of those that it was for; fails under every
+    #: transform and dispatch mode.
     check: Callable[..., bool]
+    #: Which arguments' gradients it gave, as autograd says it.
     wanted: tuple[bool, ...]
+    #: Whether the switches are those that were in force.
     same_thread: Callable[[], bool]
+    #: From what waited, and the cotangents, to the gradients.
     quiet: Quiet
 
 

@@ -22,22 +22,19 @@ from remat.storage import AbstractStorage, Place
 
 
 class Results(NamedTuple):
-    """The results of one run of a region's forward, at the level where it ran.
+    """The results of one run of a region's forward, at the level where it ran."""
 
-    Attributes:
-        outputs: the region's outputs.
-        mutations: the new values of the operands that the function changed.
-        saved: what the backward reads besides the operands; no gradient flows there.
-        states: generator states that the draws started from.
-        flows: for each output whether it can have a cotangent; None means all can.
-        reached: for each operand whether some output depends on it; None means all.
-    """
-
+    #: The region's outputs.
     outputs: Sequence[Tensor]
+    #: The new values of the operands that the function changed.
     mutations: Sequence[Tensor] = ()
+    #: What the backward reads besides the operands; no gradient flows there.
     saved: Sequence[Tensor] = ()
+    #: Generator states that the draws started from.
     states: Sequence[Tensor] = ()
+    #: For each output whether it can have a cotangent; None means all can.
     flows: tuple[bool, ...] | None = None
+    #: For each operand whether some output depends on it; None means all.
     reached: tuple[bool, ...] | None = None
 
     @property
@@ -116,33 +113,30 @@ class Calls:
 @final
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """A program for a region's forward.
+    """A program for a region's forward."""
 
-    Attributes:
-        program: (leading tensors, operands) -> the tensors of `Results` in a row.
-        shape: how many of each kind.
-        num_leading: how many tensors it reads before the operands.
-        flows: for each output whether a cotangent can come back; None means all.
-        untracked: outputs that autograd must not take for views of something.
-        verification: compares what was saved with what is recomputed, if asked for.
-        numerics: the switches under which it runs; its casts are part of the program.
-        storages: how each saved value waits; empty if all are kept as they are.
-        mapped: the dimensions that vmap added to each saved value; empty if none.
-        calls: numbers the runs that store something.
-        placements: how each output and mutation is spread, as a DTensor; None where none
-            is, nor any operand. The program itself computes with the parts of this rank.
-    """
-
+    #: (leading tensors, operands) -> the tensors of `Results` in a row.
     program: Program
+    #: How many of each kind.
     shape: tuple[int, int, int, int]
+    #: The switches under which it runs; its casts are part of the program.
     numerics: Numerics
+    #: How many tensors it reads before the operands.
     num_leading: int = 0
+    #: For each output whether a cotangent can come back; None means all.
     flows: tuple[bool, ...] | None = None
+    #: Outputs that autograd must not take for views of something.
     untracked: tuple[int, ...] = ()
+    #: Compares what was saved with what is recomputed, if asked for.
     verification: Verification | None = None
+    #: How each saved value waits; empty if all are kept as they are.
     storages: tuple[AbstractStorage, ...] = ()
+    #: The dimensions that vmap added to each saved value; empty if none.
     mapped: tuple[tuple[int, ...], ...] = ()
+    #: Numbers the runs that store something.
     calls: Count = dataclasses.field(default_factory=Count)
+    #: How each output and mutation is spread, as a DTensor; None where none is, nor any
+    #: operand. The program itself computes with the parts of this rank.
     placements: tuple[Any, ...] | None = None
 
     @property

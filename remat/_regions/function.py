@@ -21,23 +21,20 @@ Roots = tuple[object, ...]
 @final
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A flat function that can be executed again, for another trace.
+    """A flat function that can be executed again, for another trace."""
 
-    Attributes:
-        build: from a call's roots to the function, tensors in and tensors out.
-        restored: a context in which the state that the function reads is what it was.
-        numerics: the switches under which the forward runs.
-        backend: what compiles its programs, and those of its derivatives.
-        templates: where those of its traces are kept that hold for other sizes; None if
-            sizes do not vary.
-        key: how it was derived, which tells its templates from those of others.
-    """
-
+    #: From a call's roots to the function, tensors in and tensors out.
     build: Callable[[Roots], Flat]
+    #: A context in which the state that the function reads is what it was.
     restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
+    #: The switches under which the forward runs.
     numerics: Numerics
+    #: What compiles its programs, and those of its derivatives.
     backend: str | None = None
+    #: Where those of its traces are kept that hold for other sizes; None if sizes do not
+    #: vary.
     templates: Templates | None = None
+    #: How it was derived, which tells its templates from those of others.
     key: tuple[Hashable, ...] = ()
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:

@@ -19,34 +19,28 @@ from remat._tracing.trace import Flat
 
 
 class Batch(NamedTuple):
-    """How a vmap level maps the tensors of a region.
+    """How a vmap level maps the tensors of a region."""
 
-    Attributes:
-        size: the size of the mapped dimension.
-        randomness: vmap's own option.
-        dims: the mapped dimension of each physical tensor, None where it has none.
-        metas: the metadata of the physical tensors.
-    """
-
+    #: The size of the mapped dimension.
     size: int
+    #: Vmap's own option.
     randomness: str
+    #: The mapped dimension of each physical tensor, None where it has none.
     dims: tuple[int | None, ...]
+    #: The metadata of the physical tensors.
     metas: tuple[TensorMeta, ...]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """Which cotangents a pullback takes and which gradients it gives.
+    """Which cotangents a pullback takes and which gradients it gives."""
 
-    Attributes:
-        outputs: indices, among what the function returns, of the outputs that have one.
-        wanted: the operands whose gradient is asked for.
-        num_operands: how many operands the function takes.
-    """
-
+    #: Indices, among what the function returns, of the outputs that have one.
     outputs: tuple[int, ...]
+    #: The operands whose gradient is asked for.
     wanted: tuple[int, ...]
+    #: How many operands the function takes.
     num_operands: int
 
 
@@ -108,9 +102,7 @@ def _gradients(
 
 
 def pushforward(
-    function: Flat,
-    outputs: tuple[int, ...] | None,
-    has_tangent: tuple[bool, ...],
+    function: Flat, outputs: tuple[int, ...] | None, has_tangent: tuple[bool, ...]
 ) -> Flat:
     """(operands, ..., tangents) -> the tangents of these outputs, of all for None.
 

@@ -29,14 +29,11 @@ _MOST_STEPS = 256  # a heuristic: how far to look for the next regions, in nodes
 
 @final
 class Awaited(NamedTuple):
-    """What a region's backward will read, if some of it can be restored ahead.
+    """What a region's backward will read, if some of it can be restored ahead."""
 
-    Attributes:
-        references: to what its forward stored.
-        num_ahead: how many regions before that backward it may be restored.
-    """
-
+    #: To what its forward stored.
     references: tuple[weakref.ref[Stored], ...]
+    #: How many regions before that backward it may be restored.
     num_ahead: int
 
 

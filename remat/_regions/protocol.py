@@ -20,18 +20,15 @@ from remat.storage import AbstractStorage
 
 
 class Asked(NamedTuple):
-    """Identifies one backward of a region. It is a tuple because every backward hashes one.
+    """Identifies one backward of a region. It is a tuple because every backward hashes one."""
 
-    Attributes:
-        layouts: of the cotangents, None for one that is missing.
-        wanted: which operands' gradients are wanted.
-        num_states: how many generator states the forward recorded.
-        numerics: the switches in force when the backward runs.
-    """
-
+    #: Of the cotangents, None for one that is missing.
     layouts: tuple[Layout | None, ...]
+    #: Which operands' gradients are wanted.
     wanted: tuple[bool, ...]
+    #: How many generator states the forward recorded.
     num_states: int
+    #: The switches in force when the backward runs.
     numerics: Numerics
 
     def without_gradients(self) -> Asked:
@@ -59,29 +56,23 @@ class Asked(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class Batched:
-    """A region over physical tensors, and where its results are mapped.
+    """A region over physical tensors, and where its results are mapped."""
 
-    Attributes:
-        region: the region.
-        dims: the mapped dimension of each tensor of the results in a row; None means
-            the first of each.
-    """
-
+    #: The region.
     region: Region
+    #: The mapped dimension of each tensor of the results in a row; None means the first of
+    #: each.
     dims: tuple[int | None, ...] | None
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """A region that returns its outputs and, after these, the tangents of some of them.
+    """A region that returns its outputs and, after these, the tangents of some of them."""
 
-    Attributes:
-        region: takes the operands of the original region, then their tangents.
-        moved: which outputs have a tangent.
-    """
-
+    #: Takes the operands of the original region, then their tangents.
     region: Region
+    #: Which outputs have a tangent.
     moved: tuple[int, ...]
 
 
@@ -121,24 +112,21 @@ class Region(Protocol):
 
 
 class Call(NamedTuple):
-    """One call of a region: what stays the same at every level.
+    """One call of a region: what stays the same at every level."""
 
-    Attributes:
-        region: what is called: a `Region`, or one that runs again.
-        roots: the function and the objects among its arguments.
-        numerics: the switches in force on this thread.
-        labels: what messages call the operands.
-        is_last: whether its own reverse derivative is refused, so nothing is saved for it.
-        is_first_order: whether the reverse derivative of its gradient is refused.
-        fast_path: what runs if the call needs no more than one program; else None.
-    """
-
+    #: What is called: a `Region`, or one that runs again.
     region: Region
+    #: The function and the objects among its arguments.
     roots: Roots
+    #: The switches in force on this thread.
     numerics: Numerics
+    #: What messages call the operands.
     labels: tuple[str, ...] = ()
+    #: Whether its own reverse derivative is refused, so nothing is saved for it.
     is_last: bool = False
+    #: Whether the reverse derivative of its gradient is refused.
     is_first_order: bool = False
+    #: What runs if the call needs no more than one program; else None.
     fast_path: FastPath | None = None
 
     def of(self, region: Region) -> Call:

@@ -16,18 +16,15 @@ from remat._regions.forwards import Forward
 @final
 @dataclasses.dataclass(frozen=True)
 class Tangents:
-    """The program of the tangents of a region's outputs.
+    """The program of the tangents of a region's outputs."""
 
-    Attributes:
-        forward: (operands, generator states, tangents) -> what the tangents are made of.
-        views: how each tangent is made from what it returns and from what it takes.
-        num_operands: how many operands the region has.
-        num_states: how many generator states its forward records.
-    """
-
+    #: (operands, generator states, tangents) -> what the tangents are made of.
     forward: Forward
+    #: How each tangent is made from what it returns and from what it takes.
     views: tuple[View, ...]
+    #: How many operands the region has.
     num_operands: int
+    #: How many generator states its forward records.
     num_states: int
 
     @property

@@ -37,11 +37,7 @@ from remat._regions.forwards import Results
 from remat._regions.functions import Batch
 from remat._regions.protocol import Asked, Call, Region
 from remat._regions.views import make_views
-from remat._regions.waiting import (
-    Twins,
-    joints_of,
-    wait_differentiably,
-)
+from remat._regions.waiting import Twins, joints_of, wait_differentiably
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, isolation, levels, tracer
@@ -242,10 +238,7 @@ def _run_under_jvp(
 
 
 def _push_forward(
-    call: Call,
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    save: bool,
+    call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], save: bool
 ) -> Results:
     """The jvp rule where `torch.autograd.forward_ad` is used without torch.func."""
     results, moved = _primal_and_tangents(call, primals, tangents, save)
@@ -267,10 +260,7 @@ def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
 
 def _primal_and_tangents(
-    call: Call,
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    save: bool,
+    call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], save: bool
 ) -> tuple[Results, dict[int, Tensor]]:
     region, skip = call.region, call.region.num_leading
     has_tangent = tuple(tangent is not None for tangent in tangents[skip:])

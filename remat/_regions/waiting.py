@@ -26,17 +26,14 @@ _PASSED_ON = (_aten.alias.default, _aten.detach.default)
 
 @final
 class Waiting(Tensor):
-    """A tensor without data that stands for a stored value.
+    """A tensor without data that stands for a stored value."""
 
-    Attributes:
-        stored: what waits.
-        stride_order: the dimensions, the one of the largest stride first, in which the
-            value was contiguous; None if there is no such order.
-        part: of a DTensor, what stands for this rank's part, and how it is spread.
-    """
-
+    #: What waits.
     stored: Stored
+    #: The dimensions, the one of the largest stride first, in which the value was
+    #: contiguous; None if there is no such order.
     stride_order: tuple[int, ...] | None
+    #: Of a DTensor, what stands for this rank's part, and how it is spread.
     part: tuple[Waiting, Any] | None
 
     @classmethod

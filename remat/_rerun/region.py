@@ -33,27 +33,24 @@ from remat._tracing.trace import Flat
 @final
 @dataclasses.dataclass(frozen=True)
 class Rerun(WithoutProgram):
-    """A region without programs.
+    """A region without programs."""
 
-    Attributes:
-        run: what the forward runs.
-        function: the same, differentiable: derivatives are made from it.
-        requires_grad: for each tensor that it takes whether it is differentiated.
-        state: what is put back around each run.
-        returned: how what it returns is made from the outputs; None means they are it.
-        all_flow: whether every output has a gradient, whatever a run's graph says.
-        is_primal: whether it returns what the user's function does, or that in tangents
-            or mapped: what `state.dependent_outputs` tells of. Gradients rest on others.
-        num_leading: nothing comes before the operands.
-    """
-
+    #: What the forward runs.
     run: Flat
+    #: The same, differentiable: derivatives are made from it.
     function: Flat
+    #: For each tensor that it takes whether it is differentiated.
     requires_grad: tuple[bool, ...]
+    #: What is put back around each run.
     state: RunState
+    #: How what it returns is made from the outputs; None means they are it.
     returned: tuple[View, ...] | None = None
+    #: Whether every output has a gradient, whatever a run's graph says.
     all_flow: bool = False
+    #: Whether it returns what the user's function does, or that in tangents or mapped: what
+    #: `state.dependent_outputs` tells of. Gradients rest on others.
     is_primal: bool = True
+    #: Nothing comes before the operands.
     num_leading: int = 0
 
     @property

@@ -27,16 +27,13 @@ from remat.policies._operators import function_name
 @final
 @dataclasses.dataclass(frozen=True)
 class _Randomness:
-    """The states of generators and trackers at one moment, by value.
+    """The states of generators and trackers at one moment, by value."""
 
-    Attributes:
-        devices: the states of the default generators.
-        trackers: those of the registered trackers.
-        explicit: those of generators of the user's.
-    """
-
+    #: The states of the default generators.
     devices: dict[torch.device, Tensor]
+    #: Those of the registered trackers.
     trackers: Snapshot
+    #: Those of generators of the user's.
     explicit: dict[torch.Generator, Tensor]
 
     @classmethod

@@ -20,21 +20,19 @@ class Numerics(NamedTuple):
     """A snapshot of the numerics switches of this thread.
 
     A tuple, because each call of a region compares and hashes one.
-
-    Attributes:
-        autocast: (device type, dtype) for each device type that autocasts.
-        autocast_cache: whether a cast of a weight is kept for its next use.
-        default_dtype: what factories make.
-        deterministic: (algorithms, warn only).
-        matmul_precision: of float32.
-        switches: backends that may be chosen.
     """
 
+    #: (device type, dtype) for each device type that autocasts.
     autocast: tuple[tuple[str, torch.dtype], ...]
+    #: Whether a cast of a weight is kept for its next use.
     autocast_cache: bool
+    #: What factories make.
     default_dtype: torch.dtype
+    #: (algorithms, warn only).
     deterministic: tuple[bool, bool]
+    #: Of float32.
     matmul_precision: str
+    #: Backends that may be chosen.
     switches: tuple[bool, ...]
 
     @classmethod

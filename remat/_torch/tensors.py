@@ -67,11 +67,7 @@ def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
     Obsolete when torch gives `Tensor._make_wrapper_subclass` a public name.
     """
     return Tensor._make_wrapper_subclass(  # pyright: ignore[reportUnknownMemberType]
-        kind,
-        like.shape,
-        strides=like.stride(),
-        dtype=like.dtype,
-        device=like.device,
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
 
 

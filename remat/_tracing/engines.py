@@ -69,8 +69,7 @@ def is_distributed() -> bool:
 
 @contextlib.contextmanager
 def around_driven(
-    enter: Callable[[nn.Module], None],
-    leave: Callable[[nn.Module], None] | None = None,
+    enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None] | None = None
 ) -> Generator[None]:
     """Calls these in front of this thread's calls of driven modules, and after them.
 

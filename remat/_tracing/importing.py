@@ -40,22 +40,19 @@ _SCATTERS = frozenset(
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """Where a node came from; kept in its `meta["remat"]`.
+    """Where a node came from; kept in its `meta["remat"]`."""
 
-    Attributes:
-        source: the user's "file.py:line".
-        function: the torch function that was called.
-        is_backward: whether that was in the backward.
-        in_place: whether it wrote to an argument.
-        stream: whose numbers a draw takes; None is for the generator to say.
-        rank: of a step that a backward program repeats, as in `Value`; else -1.
-    """
-
+    #: The user's "file.py:line".
     source: str
+    #: The torch function that was called.
     function: str
+    #: Whether that was in the backward.
     is_backward: bool = True
+    #: Whether it wrote to an argument.
     in_place: bool = False
+    #: Whose numbers a draw takes; None is for the generator to say.
     stream: str | None = None
+    #: Of a step that a backward program repeats, as in `Value`; else -1.
     rank: int = -1
 
 
@@ -65,13 +62,11 @@ class Computed:
     """A number that depends on sizes and is not made of whole numbers alone.
 
     Kept as it was computed: torch's own expression for it may round otherwise.
-
-    Attributes:
-        op: what computes it.
-        args: from these, other such numbers among them.
     """
 
+    #: What computes it.
     op: Any
+    #: From these, other such numbers among them.
     args: tuple[Any, ...]
 
 

@@ -33,39 +33,36 @@ from remat.policies._operators import function_name
 
 @dataclasses.dataclass
 class Running:
-    """What a running trace knows: the mode asks it, the end of the trace reads it.
+    """What a running trace knows: the mode asks it, the end of the trace reads it."""
 
-    Attributes:
-        mode: under which tensors are fakes.
-        find: whether a captured tensor may become a further operand.
-        substitutes: the operands that stand for captured tensors, by the ids of these; the
-            innermost last.
-        captured: the captured tensors that were met, in order.
-        leaves: what stands for each of these.
-        fakes: weak references to what the user's code has held.
-        aside: by their ids, the tensors that belong to a tracker and not to the graph.
-        shape_env: where the symbols for open sizes live; None if no size is open.
-        inner: what is known of regions inside, by any key.
-        in_parts: which tensors in parts were met, "given" or "made"; never both.
-        look_ups: what `x[i]` gave where `i` is a number in a tensor.
-        refused: an error of ours that torch may have replaced by one of its own.
-    """
-
+    #: Under which tensors are fakes.
     mode: Any
+    #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool]
+    #: The operands that stand for captured tensors, by the ids of these; the innermost
+    #: last.
     substitutes: list[Mapping[int, Tensor]] = dataclasses.field(
         default_factory=list[Mapping[int, Tensor]]
     )
+    #: The captured tensors that were met, in order.
     captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    #: What stands for each of these.
     leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    #: Weak references to what the user's code has held.
     fakes: list[weakref.ref[Tensor]] = dataclasses.field(
         default_factory=list[weakref.ref[Tensor]]
     )
+    #: By their ids, the tensors that belong to a tracker and not to the graph.
     aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+    #: Where the symbols for open sizes live; None if no size is open.
     shape_env: Any = None
+    #: What is known of regions inside, by any key.
     inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
+    #: Which tensors in parts were met, "given" or "made"; never both.
     in_parts: set[str] = dataclasses.field(default_factory=set[str])
+    #: What `x[i]` gave where `i` is a number in a tensor.
     look_ups: LookUps = dataclasses.field(default_factory=LookUps)
+    #: An error of ours that torch may have replaced by one of its own.
     refused: RematError | None = None
 
     def is_aside(self, args: Any) -> bool:
@@ -86,17 +83,14 @@ class Running:
 
 
 class _Thread(threading.local):
-    """What this thread is in.
+    """What this thread is in."""
 
-    Attributes:
-        running: the trace, if it is in one.
-        again: where functions run by themselves, and not in a trace inside of that, what
-            stands for the tensors that they reach; the innermost last.
-        depth: how many traces of ours are around, those of derived programs counted.
-    """
-
+    #: The trace, if it is in one.
     running: Running | None = None
+    #: How many traces of ours are around, those of derived programs counted.
     depth: int = 0
+    #: Where functions run by themselves, and not in a trace inside of that, what stands for
+    #: the tensors that they reach; the innermost last.
     again: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 

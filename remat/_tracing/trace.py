@@ -28,13 +28,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.fakes import fake_mode, wraps_fakes
 from remat._torch.sizes import OpenSizes, shape_env_of
-from remat._tracing import (
-    collectives,
-    engines,
-    importing,
-    in_place_operators,
-    refusals,
-)
+from remat._tracing import collectives, engines, importing, in_place_operators, refusals
 from remat._tracing.aliases import choose_outputs, copy_custom_views
 from remat._tracing.importing import Note
 from remat._tracing.thread import (
@@ -53,47 +47,41 @@ Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What to trace.
+    """What to trace."""
 
-    Attributes:
-        function: tensors in, tensors (or None) out.
-        operands: the metadata of what goes in.
-        cotangents: the metadata of each output's cotangent, None where none comes; the
-            whole is None for "like the outputs".
-        find: whether a captured tensor may become a further operand.
-        gradients: whether to trace a backward at all.
-        is_in_parts: whether a tensor in parts that is taken whole is among what goes in.
-        backward_numerics: the switches under which the backward half runs; None means
-            the forward's, without autocast.
-        sizes: the symbols among the sizes of what goes in, where some are open.
-    """
-
+    #: Tensors in, tensors (or None) out.
     function: Flat
+    #: The metadata of what goes in.
     operands: tuple[TensorMeta, ...]
+    #: The metadata of each output's cotangent, None where none comes; the whole is None for
+    #: "like the outputs".
     cotangents: tuple[TensorMeta | None, ...] | None = None
+    #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool] = lambda _: False
+    #: Whether a tensor in parts that is taken whole is among what goes in.
     is_in_parts: bool = False
+    #: The switches under which the backward half runs; None means the forward's, without
+    #: autocast.
     backward_numerics: Numerics | None = None
+    #: Whether to trace a backward at all.
     gradients: bool = True
+    #: The symbols among the sizes of what goes in, where some are open.
     sizes: OpenSizes | None = None
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traced:
-    """Joint graphs and what was met on the way.
+    """Joint graphs and what was met on the way."""
 
-    Attributes:
-        joints: one for each layout of cotangents, the usual one first; they share all
-            but their gradients.
-        stand_ins: the operand that stood for each captured tensor in the trace.
-        captured: the captured tensors, which are the operands after the given ones.
-        fakes: weak references to what the user's code held while it ran.
-    """
-
+    #: One for each layout of cotangents, the usual one first; they share all but their
+    #: gradients.
     joints: tuple[Joint, ...]
+    #: The captured tensors, which are the operands after the given ones.
     captured: tuple[Tensor, ...]
+    #: The operand that stood for each captured tensor in the trace.
     stand_ins: list[Tensor]
+    #: Weak references to what the user's code held while it ran.
     fakes: tuple[weakref.ref[Tensor], ...]
 
 
@@ -424,11 +412,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     mode = fake_mode(_home(metas), shape_env_of(sizes_of(metas)))
     # An outer trace would take the calls here for calls of the user. Autocast would add casts
     # to those that a program holds.
-    with (
-        entered(None),
-        tracer.one_trace_at_a_time(),
-        Numerics.current().settled(),
-    ):
+    with entered(None), tracer.one_trace_at_a_time(), Numerics.current().settled():
         with isolation.isolated(), mode, torch.no_grad():
             fakes = [fake_of(meta) for meta in metas]
             module = tracer.make_fx(lambda *tensors: list(function(tensors)), fakes)

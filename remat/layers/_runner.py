@@ -218,12 +218,7 @@ class Runner:
         check = guards.tensor_guard(there)
         given = [each is not None for each in cotangents]
         found = _BackwardProgram(
-            check,
-            given,
-            wanted,
-            self._numerics,
-            forward.program.quiet,
-            derived.views,
+            check, given, wanted, self._numerics, forward.program.quiet, derived.views
         )
         others = self._pulled[: _MOST_FOLLOWED - 1]
         self._pulled = _latest[link.region] = (found, *others)

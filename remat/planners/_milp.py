@@ -26,10 +26,7 @@ _TRIES = 4
 
 
 def solve_milp(
-    problem: Problem,
-    budget: int,
-    where: str = "a budget",
-    time_limit_s: float = 60.0,
+    problem: Problem, budget: int, where: str = "a budget", time_limit_s: float = 60.0
 ) -> Solution:
     """Saves what fits a budget so that the least is recomputed.
 

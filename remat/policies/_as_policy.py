@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 from remat._errors import PolicyError, refusal
-from remat.policies._contract import (
-    AbstractPolicy,
-    Recompute,
-    Save,
-    Value,
-    policy_name,
-)
+from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, policy_name
 from remat.policies._everything_or_nothing import nothing_saveable
 from remat.storage import AbstractStorage
 
@@ -98,11 +92,7 @@ def _require_function(candidate: object, where: str) -> None:
     if not why:
         return
     raise refusal(
-        PolicyError,
-        where=where,
-        what=f"got {_show(candidate)}.",
-        why=why,
-        do=do,
+        PolicyError, where=where, what=f"got {_show(candidate)}.", why=why, do=do
     )
 
 

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from remat.random._draws import (
-    Shape,
-    as_shape,
-    bits,
-    computed_in,
-    require_fit,
-    uniform,
-)
+from remat.random._draws import Shape, as_shape, bits, computed_in, require_fit, uniform
 from remat.random._keys import require_key
 
 _SQRT2 = math.sqrt(2.0)
@@ -118,11 +111,7 @@ def gumbel(
 
 
 def categorical(
-    key: Tensor,
-    shape: Shape | None = None,
-    *,
-    logits: Tensor,
-    axis: int = -1,
+    key: Tensor, shape: Shape | None = None, *, logits: Tensor, axis: int = -1
 ) -> Tensor:
     """Indices drawn with probabilities softmax(logits), by the Gumbel-max trick.
 
@@ -169,11 +158,7 @@ def categorical(
 
 
 def permutation(
-    key: Tensor,
-    x: Shape | Tensor,
-    *,
-    axis: int = 0,
-    independent: bool = False,
+    key: Tensor, x: Shape | Tensor, *, axis: int = 0, independent: bool = False
 ) -> Tensor:
     """A random order: of the first integers, or of a tensor along an axis.
 

@@ -95,15 +95,8 @@ _IN_PLACE = {
     "in_place_chain": ("{out} = torch.sin({0}).mul_({1}).add_(1.0)",),
     "write_row": ("{out} = {0} * 1.5", "{out}[0] = {1}.sum()"),
     "write_view": ("{out} = {0} * 1.5", "{out}.mT[0].mul_(0.5)"),
-    "write_after_view": (
-        "{out} = {0} + 1.0",
-        "{other} = {out}.mT",
-        "{out}.tanh_()",
-    ),
-    "fill_masked": (
-        "{out} = torch.cos({0})",
-        "{out}.masked_fill_({0} > 0.1, 0.5)",
-    ),
+    "write_after_view": ("{out} = {0} + 1.0", "{other} = {out}.mT", "{out}.tanh_()"),
+    "fill_masked": ("{out} = torch.cos({0})", "{out}.masked_fill_({0} > 0.1, 0.5)"),
 }
 _CAPTURES = {
     "global_number": ("{out} = {0} * ALPHA",),
