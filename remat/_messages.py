@@ -85,8 +85,9 @@ def warn(
 
 def _user_frame() -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code, and how many calls it is above the caller."""
-    own = inspect.currentframe()
-    frame, num_calls = own and own.f_back, 0
+    # A local name for this function's own frame would be a cycle, and hold its caller.
+    frame: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
+    num_calls = 0
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
             break

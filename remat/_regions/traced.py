@@ -403,6 +403,8 @@ class TracedRegion:
     ) -> tuple[TracedRegion, tuple[int, ...]]:
         chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
+        if not moved:
+            return self, moved  # there is no tangent to compute
         outputs = tuple(chosen[index] for index in moved)
         recorded = state_metas(self.stages(roots).analysis) if num_states else []
         operands = (
@@ -440,12 +442,15 @@ class TracedRegion:
     ) -> Pushed:
         chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
+        if not moved:
+            # Views of operands carry the operands' own tangents: nothing runs.
+            return Pushed(self, moved)
         function = self.function.derive(
             lambda f: with_pushforward(f, chosen, moved, has_tangent),
             *("values and jvp", chosen, moved, has_tangent),
         )
         operands = (*self.operands, *tangent_metas(self.operands, has_tangent))
-        is_given = bool(moved) and (save or self.given is not None)
+        is_given = save or self.given is not None
         origin = (
             self._pushed_forward(roots, has_tangent, save)
             if is_given

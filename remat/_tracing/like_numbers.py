@@ -14,6 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ def _restore(kind: type[Any], name: str) -> None:
 def _text(symbol: Any) -> str:
     if not _is_users(symbol):
         return _OWN[type(symbol), "__repr__"](symbol)
-    frame = inspect.currentframe()
-    caller = frame and frame.f_back
+    caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     if caller is not None and caller.f_globals.get("__name__") == "json.encoder":
         # It asks because a symbol is no number to it: `default=str` would write "4".
         raise TypeError("json writes a size as an object of another class")
