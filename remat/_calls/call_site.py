@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
 from remat._calls.signature import Signature, Statics, labels, sign
-from remat._regions.function import Roots
+from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
 
 

@@ -26,8 +26,8 @@ from remat._calls.routes import MISSED
 from remat._calls.signature import Statics
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.function import Roots
 from remat._regions.protocol import Asked
+from remat._regions.retraceable import Roots
 from remat._rerun import call
 from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert

@@ -21,7 +21,7 @@ from remat._calls.routes import Found, holding
 from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError
 from remat._graph.meta import named
-from remat._regions.function import Roots
+from remat._regions.retraceable import Roots
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.thread import known_inside, set_aside

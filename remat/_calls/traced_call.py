@@ -25,7 +25,7 @@ from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
-from remat._regions.function import Roots
+from remat._regions.retraceable import Roots
 from remat._torch import trees
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open

@@ -13,7 +13,7 @@ from torch import Tensor
 from remat._errors import NotReplicatedError
 from remat._programs.program import Program
 from remat._programs.verification import Verification
-from remat._regions.functions import Batch, mapped_first
+from remat._regions.transforms import Batch, mapped_first
 from remat._regions.waiting import resumed, wait
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dtensor, levels

@@ -13,8 +13,8 @@ from remat._graph.meta import Layout, TensorMeta, whole_layout
 from remat._programs.program import Program
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Results
-from remat._regions.function import Roots
-from remat._regions.functions import Batch
+from remat._regions.retraceable import Roots
+from remat._regions.transforms import Batch
 from remat._switches.numerics import Numerics
 from remat.storage import AbstractStorage
 

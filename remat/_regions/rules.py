@@ -23,7 +23,11 @@ from torch.autograd import forward_ad
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
-from remat._regions.backwards import (
+from remat._regions.fast_path import FastPath
+from remat._regions.forwards import Results
+from remat._regions.protocol import Asked, Call, Region
+from remat._regions.returned_views import make_views
+from remat._regions.run_backward import (
     consumed,
     explain_failure,
     require_recordable,
@@ -32,11 +36,7 @@ from remat._regions.backwards import (
     spread,
     versions,
 )
-from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Results
-from remat._regions.functions import Batch
-from remat._regions.protocol import Asked, Call, Region
-from remat._regions.views import make_views
+from remat._regions.transforms import Batch
 from remat._regions.waiting import Twins, joints_of, wait_differentiably
 from remat._switches import blocks
 from remat._switches.numerics import Numerics

@@ -30,7 +30,7 @@ from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.derived import (
+from remat._regions.derived_forwards import (
     DerivedForward,
     Kept,
     are_outputs,
@@ -44,8 +44,10 @@ from remat._regions.derived import (
 )
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
-from remat._regions.function import Function, Roots
-from remat._regions.functions import (
+from remat._regions.protocol import Asked, Batched, Pushed
+from remat._regions.retraceable import Function, Roots
+from remat._regions.tangents import Tangents, moved_outputs, push, tangent_metas
+from remat._regions.transforms import (
     Batch,
     Pull,
     mapped,
@@ -53,8 +55,6 @@ from remat._regions.functions import (
     pushforward,
     with_pushforward,
 )
-from remat._regions.protocol import Asked, Batched, Pushed
-from remat._regions.pushing import Tangents, moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived

@@ -19,9 +19,16 @@ from torch import Tensor
 
 from remat._graph.joint import View
 from remat._regions.forwards import Results
-from remat._regions.function import Roots
-from remat._regions.functions import Batch, Pull, mapped, pullback, pushforward, tracked
 from remat._regions.protocol import Asked, Batched, WithoutProgram
+from remat._regions.retraceable import Roots
+from remat._regions.transforms import (
+    Batch,
+    Pull,
+    mapped,
+    pullback,
+    pushforward,
+    tracked,
+)
 from remat._rerun import fully_shard
 from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
 from remat._rerun.state import RunState

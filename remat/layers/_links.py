@@ -18,12 +18,12 @@ from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.function import Roots
-from remat._regions.functions import Pull, pullback
 from remat._regions.protocol import Asked, Call
+from remat._regions.retraceable import Roots
+from remat._regions.returned_views import make_views
 from remat._regions.rules import bind, bind_all, run_saving
 from remat._regions.traced import TracedRegion
-from remat._regions.views import make_views
+from remat._regions.transforms import Pull, pullback
 from remat._switches.numerics import Numerics
 from remat._torch import isolation, levels
 from remat._torch.fakes import fake_mode

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from remat._graph.joint import View
 from remat._programs.program import Quiet
+from remat._regions.returned_views import make_views
 from remat._regions.traced import TracedRegion
-from remat._regions.views import make_views
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
 from remat._torch import guards

@@ -17,7 +17,7 @@ from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph
 from remat._partition.peak import peak_of_run
-from remat._regions.function import Roots
+from remat._regions.retraceable import Roots
 from remat._regions.traced import TracedRegion
 from remat.policies import Save
 from remat.storage import AbstractStorage, Held, Keep

@@ -20,9 +20,9 @@ from remat._partition.halves import backward_graph, unique_outputs
 from remat._programs.program import Program
 from remat._programs.verification import verification
 from remat._regions.forwards import Forward, map_program
-from remat._regions.function import Function
-from remat._regions.functions import Batch
 from remat._regions.protocol import Asked
+from remat._regions.retraceable import Function
+from remat._regions.transforms import Batch
 from remat.storage import AbstractStorage
 
 
