@@ -16,7 +16,7 @@ from remat._calls.signature import Statics
 from remat._errors import PolicyError, explain, refusal
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
-from remat.storage._check import require_type
+from remat.storage._argument_checks import require_type
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None

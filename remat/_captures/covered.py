@@ -8,7 +8,7 @@ from torch import Tensor
 
 from remat._captures.generating import generate_check
 from remat._captures.places import MISSING, NOT_THERE, fill, in_words, put
-from remat._captures.rules import (
+from remat._captures.spot_rules import (
     Absent,
     Equal,
     Instance,

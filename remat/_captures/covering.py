@@ -22,7 +22,7 @@ from remat._captures.places import (
     is_simple,
     look,
 )
-from remat._captures.rules import (
+from remat._captures.spot_rules import (
     Absent,
     Equal,
     Instance,

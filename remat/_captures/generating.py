@@ -7,7 +7,7 @@ from torch import Tensor
 
 from remat._captures.places import KINDS
 from remat._captures.reads import GENERATED
-from remat._captures.rules import Absent, Constants, SameAs, Spot, clause
+from remat._captures.spot_rules import Absent, Constants, SameAs, Spot, clause
 
 _INSTANCE_DICT = "{}.__dict__"
 

@@ -17,7 +17,8 @@ from remat._errors import MutationError, ScheduleError, refusal
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _unrolled
-from remat.layers._common import (
+from remat.layers._links import Link, laid_densely, stand_ins
+from remat.layers._run_stack import (
     Captured,
     link_of,
     require_own_buffers,
@@ -26,7 +27,6 @@ from remat.layers._common import (
     stage_of,
     wants_gradient,
 )
-from remat.layers._links import Link, laid_densely, stand_ins
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage

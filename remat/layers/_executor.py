@@ -16,8 +16,8 @@ from torch import Tensor
 
 from remat._switches.numerics import Numerics
 from remat._torch import guards
+from remat.layers._link_runner import Runner
 from remat.layers._links import Link, present, pulled
-from remat.layers._runner import Runner
 from remat.layers._stack import Stack
 from remat.schedules import (
     Action,

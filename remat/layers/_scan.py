@@ -25,7 +25,8 @@ from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
 from remat.layers import _unrolled
-from remat.layers._common import (
+from remat.layers._links import laid_densely, relaid, settled, stand_ins
+from remat.layers._run_stack import (
     Captured,
     link_of,
     require_own_buffers,
@@ -34,7 +35,6 @@ from remat.layers._common import (
     stage_of,
     wants_gradient,
 )
-from remat.layers._links import laid_densely, relaid, settled, stand_ins
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule

@@ -3,7 +3,7 @@
 from remat.planners._cut import solve_cut
 from remat.planners._milp import solve_milp
 from remat.planners._problem import Option, Outcome, Problem, Solution, Step
-from remat.planners._shares import Share, share
+from remat.planners._shared_budget import Share, share
 
 __all__ = [
     "Option",

@@ -2,11 +2,11 @@
 
 from remat.reporting._checklist import Check, Checklist, checklist
 from remat.reporting._compare import Comparison, Row, compare
-from remat.reporting._looking import print_saved_residuals, saved_residuals
 from remat.reporting._make_report import report
 from remat.reporting._measure.live_bytes import LiveBytes
 from remat.reporting._named_values import NamedValue, named_values
 from remat.reporting._report import Report
+from remat.reporting._saved_residuals import print_saved_residuals, saved_residuals
 from remat.reporting._show.figures import (
     batch_figure,
     comparison_figure,

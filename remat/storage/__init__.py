@@ -1,9 +1,9 @@
 """Storage: how a saved value waits for the backward."""
 
 from remat.storage._cast import Cast
-from remat.storage._checked import stored_in
 from remat.storage._contract import AbstractStorage, Chain, links_of
-from remat.storage._held import Held, densely
+from remat.storage._contract_checks import stored_in
+from remat.storage._held_bytes import Held, densely
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize

@@ -26,9 +26,9 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from remat._graph.meta import TensorMeta
-from remat.storage._check import require_type
-from remat.storage._checked import stored_in
-from remat.storage._held import Held, rehearsed
+from remat.storage._argument_checks import require_type
+from remat.storage._contract_checks import stored_in
+from remat.storage._held_bytes import Held, rehearsed
 from remat.storage._stored import FIRST, Place, Stored
 
 

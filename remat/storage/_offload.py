@@ -23,9 +23,9 @@ from torch import Tensor
 from remat._errors import explain
 from remat._graph.meta import TensorMeta
 from remat._messages import warn
-from remat.storage._check import refuse, require_count, require_type
+from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
-from remat.storage._held import Held
+from remat.storage._held_bytes import Held
 from remat.storage._stored import FIRST, Place, Stored, first
 from remat.storage._transfer import Fetch, has_streams, lane_of
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat.random import fold_in, uniform
+from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._bits import pack, unpack
-from remat.storage._check import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
-from remat.storage._held import Held, rehearsed
+from remat.storage._held_bytes import Held, rehearsed
 from remat.storage._stored import FIRST, Place, Stored
 
 _BITS = (8, 4, 2)

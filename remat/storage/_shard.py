@@ -29,10 +29,10 @@ from remat._errors import NotReplicatedError, refusal
 from remat._graph.meta import TensorMeta
 from remat._messages import warn
 from remat._torch import distributed, dtensor
+from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
-from remat.storage._check import refuse, require_type
 from remat.storage._contract import AbstractStorage
-from remat.storage._held import Held, rehearsed
+from remat.storage._held_bytes import Held, rehearsed
 from remat.storage._replicated import require_replicated
 from remat.storage._stored import FIRST, Place, Stored
 

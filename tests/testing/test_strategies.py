@@ -10,7 +10,7 @@ from hypothesis import Phase, find, given, settings, strategies as st
 from remat import policies as remat_policies, remat
 from remat.testing import COMPOSITIONS, TRANSFORMS, strategies
 from remat.testing.strategies import Cotangents, Program, TensorSpec
-from remat.testing.strategies._programs import _Writer
+from remat.testing.strategies._draw_programs import _Writer
 
 FEW = settings(max_examples=60)
 EVERYTHING = ("plain", "in place", "capture", "draw", "state")

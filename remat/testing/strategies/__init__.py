@@ -4,8 +4,8 @@ A random function prints as Python, so that a failing test shows its source. Thi
 needs hypothesis: `pip install 'remat[testing]'`.
 """
 
+from remat.testing.strategies._draw_programs import policies, programs, transforms
 from remat.testing.strategies._program import Program
-from remat.testing.strategies._programs import policies, programs, transforms
 from remat.testing.strategies._tensors import (
     Cotangents,
     TensorSpec,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from remat._graph.meta import TensorMeta, once
 from remat._torch import fakes, isolation
-from remat.storage._checked import stored_in
+from remat.storage._contract_checks import stored_in
 from remat.storage._stored import Place, Stored
 
 
