@@ -180,7 +180,7 @@ def _fail(message: str, code: int = 1) -> int:
     return code
 
 
-def _writable(text: str) -> Path:
+def _writable_path(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -188,7 +188,7 @@ def _writable(text: str) -> Path:
     return path
 
 
-def _budget(text: str) -> int | float | str:
+def _budget_option(text: str) -> int | float | str:
     if text.isdecimal():
         return int(text)
     try:
@@ -197,7 +197,7 @@ def _budget(text: str) -> int | float | str:
         return text
 
 
-def _whole(text: str, least: int) -> int:
+def _whole_option(text: str, least: int) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a whole number from 0 on: {text!r}")
     if int(text) < least:
@@ -213,15 +213,15 @@ _Argument = tuple[str, dict[str, Any]]
 _Command = tuple[Callable[[argparse.Namespace], int], str, str, tuple[_Argument, ...]]
 
 
-def _argument(name: str, **settings: Any) -> _Argument:
+def _cli_argument(name: str, **settings: Any) -> _Argument:
     return name, settings
 
 
 _DRAWN = (".svg", ".png")
-_FUNCTION = _argument(
+_FUNCTION = _cli_argument(
     "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
 )
-_ARGUMENTS = _argument(
+_ARGUMENTS = _cli_argument(
     "arguments",
     nargs="*",
     metavar="NAME=SIZES",
@@ -234,25 +234,25 @@ _ARGUMENTS = _argument(
 def _device(on_meta: str = "") -> _Argument:
     """Where the tensors are; `on_meta` says what the device `meta` does to them."""
     text = f"where the tensors are{on_meta} (default: %(default)s)"
-    return _argument("--device", default="cpu", help=text)
+    return _cli_argument("--device", default="cpu", help=text)
 
 
-def _json(text: str = "print JSON instead of the table") -> _Argument:
-    return _argument("--json", action="store_true", help=text)
+def _json_option(text: str = "print JSON instead of the table") -> _Argument:
+    return _cli_argument("--json", action="store_true", help=text)
 
 
-def _number(name: str, default: int, text: str, least: int = 1) -> _Argument:
-    kind = functools.partial(_whole, least=least)
+def _number_option(name: str, default: int, text: str, least: int = 1) -> _Argument:
+    kind = functools.partial(_whole_option, least=least)
     text = f"{text} (default: %(default)s)"
-    return _argument(name, type=kind, default=default, metavar="N", help=text)
+    return _cli_argument(name, type=kind, default=default, metavar="N", help=text)
 
 
-def _file(name: str, text: str) -> _Argument:
-    return _argument(name, type=_writable, metavar="FILE", help=text)
+def _file_option(name: str, text: str) -> _Argument:
+    return _cli_argument(name, type=_writable_path, metavar="FILE", help=text)
 
 
-_OUT = _file("--out", "write to this file instead of printing")
-_DRAWN_OUT = _file(
+_OUT = _file_option("--out", "write to this file instead of printing")
+_DRAWN_OUT = _file_option(
     "--out",
     "write to this file instead of printing: .svg and .png hold the figure, any other "
     "file the text or JSON",
@@ -266,11 +266,11 @@ _COMMANDS: dict[str, _Command] = {
         "the loss, the bytes held between forward and backward, the peak and the step "
         "time.",
         (
-            _number("--steps", 120, "training steps under each policy"),
-            _number(
+            _number_option("--steps", 120, "training steps under each policy"),
+            _number_option(
                 "--seed", 0, "decides initial parameters, batches and dropout", least=0
             ),
-            _json(),
+            _json_option(),
         ),
     ),
     "report": (
@@ -282,9 +282,9 @@ _COMMANDS: dict[str, _Command] = {
             _FUNCTION,
             _ARGUMENTS,
             _device("; on meta nothing is computed"),
-            _json("print JSON instead of the tables"),
+            _json_option("print JSON instead of the tables"),
             _DRAWN_OUT,
-            _file("--html", "also write the report to this file as a page"),
+            _file_option("--html", "also write the report to this file as a page"),
         ),
     ),
     "checklist": (
@@ -292,7 +292,7 @@ _COMMANDS: dict[str, _Command] = {
         "ask seven questions of a step, answered by measurement",
         "Runs a few steps of a function, with its regions and without, and says for each "
         "question whether it passes. The exit code is 1 if one fails.",
-        (_FUNCTION, _ARGUMENTS, _device(), _json(), _OUT),
+        (_FUNCTION, _ARGUMENTS, _device(), _json_option(), _OUT),
     ),
     "plan": (
         _plan,
@@ -302,22 +302,22 @@ _COMMANDS: dict[str, _Command] = {
         (
             _FUNCTION,
             _ARGUMENTS,
-            _argument(
+            _cli_argument(
                 "--budget",
-                type=_budget,
+                type=_budget_option,
                 required=True,
                 metavar="SIZE",
                 help="2GiB, a number of bytes, 0.5 for a fraction of what is held without "
                 "remat, or auto",
             ),
-            _argument(
+            _cli_argument(
                 "--solver",
                 choices=("cut", "milp"),
                 default="cut",
                 help="milp is exact if it finishes within a minute (default: %(default)s)",
             ),
             _device("; on meta they need no memory"),
-            _json("print JSON for Plan.from_json instead of the table"),
+            _json_option("print JSON for Plan.from_json instead of the table"),
             _OUT,
         ),
     ),
@@ -327,15 +327,15 @@ _COMMANDS: dict[str, _Command] = {
         "Runs a function as one region under several policies, without remat, and under "
         "torch_remat where it is installed.",
         (
-            _argument(
+            _cli_argument(
                 "function",
                 metavar="MODULE:FUNCTION",
                 nargs="?",
                 help="what to run (default: one layer of the demo's model)",
             ),
             _ARGUMENTS,
-            _number("--steps", 10, "how many steps of each are timed"),
-            _argument(
+            _number_option("--steps", 10, "how many steps of each are timed"),
+            _cli_argument(
                 "--peer",
                 action="append",
                 default=[],
@@ -344,7 +344,7 @@ _COMMANDS: dict[str, _Command] = {
                 "would run it; may be given several times",
             ),
             _device(),
-            _json(),
+            _json_option(),
             _DRAWN_OUT,
         ),
     ),

@@ -39,7 +39,7 @@ def user_line() -> str:
     frame, _ = _user_frame()
     if frame is None:
         return ""
-    return _shown(frame.f_code.co_filename, frame.f_lineno)
+    return _shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def with_lines(module: fx.GraphModule) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ class _WithLines(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         frames: list[tuple[str, str]] = _FRAME.findall(n.stack_trace or "")
-        lines = [_shown(*frame) for frame in frames if _is_users(frame[0])]
+        lines = [_shown_line(*frame) for frame in frames if _is_users(frame[0])]
         token = _of_step.set(lines[-1] if lines else "")
         try:
             return super().run_node(n)
@@ -62,7 +62,7 @@ class _WithLines(fx.Interpreter):
             _of_step.reset(token)
 
 
-def _shown(filename: str, line: int | str) -> str:
+def _shown_line(filename: str, line: int | str) -> str:
     return f"{filename.rpartition('/')[2]}:{line}"
 
 
@@ -103,7 +103,7 @@ def line_of(error: Exception) -> str:
     frames = [*_frames(error)]
     users = [frame for frame in frames if not _is_library(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
-    return _shown(*found[-1]) if found else ""
+    return _shown_line(*found[-1]) if found else ""
 
 
 def came_through(error: Exception, path: str) -> bool:

@@ -124,13 +124,13 @@ def buffers_twice():
 
 def merged_draws():
     """Two draws of the same arguments count as one value."""
-    honest = numbering._key
+    honest = numbering._numbering_key
 
     def key(index, value, numbers):
         found = honest(index, value, numbers)
         return found[:-1] if found[0] == "draw" else found
 
-    return mock.patch.object(numbering, "_key", key)
+    return mock.patch.object(numbering, "_numbering_key", key)
 
 
 def wrong_index_of_output():

@@ -94,7 +94,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
         where=options.where,
         verify=options.verify,
     )
-    return _entry(traced, covered, stages, region, names)
+    return _compiled_entry(traced, covered, stages, region, names)
 
 
 @final
@@ -184,7 +184,7 @@ def _region(
     )
 
 
-def _entry(
+def _compiled_entry(
     traced: TracedCall,
     covered: _captures.Covered,
     stages: Stages,
@@ -196,7 +196,7 @@ def _entry(
         covered=covered,
         captured=region.operands[len(names) - len(traced.captured) :],
         stages=stages,
-        guard=_guard(traced.captured),
+        guard=_guard_of_captured(traced.captured),
         region=region,
         output=traced.output,
         labels=names,
@@ -219,6 +219,6 @@ def _unseen(joint: Joint) -> frozenset[int]:
     )
 
 
-def _guard(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
+def _guard_of_captured(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
     is_plain = bool(captured) and all(map(guards.is_plain, captured))
     return guards.tensor_guard(captured) if is_plain else None

@@ -107,7 +107,7 @@ class Signature(NamedTuple):
         again: list[int] = []
         values: list[Any] = []
         for leaf in leaves:
-            kind = _kind(leaf)
+            kind = _kind_of_leaf(leaf)
             if kind == TENSOR and id(leaf) in places:
                 kind = AGAIN
                 again.append(places[id(leaf)])
@@ -151,7 +151,7 @@ def sign(
         StaticArgumentError: if a leaf can be neither traced nor compared.
     """
     if statics.are_given:
-        args, kwargs = _wrapped(function, args, kwargs, statics)
+        args, kwargs = _with_wrapped_statics(function, args, kwargs, statics)
     arguments = (args, dict(kwargs))
     leaves = _Leaves()
     key = leaves.read(arguments)
@@ -160,7 +160,7 @@ def sign(
         if is_numpy or _captures.hides_contents(leaf):
             flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
-            refused = _numpy if is_numpy else _unseen
+            refused = _numpy_argument if is_numpy else _unseen_argument
             raise refused(leaf, labels(function, args, kwargs)[index])
     untraceable = None
     if leaves.has_unstrided:
@@ -188,7 +188,7 @@ def _unstrided_among(
     )
 
 
-def _kind(leaf: object) -> str:
+def _kind_of_leaf(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return TENSOR
     return ROOT if static_key(leaf) is None else STATIC
@@ -260,7 +260,7 @@ def _without_sizes(tensor: Tensor) -> Hashable:
     return (tensor.dim(), tensor.dtype, tensor.device)
 
 
-def _wrapped(
+def _with_wrapped_statics(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -279,16 +279,16 @@ def _wrapped(
     }
     chosen = statics.names | by_position
     wrapped = [
-        _static(arg, name) if index in positions or name in chosen else arg
+        _static_argument(arg, name) if index in positions or name in chosen else arg
         for index, (arg, name) in enumerate(zip(args, names, strict=True))
     ]
     return tuple(wrapped), {
-        name: _static(arg, name) if name in chosen else arg
+        name: _static_argument(arg, name) if name in chosen else arg
         for name, arg in kwargs.items()
     }
 
 
-def _static(value: Any, name: str) -> _Static:
+def _static_argument(value: Any, name: str) -> _Static:
     if isinstance(value, Tensor):
         raise refusal(
             StaticArgumentError,
@@ -361,7 +361,7 @@ def _whole_key(value: object) -> Hashable:
     return (type(value), value)
 
 
-def _numpy(leaf: Any, label: str) -> StaticArgumentError:
+def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
     return refusal(
         StaticArgumentError,
         where=f"the argument `{label}`",
@@ -373,7 +373,7 @@ def _numpy(leaf: Any, label: str) -> StaticArgumentError:
     )
 
 
-def _unseen(leaf: Any, label: str) -> StaticArgumentError:
+def _unseen_argument(leaf: Any, label: str) -> StaticArgumentError:
     return refusal(
         StaticArgumentError,
         where=f"the argument `{label}`",

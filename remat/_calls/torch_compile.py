@@ -145,13 +145,13 @@ def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]
 def _settled(where: str, argument: Any) -> Any:
     """The argument with sizes that are numbers: the graph then holds for these alone."""
     if not isinstance(argument, Tensor):
-        return _number(where, argument)
+        return _size_of(where, argument)
     if any(isinstance(size, torch.SymInt) for size in argument.shape):
-        return argument.expand([_number(where, size) for size in argument.shape])
+        return argument.expand([_size_of(where, size) for size in argument.shape])
     return argument
 
 
-def _number(where: str, symbol: Any) -> Any:
+def _size_of(where: str, symbol: Any) -> Any:
     why = sizes.why_open(symbol)
     if why:
         raise _NotRecordable(

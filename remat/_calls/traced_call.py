@@ -140,7 +140,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     survey = _captures.survey(roots)
     flattened = Flattened(signature.layout, len(signature.tensors))
     with undone_on_error(survey), host.told(where):
-        traced, reads, template = _run(site, survey, flattened, fixed)
+        traced, reads, template = _run_trace(site, survey, flattened, fixed)
         output = flattened.output
         assert output is not None, "a trace calls the function"
         hooked = put_back(survey)
@@ -162,7 +162,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     )  # fmt: skip
 
 
-def _run(
+def _run_trace(
     site: CallSite, survey: _captures.Survey, flattened: Flattened, fixed: Fixed | None
 ) -> tuple[Traced, _captures.Reads, Template | None]:
     request = Request(

@@ -57,7 +57,7 @@ class Covered:
         """The first difference in words, or that there is none."""
         for spot, _, value, holds in visit(self._spots, roots):
             if not holds:
-                return _difference(spot, value)
+                return _difference_at_spot(spot, value)
         return "nothing that is covered has changed"
 
     @contextlib.contextmanager
@@ -73,11 +73,11 @@ class Covered:
         with contextlib.ExitStack() as undo:
             for spot, owner, value, holds in visit(self._spots, roots):
                 if not holds:
-                    _mend(spot, owner, value, undo)
+                    _mend_spot(spot, owner, value, undo)
             yield
 
 
-def _difference(spot: Spot, value: object) -> str:
+def _difference_at_spot(spot: Spot, value: object) -> str:
     now = "gone" if value is MISSING else in_words(value)
     match spot.rule:
         case Equal(const):
@@ -98,7 +98,7 @@ def _difference(spot: Spot, value: object) -> str:
             return f"{spot.label} was a {kind.__qualname__} and is {now}"
 
 
-def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> None:
+def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> None:
     try:
         match spot.rule:
             case Equal(const):
@@ -122,7 +122,7 @@ def _mend(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> Non
         raise refusal(
             RecomputationError,
             where=spot.label,
-            what=f"changed after the forward: {_difference(spot, value)}.",
+            what=f"changed after the forward: {_difference_at_spot(spot, value)}.",
             why=f"The backward needs the old value, but {error}.",
             do="Change it after the backward, or pass it as an argument.",
         ) from error

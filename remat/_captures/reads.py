@@ -79,9 +79,9 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
         for identity, node in survey.nodes.items():
             kind = node.kind
             if node.look in WATCHED and kind not in is_watched:
-                is_watched[kind] = _watch(kind)
+                is_watched[kind] = _watch_reads(kind)
                 if is_watched[kind]:
-                    undo.callback(_unwatch, kind)
+                    undo.callback(_unwatch_reads, kind)
             if node.look not in WATCHED or not is_watched[kind]:
                 reads[identity][EVERYTHING] = None
         _active.reads.append(reads)
@@ -89,10 +89,10 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
         yield reads
 
 
-def _watch(kind: type) -> bool:
+def _watch_reads(kind: type) -> bool:
     with _lock:
         if kind not in _watchers:
-            watchers = _watcher(kind), _write_watcher(kind)
+            watchers = _read_watcher(kind), _write_watcher(kind)
             try:
                 for watcher in watchers:
                     type.__setattr__(kind, watcher.__name__, watcher)
@@ -103,7 +103,7 @@ def _watch(kind: type) -> bool:
     return True
 
 
-def _unwatch(kind: type) -> None:
+def _unwatch_reads(kind: type) -> None:
     with _lock:
         _watchers[kind] -= 1
         if _watchers[kind]:
@@ -117,40 +117,40 @@ def _unwatch(kind: type) -> None:
                 type.__setattr__(kind, name, own)
 
 
-def _watcher(kind: type) -> Callable[[Any, str], object]:
-    original = _original(kind.__getattribute__)
+def _read_watcher(kind: type) -> Callable[[Any, str], object]:
+    original = _without_watcher(kind.__getattribute__)
 
     def __getattribute__(self: object, name: str) -> object:
         if _active.reads:
-            _note(self, name)
+            _note_read(self, name)
         return original(self, name)
 
-    return _made(__getattribute__, kind, original)
+    return _watching_method(__getattribute__, kind, original)
 
 
 def _write_watcher(kind: type) -> Callable[[Any, str, object], None]:
-    original = _original(kind.__setattr__)
+    original = _without_watcher(kind.__setattr__)
 
     def __setattr__(self: object, name: str, value: object) -> None:
         original(self, name, value)
         for reads in _active.reads:
             reads.note_write(self, name)
 
-    return _made(__setattr__, kind, original)
+    return _watching_method(__setattr__, kind, original)
 
 
-def _original(inherited: Any) -> Any:
+def _without_watcher(inherited: Any) -> Any:
     """Skips the watcher of a base class, so that one read is not noted twice."""
     return getattr(inherited, "original", inherited)
 
 
-def _made(watcher: Any, kind: type, original: Any) -> Any:
+def _watching_method(watcher: Any, kind: type, original: Any) -> Any:
     watcher.original = original
     watcher.own = kind.__dict__.get(watcher.__name__)
     return watcher
 
 
-def _note(owner: object, name: str) -> None:
+def _note_read(owner: object, name: str) -> None:
     names: tuple[str, ...] = (name,)
     if name == EVERYTHING:
         frame = sys._getframe(2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]

@@ -204,12 +204,12 @@ def visit(
     for index, spot in enumerate(spots):
         name = f"v{index}"
         owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
-        value = values[name] = _look(owner, spot.step)
-        yield spot, owner, value, _holds(spot.rule, name, constants)
-        values[name] = _look(owner, spot.step)
+        value = values[name] = _look_or_missing(owner, spot.step)
+        yield spot, owner, value, _rule_holds(spot.rule, name, constants)
+        values[name] = _look_or_missing(owner, spot.step)
 
 
-def _holds(rule: Rule, name: str, constants: Constants) -> bool:
+def _rule_holds(rule: Rule, name: str, constants: Constants) -> bool:
     if isinstance(rule, Absent) or constants.space[name] is MISSING:
         return isinstance(rule, Absent) and constants.space[name] is MISSING
     try:
@@ -218,7 +218,7 @@ def _holds(rule: Rule, name: str, constants: Constants) -> bool:
         return False
 
 
-def _look(owner: object, step: Step) -> object:
+def _look_or_missing(owner: object, step: Step) -> object:
     try:
         return look(owner, step)
     except NOT_THERE:

@@ -50,7 +50,7 @@ def with_state(
         *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
     )
     _latest[graph] = state
-    return _result(op, drawn), state
+    return _draw_result(op, drawn), state
 
 
 def from_state(
@@ -71,7 +71,7 @@ def from_state(
     )
 
 
-def _result(op: Any, drawn: Sequence[Tensor]) -> Any:
+def _draw_result(op: Any, drawn: Sequence[Tensor]) -> Any:
     return drawn[0] if len(schemas.schema_of(op).returns) == 1 else tuple(drawn)
 
 
@@ -95,7 +95,7 @@ def _drawing(op: Any) -> Any:
         return (*_faked(op, args, kwargs), recorded.fake_state(rng_device))
 
     return schemas.define(
-        f"draw_{_name(op)}",
+        f"draw_{_draw_name(op)}",
         f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
         draw,
         fake,
@@ -118,22 +118,22 @@ def _redrawing(op: Any) -> Any:
         found = recorded.get(rng_device)
         recorded.put(state, rng_device)
         try:
-            return _result(op, _drawn(op, args, kwargs, rng_in_place))
+            return _draw_result(op, _drawn(op, args, kwargs, rng_in_place))
         finally:
             recorded.put(found, rng_device)
 
     def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _result(op, _faked(op, args, kwargs))
+        return _draw_result(op, _faked(op, args, kwargs))
 
     return schemas.define(
-        f"redraw_{_name(op)}",
+        f"redraw_{_draw_name(op)}",
         f"(Tensor rng_state, {given}) -> ({returned})",
         redraw,
         fake,
     )
 
 
-def _name(op: Any) -> str:
+def _draw_name(op: Any) -> str:
     return operators.full_name(op).replace("::", "_").replace(".", "_")
 
 

@@ -33,14 +33,14 @@ def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
         yield
         return
     before = states()
-    _put(found)
+    _put_host_states(found)
     try:
         yield
     finally:
-        _put(before)
+        _put_host_states(before)
 
 
-def _put(found: tuple[Any, ...]) -> None:
+def _put_host_states(found: tuple[Any, ...]) -> None:
     python, numpy = found
     random.setstate(python)
     if numpy is not None:

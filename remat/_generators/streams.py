@@ -38,13 +38,13 @@ _States = list[tuple[int, Tracker, dict[str, Any]]]
 
 def read(stream: str) -> Tensor:
     """The state of a stream, by value."""
-    tracker, name = _of(stream)
+    tracker, name = _tracker_of_stream(stream)
     return trackers.state_of(tracker.get_states()[name])
 
 
 def write(stream: str, state: Tensor) -> None:
     """Moves a stream to a state."""
-    tracker, name = _of(stream)
+    tracker, name = _tracker_of_stream(stream)
     states = dict(tracker.get_states())
     states[name] = trackers.holding(states[name], state)
     tracker.set_states(states)
@@ -55,7 +55,7 @@ def exists(stream: str) -> bool:
     return int(stream.partition("/")[0]) in trackers.registered
 
 
-def _of(stream: str) -> tuple[Tracker, str]:
+def _tracker_of_stream(stream: str) -> tuple[Tracker, str]:
     number, _, name = stream.partition("/")
     return trackers.registered[int(number)], name
 

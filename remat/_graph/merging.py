@@ -44,9 +44,9 @@ def merge(
     """
     line = _line_up(first, second, reads, known)
     if any(map(_moves_generator, first.values)):
-        return _written(line, _Match({}, {}, ()), [*line.first, *line.second])
-    match = _match(line)
-    return _written(line, match, _order(line, match))
+        return _merged_graph(line, _Match({}, {}, ()), [*line.first, *line.second])
+    match = _match_steps(line)
+    return _merged_graph(line, match, _order(line, match))
 
 
 def _moves_generator(value: Value) -> bool:
@@ -136,7 +136,7 @@ class _Match:
     steps: tuple[int, ...]
 
 
-def _match(line: _Line) -> _Match:
+def _match_steps(line: _Line) -> _Match:
     inputs = {line.numbers[index]: index for index in range(line.num_inputs)}
     stand_ins = {
         index: inputs[line.numbers[index]]
@@ -200,7 +200,7 @@ def _order(line: _Line, match: _Match) -> list[int]:
     return [index for *_, index in sorted(steps)]
 
 
-def _written(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
+def _merged_graph(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
     is_late = any(line.values[index].is_backward for index in line.first)
     inputs = {index: index for index in range(line.num_inputs)}
     new = Building(line.values[: line.num_inputs], inputs | dict(match.stand_ins))

@@ -24,14 +24,14 @@ class Numbering:
 
     def add(self, value: Value, like: int | None = None) -> None:
         """Numbers the next value; `like` is an earlier value that is known to be equal."""
-        key = _key(len(self.numbers), value, self.numbers)
+        key = _numbering_key(len(self.numbers), value, self.numbers)
         if like is not None:
             self._known[key] = self.numbers[like]
         self.numbers.append(self._known.setdefault(key, len(self._known)))
 
     def knows(self, value: Value) -> bool:
         """Whether this value would equal an earlier one if it came next."""
-        return _key(len(self.numbers), value, self.numbers) in self._known
+        return _numbering_key(len(self.numbers), value, self.numbers) in self._known
 
 
 def value_numbers(graph: Graph) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def value_numbers(graph: Graph) -> tuple[int, ...]:
     return tuple(numbering.numbers)
 
 
-def _key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
+def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:
     if value.op is None or operators.is_rng_state(value.op):
         return ("input", index)
     if value.op is operators.constant:

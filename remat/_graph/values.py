@@ -108,7 +108,7 @@ class Graph:
     outputs: tuple[Ref | None, ...]
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(_lines_of_graph(self))
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Graph:
         )
 
 
-def _lines(graph: Graph) -> Iterator[str]:
+def _lines_of_graph(graph: Graph) -> Iterator[str]:
     inputs = ", ".join(f"%{i}: {graph.values[i].meta}" for i in range(graph.num_inputs))
     yield f"program({inputs}):"
     for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):

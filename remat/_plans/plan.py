@@ -105,7 +105,7 @@ class PlanDifference:
     def __str__(self) -> str:
         """One line a value, and the totals."""
         lines = [
-            f"{_what(one)} at {one.source}: {one.decision} -> {other.decision}"
+            f"{_row_label(one)} at {one.source}: {one.decision} -> {other.decision}"
             for one, other in self.changes
         ]
         totals = (
@@ -266,7 +266,7 @@ class Plan:
         """A table: one line for all values that are alike, and the totals."""
         rows = [("count", "value", "bytes", "held", "decision", "source")]
         groups = Counter(
-            (_what(row), row.size_bytes, row.held_bytes, row.decision, row.source)
+            (_row_label(row), row.size_bytes, row.held_bytes, row.decision, row.source)
             for row in self.rows
         )
         rows += [
@@ -287,7 +287,7 @@ class Plan:
 _UNITS = {"flops": "FLOPs and bytes moved", "measured": "ns"}
 
 
-def _what(row: PlanRow) -> str:
+def _row_label(row: PlanRow) -> str:
     name = f'"{row.name}" ' if row.name else ""
     return f"{name}{row.op} {row.dtype}[{', '.join(map(str, row.shape))}]"
 

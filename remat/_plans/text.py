@@ -65,10 +65,10 @@ def to_storage(text: Any) -> AbstractStorage | None:
         return Chain(tuple(each for each in made if each is not None))
     fields: dict[str, Any] = dict(text)
     kind: Any = getattr(storages, str(fields.pop("kind")))
-    return kind(**{key: _value(each) for key, each in fields.items()})
+    return kind(**{key: _of_text(each) for key, each in fields.items()})
 
 
-def _value(text: Any) -> Any:
+def _of_text(text: Any) -> Any:
     return getattr(torch, str(text["dtype"])) if isinstance(text, dict) else text  # pyright: ignore[reportUnknownArgumentType]
 
 

@@ -189,7 +189,7 @@ def found_again(
     Raises:
         RecomputationError: if the forwards of the two traces differ.
     """
-    if _operators(first) != _operators(again):
+    if _forward_operators(first) != _forward_operators(again):
         raise refusal(
             RecomputationError,
             where="a region's backward",
@@ -203,6 +203,6 @@ def found_again(
     return tuple(again.forward[place[index]] for index in saved)
 
 
-def _operators(analysis: Analysis) -> list[Any]:
+def _forward_operators(analysis: Analysis) -> list[Any]:
     values = analysis.joint.graph.values
     return [values[index].op for index in analysis.forward]

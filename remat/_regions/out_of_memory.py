@@ -37,7 +37,7 @@ def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> N
     """
     is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
     if is_shortage(error) and not is_noted:
-        error.add_note(_text(phase, call, list(_values(nodes))))
+        error.add_note(_shortage_text(phase, call, list(_values(nodes))))
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -63,7 +63,7 @@ class _Value:
     size_bytes: int
 
 
-def _text(phase: str, call: Call, values: list[_Value]) -> str:
+def _shortage_text(phase: str, call: Call, values: list[_Value]) -> str:
     total = sum(value.size_bytes for value in values)
     regions = dict.fromkeys(value.region for value in values)
     lines = [
@@ -91,7 +91,7 @@ def _text(phase: str, call: Call, values: list[_Value]) -> str:
 def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
-    for node in _below(nodes):
+    for node in _nodes_below(nodes):
         call = getattr(node, "call", None)
         if not isinstance(call, Call):
             continue
@@ -110,7 +110,7 @@ def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
                 yield _Value(name_of(call.roots[0]), text, size)
 
 
-def _below(nodes: Iterable[Any]) -> Iterator[Any]:
+def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
     pending = [node for node in nodes if node is not None]
     seen = set(pending)
     while pending and len(seen) < _MOST_NODES:

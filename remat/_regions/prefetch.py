@@ -88,7 +88,7 @@ def start(node: Any) -> None:
 
 def finish(storeds: Sequence[Stored]) -> list[Tensor]:
     """The restored values; starts the restoration now if `start` has not."""
-    flight = _thread.flights.pop(_key(storeds), None)
+    flight = _thread.flights.pop(_awaited_key(storeds), None)
     return (flight or Restoration(storeds)).finish()
 
 
@@ -100,7 +100,7 @@ def drop() -> None:
 
 def _send_for(waiting: Awaited) -> None:
     storeds = [stored for each in waiting.references if (stored := each()) is not None]
-    key = _key(storeds)
+    key = _awaited_key(storeds)
     is_freed = len(storeds) < len(waiting.references)
     is_full = len(_thread.flights) > waiting.num_ahead
     if not is_freed and not is_full and key not in _thread.flights:
@@ -128,5 +128,5 @@ def _following(node: Any) -> Iterator[Awaited]:
             yield waiting
 
 
-def _key(storeds: Sequence[Stored]) -> tuple[int, ...]:
+def _awaited_key(storeds: Sequence[Stored]) -> tuple[int, ...]:
     return tuple(map(id, storeds))

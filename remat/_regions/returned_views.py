@@ -39,7 +39,7 @@ def _make_view(
     if view.is_cut or (view.is_detached and tensor.requires_grad):
         tensor = tensor.detach()
     if view.path is not None:
-        (tensor,) = _way(_Path(view.path)).with_gradient((tensor,))
+        (tensor,) = _view_program(_Path(view.path)).with_gradient((tensor,))
     return tensor
 
 
@@ -58,5 +58,5 @@ class _Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def _way(path: _Path) -> Program:
+def _view_program(path: _Path) -> Program:
     return Program(path.graph, "view")

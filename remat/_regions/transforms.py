@@ -55,7 +55,7 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
             for index, tensor in zip(pull.wanted, wanted, strict=True):
                 operands[index] = tensor
             returned = function(operands)
-            return tuple(_present(returned[index]) for index in pull.outputs)
+            return tuple(_require_output(returned[index]) for index in pull.outputs)
 
         wanted = [operands[index] for index in pull.wanted]
         if levels.interpreter_is_active():
@@ -67,14 +67,14 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
     return gradients
 
 
-def _chosen(
+def _chosen_outputs(
     returned: Sequence[Tensor | None], outputs: tuple[int, ...] | None
 ) -> tuple[Tensor, ...]:
     places = range(len(returned)) if outputs is None else outputs
-    return tuple(_present(returned[place]) for place in places)
+    return tuple(_require_output(returned[place]) for place in places)
 
 
-def _present(tensor: Tensor | None) -> Tensor:
+def _require_output(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "an output of the first trace is missing in this one"
     return tensor
 
@@ -159,7 +159,7 @@ def _pushed(
 
     def chosen(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         returned = function(given)
-        return (*_chosen(returned, moved), *_chosen(returned, still))
+        return (*_chosen_outputs(returned, moved), *_chosen_outputs(returned, still))
 
     run = tracked(chosen, wanted)
     pushed = [index for index, has in enumerate(has_tangent) if has]
@@ -168,7 +168,7 @@ def _pushed(
     def of(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         for index, tensor in zip(pushed, primals, strict=True):
             operands[index] = tensor
-        found = _chosen(run(operands), None)
+        found = _chosen_outputs(run(operands), None)
         count = len(found) - len(still)
         return found[:count], found[count:]
 
@@ -191,7 +191,7 @@ def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
         def of(*given: Tensor) -> tuple[Tensor, ...]:
             for index, tensor in zip(wanted, given, strict=True):
                 operands[index] = tensor
-            return _chosen(function(operands), None)
+            return _chosen_outputs(function(operands), None)
 
         given = [tensors[index] for index in wanted]
         return _outputs_of_vjp(of, given) if given else of()
@@ -240,7 +240,7 @@ def mapped(
     """
 
     def of(*operands: Tensor) -> tuple[Tensor, ...]:
-        return _chosen(function(operands), outputs)
+        return _chosen_outputs(function(operands), outputs)
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         dims = batch.dims[skip:]

@@ -73,7 +73,7 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
             yield each, 1 << index
     for node in nodes_behind([*bits]):
         own = bits[node]
-        for edge in _edges(node):
+        for edge in _next_nodes(node):
             bits[edge] = bits.get(edge, 0) | own
         if _is_held(node) or _is_guarded(node):
             yield node.variable, own
@@ -84,10 +84,10 @@ def _is_held(node: Any) -> bool:
 
     Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
     """
-    return hasattr(node, "variable") and _references(node) > _unheld()
+    return hasattr(node, "variable") and _references_of_leaf(node) > _unheld()
 
 
-def _references(node: Any) -> int:
+def _references_of_leaf(node: Any) -> int:
     return sys.getrefcount(node.variable)
 
 
@@ -97,7 +97,7 @@ def _unheld() -> int:
     with isolation.without_inference_mode(), torch.enable_grad():
         made = torch.ones((), requires_grad=True).exp()
     assert made.grad_fn is not None
-    return _references(made.grad_fn.next_functions[0][0])
+    return _references_of_leaf(made.grad_fn.next_functions[0][0])
 
 
 def nodes_behind(roots: Sequence[Any]) -> list[Any]:
@@ -112,11 +112,11 @@ def nodes_behind(roots: Sequence[Any]) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             pending.append((node, True))
-            pending.extend((edge, False) for edge in _edges(node))
+            pending.extend((edge, False) for edge in _next_nodes(node))
     return ended[::-1]
 
 
-def _edges(node: Any) -> list[Any]:
+def _next_nodes(node: Any) -> list[Any]:
     return [edge for edge, _ in node.next_functions if edge is not None]
 
 
@@ -142,16 +142,16 @@ def guard_against_others(leaves: Sequence[Tensor]) -> None:
     """
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.register_hook(_lost)  # pyright: ignore[reportUnknownMemberType]
+            leaf.register_hook(_refuse_lost_gradient)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _is_guarded(node: Any) -> bool:
     variable: Any = getattr(node, "variable", None)
     hooks: dict[Any, Any] = getattr(variable, "_backward_hooks", None) or {}
-    return _lost in hooks.values()
+    return _refuse_lost_gradient in hooks.values()
 
 
-def _lost(gradient: Tensor) -> Tensor:
+def _refuse_lost_gradient(gradient: Tensor) -> Tensor:
     raise refusal(
         CapturedTensorError,
         where=f"a gradient {TensorMeta.of(gradient)}",

@@ -88,7 +88,7 @@ class Engine:
             if id(module) not in self._modules:
                 raise driven(module)
             if not autograd.is_plain_autograd():
-                raise _transformed(module)
+                raise _called_under_transform(module)
             self.called = True
             called.append(module)
             if autograd.in_backward():
@@ -125,7 +125,7 @@ class Engine:
         """
         batched = any(map(autograd.is_batched_by_autograd, cotangents))
         if batched or not autograd.in_backward():
-            raise _transformed(None)
+            raise _called_under_transform(None)
         return autograd.will_execute(self._node)
 
 
@@ -152,7 +152,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _transformed(module: nn.Module | None) -> TraceError:
+def _called_under_transform(module: nn.Module | None) -> TraceError:
     name = "module of fully_shard" if module is None else type(module).__name__
     return refusal(
         TraceError,

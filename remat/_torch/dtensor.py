@@ -37,7 +37,7 @@ def local_part(tensor: Tensor) -> Tensor:
     if kind is None or not isinstance(tensor, kind):
         return tensor
     parts: Any = tensor
-    return _awaited(parts._local_tensor)
+    return _awaited_collective(parts._local_tensor)
 
 
 def in_place_of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> Tensor:
@@ -61,7 +61,7 @@ def is_under_way(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
-def _awaited(tensor: Any) -> Tensor:
+def _awaited_collective(tensor: Any) -> Tensor:
     return tensor.trigger_wait() if is_under_way(tensor) else tensor
 
 
@@ -70,7 +70,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        return _awaited(args[0])
+        return _awaited_collective(args[0])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -167,13 +167,13 @@ def is_exact(number: Any) -> bool:
 
 def is_whole(node: Any) -> bool:
     """Whether nothing in the number of a symbol's node is rounded before its last step."""
-    return all(each.is_integer for each in _below(node.expr))
+    return all(each.is_integer for each in _subexpressions(node.expr))
 
 
-def _below(expression: Any) -> Iterator[Any]:
+def _subexpressions(expression: Any) -> Iterator[Any]:
     for each in expression.args:
         yield each
-        yield from _below(each)
+        yield from _subexpressions(each)
 
 
 def hint(number: Any) -> Any:

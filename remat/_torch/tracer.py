@@ -146,11 +146,11 @@ class _SizesTracked(TorchDispatchMode):
     ) -> Any:
         given: Any = (args, kwargs or {})
         if proxy_is_active():
-            given = pytree.tree_map_only(torch.SymInt, _tracked, given)
+            given = pytree.tree_map_only(torch.SymInt, _tracked_size, given)
         return func(*given[0], **given[1])
 
 
-def _tracked(number: Any) -> Any:
+def _tracked_size(number: Any) -> Any:
     if expression_of(number).is_number:
         return int(expression_of(number))
     if is_exact(number):

@@ -77,7 +77,7 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             continue
         node.meta["remat"] = note
         if note.stream is None and operators.may_draw(node.target):
-            stream = streams.take(_device(_meta(node)))
+            stream = streams.take(_device_of_meta(_meta_of_node(node)))
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
@@ -176,7 +176,7 @@ class Imported:
     def _input(self, node: fx.Node) -> None:
         self.env[node] = Ref(len(self.values))
         self.inputs[node] = len(self.values)
-        self.values.append(Value(None, meta=_meta(node)))
+        self.values.append(Value(None, meta=_meta_of_node(node)))
         self.num_inputs += 1
 
     def _call(self, node: fx.Node) -> None:
@@ -328,7 +328,7 @@ class Imported:
             op=target,
             args=args,
             kwargs=tuple(kwargs.items()),
-            meta=_meta(node),
+            meta=_meta_of_node(node),
             is_backward=note.is_backward,
             source=note.source,
             function=note.function,
@@ -344,7 +344,7 @@ class Imported:
         if self.forced is not None:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
-            device = _device(value.meta)
+            device = _device_of_meta(value.meta)
             size = recorded.size_bytes(device)
             state = Value(
                 op=streams.STATE if stream else recorded.STATE,
@@ -409,7 +409,7 @@ def _is_cut(node: Any) -> bool:
     return False
 
 
-def _meta(node: fx.Node) -> Meta:
+def _meta_of_node(node: fx.Node) -> Meta:
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
         return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -420,6 +420,6 @@ def _tensor_meta(val: object) -> TensorMeta | None:
     return TensorMeta.of(val) if isinstance(val, Tensor) else None
 
 
-def _device(meta: Meta) -> torch.device:
+def _device_of_meta(meta: Meta) -> torch.device:
     metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)

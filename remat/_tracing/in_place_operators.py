@@ -75,12 +75,12 @@ def _same_arguments(schema: Any, name: str) -> Any | None:
     keys: list[str] = [] if packet is None else packet.overloads()
     for key in keys:
         overload: Any = getattr(packet, key)
-        if _types(schemas.schema_of(overload)) == _types(schema):
+        if _argument_types(schemas.schema_of(overload)) == _argument_types(schema):
             return overload
     return None
 
 
-def _types(schema: Any) -> list[tuple[str, str, bool]]:
+def _argument_types(schema: Any) -> list[tuple[str, str, bool]]:
     return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
 
 

@@ -34,14 +34,14 @@ class LookUps:
     def call(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         """The result of `x[i]` or `x[i] = y`; NotImplemented for any other call."""
         if func is Tensor.__getitem__ and _is_look_up(args[1]):
-            found = _item(args[0], _parts(args[1]))
+            found = _item_at(args[0], _indices(args[1]))
             self._made.append((found, found._version, user_line()))
             return found
         if func is Tensor.__setitem__ and _is_fill(*args):
-            return _fill(*args)
+            return _mask_fill(*args)
         if func is Tensor.__setitem__ and _is_look_up(args[1]):
-            parts = _parts(args[1])
-            if not any(isinstance(each, (Tensor, list)) for each in _others(parts)):
+            parts = _indices(args[1])
+            if not any(isinstance(each, (Tensor, list)) for each in _no_numbers(parts)):
                 # `x[i] += y` changes what was looked up, and puts it back here.
                 self._made = [each for each in self._made if each[0] is not args[2]]
                 return _set_item(args[0], parts, args[2])
@@ -73,16 +73,16 @@ def _is_fill(tensor: Tensor, index: Any, value: Any) -> bool:
     )
 
 
-def _fill(tensor: Tensor, mask: Tensor, value: float) -> None:
+def _mask_fill(tensor: Tensor, mask: Tensor, value: float) -> None:
     tensor.masked_fill_(mask[(..., *[None] * (tensor.dim() - mask.dim()))], value)
 
 
-def _parts(index: Any) -> tuple[Any, ...]:
+def _indices(index: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
 
 
 def _is_look_up(index: Any) -> bool:
-    return any(map(_is_number, _parts(index)))
+    return any(map(_is_number, _indices(index)))
 
 
 def _is_number(part: Any) -> bool:
@@ -94,17 +94,17 @@ def _is_number(part: Any) -> bool:
     )
 
 
-def _others(parts: Sequence[Any]) -> list[Any]:
+def _no_numbers(parts: Sequence[Any]) -> list[Any]:
     return [part for part in parts if not _is_number(part)]
 
 
-def _item(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
+def _item_at(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
     place = next((k for k, part in enumerate(parts) if _is_number(part)), None)
     if place is None:
         return tensor[parts] if parts else tensor
     dim = _dimension(tensor, parts, place)
     found = torch.ops.aten.index.Tensor(tensor, [*[None] * dim, parts[place]])
-    return _item(found, (*parts[:place], *parts[place + 1 :]))
+    return _item_at(found, (*parts[:place], *parts[place + 1 :]))
 
 
 def _dimension(tensor: Tensor, parts: tuple[Any, ...], place: int) -> int:

@@ -42,7 +42,7 @@ def like_numbers(env: Any) -> Generator[None]:
     """Inside, the symbols of a shape environment look like numbers to the user's code."""
     with _lock:
         if not _answering:
-            for kind, name, hook in _hooks():
+            for kind, name, hook in _symbol_methods():
                 setattr(kind, name, hook)
         _answering.append(env)
     try:
@@ -51,29 +51,29 @@ def like_numbers(env: Any) -> Generator[None]:
         with _lock:
             _answering.remove(env)
             if not _answering:
-                for kind, name, _ in _hooks():
-                    _restore(kind, name)
+                for kind, name, _ in _symbol_methods():
+                    _restore_method(kind, name)
 
 
-def _hooks() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
+def _symbol_methods() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
     for kind in SYMBOLIC:
-        yield kind, "__repr__", _text
-        yield kind, "__format__", _formatted
-        yield kind, "__getattribute__", _attribute
+        yield kind, "__repr__", _symbol_text
+        yield kind, "__format__", _formatted_symbol
+        yield kind, "__getattribute__", _symbol_attribute
         yield kind, "__array__", _array
     for kind, name in _OWN:
         if name in _COMPARISONS and kind is not torch.SymBool:
             yield kind, name, _comparing(_OWN[kind, name])
 
 
-def _restore(kind: type[Any], name: str) -> None:
+def _restore_method(kind: type[Any], name: str) -> None:
     if (kind, name) in _OWN:
         setattr(kind, name, _OWN[kind, name])
     else:
         delattr(kind, name)
 
 
-def _text(symbol: Any) -> str:
+def _symbol_text(symbol: Any) -> str:
     if not _is_users(symbol):
         return _OWN[type(symbol), "__repr__"](symbol)
     caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
@@ -99,13 +99,13 @@ def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
     return numpy.asarray(number(symbol), *args, **kwargs)
 
 
-def _formatted(symbol: Any, how: str) -> str:
+def _formatted_symbol(symbol: Any, how: str) -> str:
     if _is_users(symbol):
         return format(number(symbol), how)
     return object.__format__(symbol, how)
 
 
-def _attribute(symbol: Any, name: str) -> Any:
+def _symbol_attribute(symbol: Any, name: str) -> Any:
     # `isinstance` looks at the type first, then at `__class__`.
     if name == "__class__" and _is_users(symbol):
         return PLAIN[type(symbol)]

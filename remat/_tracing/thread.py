@@ -186,7 +186,7 @@ def lift(tensor: Tensor) -> Tensor:
     is_own = is_fake_of(tensor, running.mode)
     if is_own or (wraps_fakes(tensor) and dtensor.placement(tensor) is None):
         if not is_own or is_in_parts(tensor):
-            _meet(running, tensor, "made")
+            _note_in_parts(running, tensor, "made")
         return tensor
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
@@ -202,7 +202,7 @@ def is_taken_whole(tensor: Tensor) -> bool:
     return is_in_parts(tensor) and dtensor.placement(tensor) is None
 
 
-def _meet(running: Running, tensor: Tensor, how: str) -> None:
+def _note_in_parts(running: Running, tensor: Tensor, how: str) -> None:
     """Notes whether a tensor in parts was given, and traced as a whole, or made inside."""
     running.in_parts.add(how)
     if len(running.in_parts) > 1:
@@ -211,7 +211,7 @@ def _meet(running: Running, tensor: Tensor, how: str) -> None:
 
 def _capture(running: Running, tensor: Tensor) -> Tensor:
     if is_taken_whole(tensor):
-        _meet(running, tensor, "given")
+        _note_in_parts(running, tensor, "given")
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf

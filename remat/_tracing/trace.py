@@ -93,7 +93,7 @@ def trace(request: Request) -> Traced:
         CapturedTensorError: if it reaches a tensor that `request.find` does not know.
     """
     shape_env = _shape_env(request, current())
-    mode = fake_mode(_home(request.operands), shape_env)
+    mode = fake_mode(_home_device(request.operands), shape_env)
     running = Running(mode, request.find, shape_env=shape_env)
     if request.is_in_parts:
         running.in_parts.add("given")
@@ -109,8 +109,8 @@ def trace(request: Request) -> Traced:
         running.mode,
     ):
         run = _Run(request, running)
-        module = _record(run)
-        return _finish(run, module)
+        module = _record_run(run)
+        return _finish_trace(run, module)
 
 
 def _shape_env(request: Request, outer: Running | None) -> Any:
@@ -236,7 +236,7 @@ def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]
     return [like] if expanded == like else [like, expanded]
 
 
-def _home(operands: Sequence[TensorMeta]) -> torch.device:
+def _home_device(operands: Sequence[TensorMeta]) -> torch.device:
     return operands[0].device if operands else torch.get_default_device()
 
 
@@ -253,7 +253,7 @@ def _note_forward(graph: fx.Graph) -> None:
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
 
-def _record(run: _Run) -> fx.GraphModule:
+def _record_run(run: _Run) -> fx.GraphModule:
     running = run.running
     operands = [fake_of(meta) for meta in run.request.operands]
     running.fakes.extend(weakref.ref(fake) for fake in operands)
@@ -273,7 +273,7 @@ def _record(run: _Run) -> fx.GraphModule:
     return module
 
 
-def _finish(run: _Run, module: fx.GraphModule) -> Traced:
+def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
     is_template = run.request.sizes is not None
     imported = importing.Imported(module, is_template=is_template)
     mutations = tuple(sorted(imported.mutations.items()))
@@ -301,7 +301,7 @@ def _finish(run: _Run, module: fx.GraphModule) -> Traced:
         views=tuple(
             _whole_view(run, index, cuts)
             if index in run.same
-            else _view(graph, plain, bases, ref, cuts)
+            else _view_of_output(graph, plain, bases, ref, cuts)
             for index, (ref, *cuts) in enumerate(
                 zip(returned, run.detached, run.cut, strict=False)
             )
@@ -367,7 +367,7 @@ def _whole_view(run: _Run, index: int, cuts: list[bool]) -> View:
     return View(run.chosen.index(place), None, None, *cuts)
 
 
-def _view(
+def _view_of_output(
     graph: Graph,
     outputs: Sequence[Ref | None],
     written: Mapping[Ref, int],
@@ -409,7 +409,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     Of a backward program, the steps that repeat the forward are still known as such.
     """
     metas = [dataclasses.replace(meta, requires_grad=False) for meta in operands]
-    mode = fake_mode(_home(metas), shape_env_of(sizes_of(metas)))
+    mode = fake_mode(_home_device(metas), shape_env_of(sizes_of(metas)))
     # An outer trace would take the calls here for calls of the user. Autocast would add casts
     # to those that a program holds.
     with entered(None), tracer.one_trace_at_a_time(), Numerics.current().settled():

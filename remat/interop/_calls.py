@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _KEEP = Keep()
 
 
-def _settings(storage: AbstractStorage) -> Settings:
+def _settings_of_storage(storage: AbstractStorage) -> Settings:
     return Settings(
         nothing_saveable,
         "preserve",
@@ -47,7 +47,7 @@ def _settings(storage: AbstractStorage) -> Settings:
 
 
 # What a graph of torch.compile calls these regions, where inputs wait as they are.
-_KIND = kind_of(_settings(_KEEP), "checkpoint(...)")
+_KIND = kind_of(_settings_of_storage(_KEEP), "checkpoint(...)")
 _WITH_STORAGE = explain(
     where="checkpoint(...)",
     what="is called under torch.compile, and its inputs wait in a storage.",
@@ -83,7 +83,7 @@ def call_as_region(
         return function(*args, **kwargs)
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))
-    return DecoratedFunction(function, _settings(waiting))(*args, **kwargs)
+    return DecoratedFunction(function, _settings_of_storage(waiting))(*args, **kwargs)
 
 
 def warn_without_effect(where: str, why: str, do: str) -> None:

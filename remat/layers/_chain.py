@@ -112,7 +112,7 @@ class Chain:
             first, *rest = self._stages
             state = first.region(x)
             for stage in rest:
-                run: Callable[[AnyStage], Any] = functools.partial(_call, state)
+                run: Callable[[AnyStage], Any] = functools.partial(_call_stage, state)
                 state = stage.owning(run)
             return state
         return _TracedChain(self._stages, x).run(self.schedule)
@@ -199,7 +199,7 @@ class _ChainStage:
         return returned
 
 
-def _call(state: Any, region: AnyStage) -> Any:
+def _call_stage(state: Any, region: AnyStage) -> Any:
     return region(state)
 
 

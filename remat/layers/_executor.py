@@ -233,7 +233,7 @@ class _Gradients:
     def found(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the stack's operands."""
         stack = self.stack
-        entered = [*self.state, *map(_stacked, self.slices)]
+        entered = [*self.state, *map(_stacked_column, self.slices)]
         if stack.enter is not None and present(entered):
             entered = pulled(stack.enter, operands[: stack.num_entered], entered)
         return [
@@ -272,7 +272,7 @@ class _Sum:
             self._is_own = self._is_quiet and is_dense and guards.is_plain(self.tensor)
 
 
-def _stacked(column: list[Tensor | None]) -> Tensor | None:
+def _stacked_column(column: list[Tensor | None]) -> Tensor | None:
     """One gradient from those of the slices; a slice that has none gets zeros."""
     like = next((each for each in column if each is not None), None)
     if like is None:

@@ -89,9 +89,9 @@ def link_of(
     try:
         entry, roots, found = region.found_for(args, {})
     except ImplicitRandomnessError as error:
-        raise _draws(region) from error
+        raise _stage_draws(region) from error
     if entry.region.num_draws:
-        raise _draws(region)
+        raise _stage_draws(region)
     if entry.hooked:
         raise refusal(
             SideEffectError,
@@ -116,7 +116,7 @@ def link_of(
     return link, entry
 
 
-def _draws(
+def _stage_draws(
     region: DecoratedFunction[..., Any] | RematModule,
 ) -> ImplicitRandomnessError:
     return refusal(

@@ -312,13 +312,13 @@ def _stacked(items: list[Any]) -> Any:
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`f` with its results checked; equal functions share a trace."""
-    step = functools.partial(_step, f)
+    step = functools.partial(_scan_step, f)
     if hasattr(f, "__qualname__"):
         functools.update_wrapper(step, f, updated=())
     return step
 
 
-def _step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
+def _scan_step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     result: Any = f(carry, x)
     kind = cast("type[object]", type(result))
     parts = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
@@ -340,7 +340,7 @@ def _next_carry(old: Any, new: Any) -> Any:
     try:
         leaves = tree.tensors_of(new, "the carry that f returned")
     except ValueError as error:
-        raise _changed(f"has a different structure ({error})") from error
+        raise _carry_changed(f"has a different structure ({error})") from error
     names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
     for place, (one, other) in enumerate(zip(tensors, leaves, strict=True)):
@@ -349,7 +349,7 @@ def _next_carry(old: Any, new: Any) -> Any:
         ):  # fmt: skip
             continue
         before, after = TensorMeta.of(one), TensorMeta.of(other)
-        error = _changed(
+        error = _carry_changed(
             f"has the leaf `{kept[place]}` as {after} on {other.device}, and before as "
             f"{before} on {one.device}"
         )
@@ -374,7 +374,7 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
-def _changed(how: str) -> CarryError:
+def _carry_changed(how: str) -> CarryError:
     return refusal(
         CarryError,
         where="scan",

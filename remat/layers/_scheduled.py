@@ -258,18 +258,18 @@ def scheduled(
         return region, (*dims, *(batch.dims[place] for place in stack.written))
 
     return Swept(
-        _sweep(stack, forward),
+        _sweep_of_stack(stack, forward),
         rerun_of(run, requires_grad, dependent_outputs),
         len(flows),
         len(stack.written),
         flows,
         held,
-        _replays(stack, forward, backward, held, dependent_outputs),
+        _replay_of_stack(stack, forward, backward, held, dependent_outputs),
         batch_of,
     )
 
 
-def _sweep(stack: Stack, actions: Iterable[Action]) -> Sweep:
+def _sweep_of_stack(stack: Stack, actions: Iterable[Action]) -> Sweep:
     def sweep(
         tensors: Sequence[Tensor], hold: bool, numerics: Numerics
     ) -> list[Tensor]:
@@ -284,7 +284,7 @@ def _sweep(stack: Stack, actions: Iterable[Action]) -> Sweep:
     return sweep
 
 
-def _replays(
+def _replay_of_stack(
     stack: Stack,
     forward: Sequence[Action],
     backward: Sequence[Action],

@@ -48,15 +48,15 @@ def scan(
     _require_plain("scan", policy, schedule)
     leaves, tree = trees.flatten(xs)
     sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
-    count = _length(sizes, len(leaves), length)
+    count = _scan_length(sizes, len(leaves), length)
     if count == 0 or unroll != 1 or not _are_tensors(init):
         dynamo.end_graph(_OTHERWISE)
     carry: Any = init
     rows: list[Any] = []
     for step in range(count):
         place = count - 1 - step if reverse else step
-        x = trees.unflatten([_row(leaf, place) for leaf in leaves], tree)
-        new, y = _region(f, carry, x)
+        x = trees.unflatten([_leaf_row(leaf, place) for leaf in leaves], tree)
+        new, y = _region_of(f, carry, x)
         if not _are_alike(carry, new) or not _are_tensors(y):
             dynamo.end_graph(_OTHERWISE)
         carry = new
@@ -72,7 +72,7 @@ def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
     _require_plain("chain", None, stack.schedule)
     for f in stack.fs:
-        x = f(x) if _is_region(f) else _region(f, x)
+        x = f(x) if _is_region(f) else _region_of(f, x)
     return x
 
 
@@ -80,7 +80,7 @@ def _is_region(f: object) -> bool:
     return isinstance(f, (DecoratedFunction, RematModule))
 
 
-def _region(f: Callable[..., Any], *args: Any) -> Any:
+def _region_of(f: Callable[..., Any], *args: Any) -> Any:
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
     return torch_compile.call(kind, f, args, {}, name)
@@ -112,14 +112,14 @@ _OTHERWISE = explain(
 )
 
 
-def _length(sizes: Sequence[int], num_leaves: int, length: int | None) -> int:
+def _scan_length(sizes: Sequence[int], num_leaves: int, length: int | None) -> int:
     """How many steps there are; none where the arguments do not agree."""
     wanted = sizes[:1] if length is None else [length]
     is_known = len(wanted) == 1 and all(size == wanted[0] for size in sizes)
     return wanted[0] if is_known and len(sizes) in (0, num_leaves) else 0
 
 
-def _row(leaf: Any, place: int) -> Any:
+def _leaf_row(leaf: Any, place: int) -> Any:
     return leaf[place] if isinstance(leaf, Tensor) else leaf
 
 

@@ -150,7 +150,7 @@ def _with_a_forward(
                 "`where`.",
             )
         if type(module).forward is nn.Module.forward:
-            _warn(
+            _warn_of_apply(
                 f"`{name}`, a {type(module).__name__}, has no `forward`.",
                 "It is a container, of which only the parts are called.",
                 f'Name the parts: "{name}.*".' if name else 'Name the parts: "*".',
@@ -159,7 +159,7 @@ def _with_a_forward(
         else:
             callable_ones.append(module)
     if not found:
-        _warn(
+        _warn_of_apply(
             "matches no module of the model.",
             "A glob is compared part by part with qualified names, and a class with "
             "isinstance.",
@@ -169,7 +169,7 @@ def _with_a_forward(
     return callable_ones
 
 
-def _warn(what: str, why: str, do: str, where: Where) -> None:
+def _warn_of_apply(what: str, why: str, do: str, where: Where) -> None:
     warn(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
 
 
@@ -204,10 +204,10 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
             "tuple[Any, ...]", where if isinstance(where, tuple) else (where,)
         )
         if not all(isinstance(each, type) for each in classes):
-            raise _not_a_place(where)
+            raise _unknown_where(where)
         return lambda name, module: isinstance(module, classes)
     if isinstance(where, nn.Module) or not callable(where):
-        raise _not_a_place(cast("object", where))
+        raise _unknown_where(cast("object", where))
     return where
 
 
@@ -228,7 +228,7 @@ def _fits(parts: Sequence[str], glob: Sequence[str]) -> bool:
     )
 
 
-def _not_a_place(where: Any) -> TypeError:
+def _unknown_where(where: Any) -> TypeError:
     modules = isinstance(where, nn.Module | list | tuple | set | frozenset)
     hint = " For some by name: lambda name, module: name in names." if modules else ""
     shown = type(where).__name__ if isinstance(where, nn.Module) else repr(where)

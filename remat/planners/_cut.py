@@ -81,7 +81,7 @@ def solve_cut(
         outcomes += states
         outcomes += _filled(problem, states, budget)
         outcomes += _branched(problem, budget, left, right)
-    return _solution(_cheapest(outcomes, budget), bound)
+    return _solution(_cheapest_of(outcomes, budget), bound)
 
 
 def _solution(outcome: Outcome, bound: int) -> Solution:
@@ -90,7 +90,7 @@ def _solution(outcome: Outcome, bound: int) -> Solution:
     )
 
 
-def _cheapest(outcomes: list[Outcome], budget: int) -> Outcome:
+def _cheapest_of(outcomes: list[Outcome], budget: int) -> Outcome:
     fitting = [each for each in outcomes if each.saved_bytes <= budget]
     return min(fitting, key=lambda each: (each.cost, each.saved_bytes))
 
@@ -99,7 +99,7 @@ def _best_of_all(problem: Problem, budget: int) -> Solution:
     choices = itertools.product(
         *((None, *range(len(options))) for options in problem.items)
     )
-    best = _cheapest([problem.outcome(choice) for choice in choices], budget)
+    best = _cheapest_of([problem.outcome(choice) for choice in choices], budget)
     return _solution(best, best.cost)
 
 
@@ -123,22 +123,22 @@ def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, in
         cut = network.cut(price)
         bound = max(bound, math.ceil(cut.bound - price * free))
         most, least = map(problem.outcome, cut.choices)
-        line = _at(price, left)
-        if min(_at(price, most), _at(price, least)) >= line:
-            if _at(price, most) == _at(price, least) == line:
+        line = _priced(price, left)
+        if min(_priced(price, most), _priced(price, least)) >= line:
+            if _priced(price, most) == _priced(price, least) == line:
                 # The same ends, whatever budget in between has led here.
                 left = least if least.saved_bytes <= budget else left
                 right = most if most.saved_bytes > budget else right
             break
         for each in (most, least):
-            if _at(price, each) < line:
+            if _priced(price, each) < line:
                 left, right = (
                     (each, right) if each.saved_bytes <= budget else (left, each)
                 )
     return left, right, bound
 
 
-def _at(price: Fraction, outcome: Outcome) -> Fraction:
+def _priced(price: Fraction, outcome: Outcome) -> Fraction:
     return outcome.cost + price * outcome.saved_bytes
 
 
@@ -154,7 +154,7 @@ def _exchanges(problem: Problem, left: Outcome, right: Outcome) -> Iterator[Outc
 
 def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
     """The items in which two choices differ, grouped by the steps that tie them."""
-    runs = _runs(problem, left), _runs(problem, right)
+    runs = _steps_run(problem, left), _steps_run(problem, right)
     differs = [
         runs[0][place] != runs[1][place]
         or (step.item is not None and left[step.item] != right[step.item])
@@ -184,7 +184,7 @@ def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
     return list(parts.values())
 
 
-def _runs(problem: Problem, choice: Choice) -> list[bool]:
+def _steps_run(problem: Problem, choice: Choice) -> list[bool]:
     """Which steps run under a choice."""
     needed = [False] * len(problem.steps)
     for place in problem.wanted:
@@ -271,7 +271,7 @@ def _walk(
     moves: list[_Move] = [
         each
         for each in _moves(problem, items, adds=adds)
-        if (_size(problem, each) < room if adds else _is_saved(start, each))
+        if (_move_bytes(problem, each) < room if adds else _is_saved(start, each))
     ]
     rank = dict.fromkeys(moves, math.inf)
     while moves:
@@ -304,7 +304,7 @@ def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]
     return moves
 
 
-def _size(problem: Problem, move: _Move) -> int:
+def _move_bytes(problem: Problem, move: _Move) -> int:
     return sum(
         problem.items[item][option].size_bytes
         for item, option in move

@@ -118,12 +118,12 @@ class Network:
         edges = [(tail, head, _UNCUTTABLE) for tail, head in self._edges]
         for place in self.candidates:
             step, (needed, run) = self.problem.steps[place], self._node[place]
-            edges.append((run, _SINK, _scaled(step.cost * unit, scale)))
+            edges.append((run, _SINK, _in_units(step.cost * unit, scale)))
             if self._stops[place]:
                 assert step.item is not None
                 option = self.problem.items[step.item][picked[step.item]]
                 paid = unit * option.cost + price_ * option.size_bytes
-                capacity = _scaled(Fraction(paid, self._shares[step.item]), scale)
+                capacity = _in_units(Fraction(paid, self._shares[step.item]), scale)
                 edges.append((needed, run, capacity))
         flow, sides = _minimum_cuts(edges, self.num_nodes)
         choices = tuple(self._choice(side, picked) for side in sides)
@@ -142,7 +142,7 @@ class Network:
         return tuple(found)
 
 
-def _scaled(capacity: int | Fraction, scale: Fraction) -> int:
+def _in_units(capacity: int | Fraction, scale: Fraction) -> int:
     # Rounded down, so that a cut remains a bound.
     return min(int(capacity * scale), _UNCUTTABLE)
 

@@ -72,7 +72,7 @@ def share(
         )
     most = budget
     while True:
-        taken = _solve(frontiers, counts, most)
+        taken = _solve_knapsack(frontiers, counts, most)
         held = sum(
             frontiers[kind][point].saved_bytes
             for kind, points in enumerate(taken)
@@ -84,7 +84,7 @@ def share(
         most = max(least, most - (held - budget))
 
 
-def _solve(
+def _solve_knapsack(
     frontiers: Sequence[Sequence[Share]], counts: Sequence[int], budget: int
 ) -> list[list[int]]:
     columns = [(k, p) for k, points in enumerate(frontiers) for p in range(len(points))]

@@ -92,13 +92,13 @@ def _require_function(candidate: object, where: str) -> None:
     if not why:
         return
     raise refusal(
-        PolicyError, where=where, what=f"got {_show(candidate)}.", why=why, do=do
+        PolicyError, where=where, what=f"got {_shown(candidate)}.", why=why, do=do
     )
 
 
 def _diagnose(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
-    name = _show(candidate)
+    name = _shown(candidate)
     match candidate:
         case str():
             return (
@@ -187,6 +187,6 @@ def _is_hashable(candidate: object) -> bool:
     return True
 
 
-def _show(candidate: object) -> str:
+def _shown(candidate: object) -> str:
     is_named = isinstance(candidate, type) or _makes_policies(candidate)
     return policy_name(candidate) if is_named else repr(candidate)

@@ -131,7 +131,7 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
             do="Pass a policy that decides about single values.",
         )
     permitted = None if allow is None else as_policy(allow, where)
-    return Budget(_checked(size), permitted)
+    return Budget(_checked_budget(size), permitted)
 
 
 def as_budget(budget: Any, where: str) -> Budget:
@@ -146,10 +146,10 @@ def as_budget(budget: Any, where: str) -> Budget:
             why="A plan is made for a number of bytes.",
             do="Pass `policies.budget(size, allow=policy)`.",
         )
-    return Budget(_checked(budget))
+    return Budget(_checked_budget(budget))
 
 
-def _checked(size: Any) -> int | float | str | Memory:
+def _checked_budget(size: Any) -> int | float | str | Memory:
     where = "budget(size)"
     match size:
         case float():

@@ -99,20 +99,18 @@ def _names_of(value: Value) -> tuple[str, ...]:
 def _as_glob(target: object) -> str:
     match target:
         case str():
-            if not _is_known(target):
-                raise _unknown(
-                    target, "torch has no operator or function of that name."
-                )
+            if not _is_op_name(target):
+                raise _not_op(target, "torch has no operator or function of that name.")
             return bare_name(target) if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
             return _as_glob(str(target))
         case _ if _is_of_torch(target) and _is_function(function_name(target)):
             return function_name(target)
         case _:
-            raise _unknown(target, "It is neither an operator nor a function of torch.")
+            raise _not_op(target, "It is neither an operator nor a function of torch.")
 
 
-def _is_known(name: str) -> bool:
+def _is_op_name(name: str) -> bool:
     if any(character in name for character in "*?["):
         return True
     path = name.split(".")
@@ -160,7 +158,7 @@ def _is_of_torch(target: object) -> bool:
     return str(getattr(owner, "__module__", None)).split(".")[0] == "torch"
 
 
-def _unknown(target: object, why: str) -> PolicyError:
+def _not_op(target: object, why: str) -> PolicyError:
     return refusal(
         PolicyError,
         where="by_op(*targets)",

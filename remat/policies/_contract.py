@@ -309,7 +309,7 @@ class Union(Pair):
     def __repr__(self) -> str:
         """The code that makes this policy."""
         # `|` binds weakest and to the left, so only a union at the right needs brackets.
-        return f"{self.left!r} | {_bracketed(self.right, Union)}"
+        return f"{self.left!r} | {_bracketed_operand(self.right, Union)}"
 
 
 @final
@@ -329,8 +329,8 @@ class Intersection(Pair):
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
-        left = _bracketed(self.left, Union)
-        return f"{left} & {_bracketed(self.right, Union, Intersection)}"
+        left = _bracketed_operand(self.left, Union)
+        return f"{left} & {_bracketed_operand(self.right, Union, Intersection)}"
 
 
 @final
@@ -359,7 +359,7 @@ class Complement(AbstractPolicy):
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
-        return f"~{_bracketed(self.policy, Union, Intersection)}"
+        return f"~{_bracketed_operand(self.policy, Union, Intersection)}"
 
 
 @final
@@ -387,7 +387,7 @@ class Stored(AbstractPolicy):
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
-        policy = _bracketed(self.policy, Union, Intersection, Complement)
+        policy = _bracketed_operand(self.policy, Union, Intersection, Complement)
         return f"{policy}.stored({self.storage!r})"
 
 
@@ -534,5 +534,5 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
     )
 
 
-def _bracketed(policy: AbstractPolicy, *weaker: type[AbstractPolicy]) -> str:
+def _bracketed_operand(policy: AbstractPolicy, *weaker: type[AbstractPolicy]) -> str:
     return f"({policy!r})" if isinstance(policy, weaker) else repr(policy)

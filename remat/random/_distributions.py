@@ -190,12 +190,12 @@ def permutation(
     """
     require_key(key, "permutation")
     if not isinstance(x, Tensor):
-        return _order(key, as_shape(x), axis)
+        return _random_order(key, as_shape(x), axis)
     if independent:
-        return x.take_along_dim(_order(key, x.shape, axis), dim=axis)
-    return x.index_select(axis, _order(key, [x.shape[axis]], 0))
+        return x.take_along_dim(_random_order(key, x.shape, axis), dim=axis)
+    return x.index_select(axis, _random_order(key, [x.shape[axis]], 0))
 
 
-def _order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
+def _random_order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
     words = bits(key, shape, dtype=torch.int64)
     return words.sort(dim=axis, stable=True).indices

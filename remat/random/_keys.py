@@ -43,7 +43,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
             f"random.key(seed) takes an integer, not {seed!r}. For a number that depends "
             "on data, write random.fold_in(random.key(0), number)."
         )
-    number = _checked("random.key(seed)", operator.index(seed))
+    number = _checked_seed("random.key(seed)", operator.index(seed))
     if torch.compiler.is_dynamo_compiling():
         # Inductor writes no constants of this dtype.
         signed = number % _END - (_END if number % _END >= -_LEAST else 0)
@@ -118,13 +118,13 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     require_key(key, "fold_in")
     if isinstance(data, Tensor):
-        return _ops.FOLD_IN(key, _number(data, key.device))
+        return _ops.FOLD_IN(key, _number_to_fold(data, key.device))
     if isinstance(data, bool) or not hasattr(data, "__index__"):  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(
             f"random.fold_in(key, data) takes an integer, not {data!r}. Number the things "
             "to be told apart, or fold in several numbers one after the other."
         )
-    number = _checked("random.fold_in(key, data)", operator.index(data))
+    number = _checked_seed("random.fold_in(key, data)", operator.index(data))
     return _ops.FOLD_IN_INT(key, number - _END if number >= 1 << 63 else number)
 
 
@@ -148,7 +148,7 @@ def require_key(key: object, function: str) -> None:
     )
 
 
-def _number(data: Tensor, device: torch.device) -> Tensor:
+def _number_to_fold(data: Tensor, device: torch.device) -> Tensor:
     if data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
         raise TypeError(
             f"random.fold_in(key, data) takes an integer tensor, not {data.dtype}. "
@@ -163,7 +163,7 @@ def _number(data: Tensor, device: torch.device) -> Tensor:
     return data.view(torch.int64) if data.dtype == torch.uint64 else data.long()
 
 
-def _checked(call: str, number: int) -> int:
+def _checked_seed(call: str, number: int) -> int:
     if not _LEAST <= number < _END:
         raise ValueError(f"{call} takes an integer in [-2**63, 2**64), not {number}.")
     return number

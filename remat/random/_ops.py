@@ -41,7 +41,7 @@ def _define_draw(name: str, bounds: str, kernel: Callable[..., Tensor]) -> Any:
     return _define(name, schema, kernel, _fake_draw)
 
 
-def _implementation(keys: Tensor) -> ModuleType:
+def _native_or_portable(keys: Tensor) -> ModuleType:
     return _native if _native.serves(keys.device) else _portable
 
 
@@ -58,27 +58,27 @@ def _drawn(
         (keys.shape[0], math.prod(shape)), dtype=dtype, device=keys.device
     )
     if out.numel():
-        draw(_implementation(keys), out, keys)
+        draw(_native_or_portable(keys), out, keys)
     return out.view((*key.shape[:-1], *shape))
 
 
 def _split(key: Tensor, num: int) -> Tensor:
     keys = key.reshape(-1, 2)
     _checking.consume(keys)
-    return _derived(keys, num).view(*key.shape[:-1], num, 2)
+    return _derived_keys(keys, num).view(*key.shape[:-1], num, 2)
 
 
-def _derived(keys: Tensor, num: int) -> Tensor:
+def _derived_keys(keys: Tensor, num: int) -> Tensor:
     if keys.numel() == 0:
         return keys.new_empty((0, num, 2))
-    return _implementation(keys).split(keys, num)
+    return _native_or_portable(keys).split(keys, num)
 
 
 def _fake_split(key: Tensor, num: int) -> Tensor:
     return key.new_empty((*key.shape[:-1], num, 2))
 
 
-def _batch(key: Tensor, data: Tensor | int) -> tuple[int, ...]:
+def _batch_of_keys(key: Tensor, data: Tensor | int) -> tuple[int, ...]:
     broadcast: Callable[..., torch.Size] = torch.broadcast_shapes  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     shape = data.shape if isinstance(data, Tensor) else ()
     return tuple(broadcast(key.shape[:-1], shape))
@@ -86,13 +86,13 @@ def _batch(key: Tensor, data: Tensor | int) -> tuple[int, ...]:
 
 def _fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     # The key that a split into more than `data` keys would give at that place.
-    batch = _batch(key, data)
+    batch = _batch_of_keys(key, data)
     moved = advanced(key.expand(*batch, 2), data)
-    return _derived(moved.reshape(-1, 2), 1).view(*batch, 2)
+    return _derived_keys(moved.reshape(-1, 2), 1).view(*batch, 2)
 
 
 def _fake_fold_in(key: Tensor, data: Tensor | int) -> Tensor:
-    return key.new_empty((*_batch(key, data), 2))
+    return key.new_empty((*_batch_of_keys(key, data), 2))
 
 
 def _uniform(

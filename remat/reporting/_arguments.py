@@ -30,34 +30,34 @@ def load(target: str) -> Callable[..., Any]:
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise _refused(target, "is not MODULE:FUNCTION.", "Write model.py:loss.")
-    thing: Any = _module(place, target)
+        raise _refused_word(target, "is not MODULE:FUNCTION.", "Write model.py:loss.")
+    thing: Any = _import_target(place, target)
     for part in name.split("."):
         if not hasattr(thing, part):
             what = f"`{place}` has no `{part}`."
-            raise _refused(target, what, "Correct the name after the colon.")
+            raise _refused_word(target, what, "Correct the name after the colon.")
         thing = getattr(thing, part)
     if not callable(thing):
-        raise _refused(target, "cannot be called.", "Name a function or a module.")
+        raise _refused_word(target, "cannot be called.", "Name a function or a module.")
     found: Any = thing
     is_class = isinstance(thing, type) and issubclass(thing, nn.Module)
     return found() if is_class else found
 
 
-def _module(place: str, target: str) -> Any:
+def _import_target(place: str, target: str) -> Any:
     if not place.endswith(".py"):
-        _search(Path.cwd())
+        _search_folder(Path.cwd())
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                 raise
             what = f"there is no module `{place}`."
-            raise _refused(target, what, "Correct it, or name a file.") from error
+            raise _refused_word(target, what, "Correct it, or name a file.") from error
     path = Path(place)
     if not path.is_file():
-        raise _refused(target, f"there is no file `{place}`.", "Correct the path.")
-    return _file(path.resolve())
+        raise _refused_word(target, f"there is no file `{place}`.", "Correct the path.")
+    return _module_of_file(path.resolve())
 
 
 # The text of each file when it ran: a file may be edited between two commands of a
@@ -65,13 +65,13 @@ def _module(place: str, target: str) -> Any:
 _texts: dict[str, bytes] = {}
 
 
-def _search(folder: Path) -> None:
+def _search_folder(folder: Path) -> None:
     """Has imports look into a folder first, as Python does for a script's own."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
-def _file(path: Path) -> Any:
+def _module_of_file(path: Path) -> Any:
     """The module that a file is, run once for each text; it hides no other of its name."""
     text = path.read_bytes()
     loaded = sys.modules.get(path.stem)
@@ -79,7 +79,7 @@ def _file(path: Path) -> Any:
     name = str(path) if is_taken else path.stem
     if name in sys.modules and _texts.get(name, text) == text:
         return sys.modules[name]
-    _search(path.parent)
+    _search_folder(path.parent)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -111,43 +111,43 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
     for word in words:
         literal, tensor = _LITERAL.fullmatch(word), _TENSOR.fullmatch(word)
         if literal is not None:
-            name, value = literal[1], _literal(literal[2], word)
+            name, value = literal[1], _literal_of_word(literal[2], word)
         elif tensor is not None:
             name = tensor[1]
-            value = _tensor(tensor, device, generator, word)
+            value = _tensor_of_word(tensor, device, generator, word)
         else:
             do = "Write x=8,256:bfloat16 for a tensor, heads==4 for a value."
-            raise _refused(word, "is not an argument.", do)
+            raise _refused_word(word, "is not an argument.", do)
         *path, last = name.split(".")
         owner: Any = found
         for part in path:
             below: Any = owner.setdefault(part, {})
             if not isinstance(below, dict):
                 what = f"`{part}` is already a value, not a dict."
-                raise _refused(word, what, "Give it one name or the other.")
+                raise _refused_word(word, what, "Give it one name or the other.")
             owner = cast("dict[str, Any]", below)
         if last in owner:
-            raise _refused(word, f"`{name}` is given twice.", "Leave one out.")
+            raise _refused_word(word, f"`{name}` is given twice.", "Leave one out.")
         owner[last] = value
     return found
 
 
-def _literal(text: str, word: str) -> Any:
+def _literal_of_word(text: str, word: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         what = f"`{text}` is not a Python literal."
-        raise _refused(word, what, "Quote strings: name=='gelu'.") from error
+        raise _refused_word(word, what, "Quote strings: name=='gelu'.") from error
 
 
-def _tensor(
+def _tensor_of_word(
     found: re.Match[str], device: str, generator: torch.Generator, word: str
 ) -> Tensor:
     sizes = [int(size) for size in found[2].split(",") if size]
     dtype: Any = getattr(torch, found[3] or "float32", None)
     if not isinstance(dtype, torch.dtype):
         what = f"`{found[3]}` is not a dtype."
-        raise _refused(word, what, "Write bfloat16, for example.")
+        raise _refused_word(word, what, "Write bfloat16, for example.")
     if device == "meta":
         return torch.empty(sizes, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:
@@ -158,7 +158,7 @@ def _tensor(
     return made.to(device=device, dtype=dtype)
 
 
-def _refused(where: str, what: str, do: str) -> RematError:
+def _refused_word(where: str, what: str, do: str) -> RematError:
     return refusal(
         RematError,
         where=where,

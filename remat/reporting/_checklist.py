@@ -139,7 +139,7 @@ def _by_layer(found: Report, plain: Report) -> _Answer:
         f"{layers}; all {show_size(found.held_bytes)}, "
         f"without remat {show_size(plain.held_bytes)}"
     )
-    return _verdict(found.held_bytes < plain.held_bytes), figure
+    return _pass_or_fail(found.held_bytes < plain.held_bytes), figure
 
 
 def _why_without_numbers(found: Facts) -> str:
@@ -149,7 +149,7 @@ def _why_without_numbers(found: Facts) -> str:
     return "nothing is computed on meta tensors" if found.device == "meta" else ""
 
 
-def _verdict(is_good: bool) -> str:
+def _pass_or_fail(is_good: bool) -> str:
     return PASS if is_good else FAIL
 
 
@@ -200,7 +200,7 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
         f"parameters {show_size(found.parameter_bytes)}; "
         f"copies of them among the activations {show_size(size)}"
     )
-    return _verdict(size == 0), figure
+    return _pass_or_fail(size == 0), figure
 
 
 def _overhead(found: Facts) -> _Answer:
@@ -213,7 +213,7 @@ def _overhead(found: Facts) -> _Answer:
     share = found.recompute_flops / forward if forward else 0.0
     part = found.recompute_flops / once if once else 0.0
     figure = f"{share:.0%} of a forward, {part:.0%} of the step without it, in FLOPs"
-    return _verdict(share <= 1.0), figure
+    return _pass_or_fail(share <= 1.0), figure
 
 
 def _determinism(step: MeasuredStep, found: Report) -> _Answer:
@@ -226,14 +226,14 @@ def _determinism(step: MeasuredStep, found: Report) -> _Answer:
         second = step.backward(outputs, leaves)
     differing = _num_differing(first, second)
     figure = f"{differing} of {len(leaves)} gradients differ in a second recomputation"
-    return _verdict(differing == 0), figure
+    return _pass_or_fail(differing == 0), figure
 
 
 def _num_differing(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
-    return sum(not _same(a, b) for a, b in zip(one, other, strict=True))
+    return sum(not _same_gradient(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return tensors.same_bits(one, other)
@@ -250,7 +250,7 @@ def _attention_once(step: MeasuredStep) -> _Answer:
     if ran == 0:
         return NOT_APPLICABLE, "no fused attention ran"
     figure = f"{ran} in the forward, {twice} again in the backward"
-    return _verdict(twice == 0), figure
+    return _pass_or_fail(twice == 0), figure
 
 
 def _is_attention(name: str) -> bool:
@@ -277,7 +277,7 @@ def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
         f"{tokens / with_remat:.0f} tokens/s, largest batch {largest}; "
         f"without remat {tokens / without:.0f} and {largest_plain}"
     )
-    return _verdict(largest > largest_plain), figure
+    return _pass_or_fail(largest > largest_plain), figure
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -334,7 +334,7 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answ
         f"{differing} of {len(plain)} differ, relatively by at most {gap:.2g} "
         f"(rounding: {allowed:.0e})"
     )
-    return _verdict(gap <= allowed), figure
+    return _pass_or_fail(gap <= allowed), figure
 
 
 def _gaps(

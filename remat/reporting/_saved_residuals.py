@@ -103,7 +103,7 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
         total                                  12 B
     """
     residuals = saved_residuals(f, *args, **kwargs)
-    rows = [_HEADINGS, *map(_row, residuals)]
+    rows = [_HEADINGS, *map(_residual_row, residuals)]
     total = sum(residual.size_bytes for residual in residuals)
     rows.append(("total", "", "", "", show_size(total), "", "", ""))
     if all(residual.storage.keeps for residual in residuals):
@@ -111,7 +111,7 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
     print("\n".join(aligned(rows)))
 
 
-def _row(residual: Residual) -> tuple[str, ...]:
+def _residual_row(residual: Residual) -> tuple[str, ...]:
     return (
         residual.path,
         residual.name if residual.name != residual.path else "",

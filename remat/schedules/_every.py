@@ -67,7 +67,7 @@ class Every(AbstractSchedule):
 
     def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
         """See the base class."""
-        return tuple(_segments(len(stages), self.k))
+        return tuple(_segment_actions(len(stages), self.k))
 
 
 @final
@@ -90,10 +90,10 @@ class Sqrt(AbstractSchedule):
     def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
         """See the base class."""
         count = len(stages)
-        return tuple(_segments(count, max(1, math.isqrt(max(count - 1, 0)) + 1)))
+        return tuple(_segment_actions(count, max(1, math.isqrt(max(count - 1, 0)) + 1)))
 
 
-def _segments(count: int, size: int) -> Iterator[Action]:
+def _segment_actions(count: int, size: int) -> Iterator[Action]:
     starts = range(0, count, size)
     for start in starts[:-1]:
         yield Snapshot(start)

@@ -43,7 +43,7 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
     stored: Any = storage.store(value, place)
     _require_stored(storage, stored)
     if levels.versions_below([value]) != before:
-        raise _changed(storage, value)
+        raise _storage_changed_value(storage, value)
     decode = _Checked(stored.decode, type(storage).__name__, _form_of(value))
     return dataclasses.replace(stored, decode=decode)
 
@@ -63,10 +63,10 @@ class _Checked:
         form = _form_of(value) if isinstance(value, Tensor) else None
         if form == self.form:
             return value
-        came = _shown(form) if form else type(value).__name__
+        came = _shown_form(form) if form else type(value).__name__
         raise refusal(
             RematError,
-            where=f"a value {_shown(self.form)} in {self.storage_name}",
+            where=f"a value {_shown_form(self.form)} in {self.storage_name}",
             what=f"came back from its storage as {came}.",
             why="The backward needs the value as it was stored.",
             do="Have `decode` return the shape, dtype and device of the value that "
@@ -78,7 +78,7 @@ def _form_of(value: Tensor) -> _Form:
     return value.shape, value.dtype, value.device
 
 
-def _shown(form: _Form) -> str:
+def _shown_form(form: _Form) -> str:
     shape, dtype, device = form
     return f'{str(dtype).removeprefix("torch.")}{[*shape]} on "{device}"'
 
@@ -107,11 +107,11 @@ def _require_stored(storage: _Stores, found: object) -> None:
     )
 
 
-def _changed(storage: _Stores, value: Tensor) -> RematError:
+def _storage_changed_value(storage: _Stores, value: Tensor) -> RematError:
     return refusal(
         RematError,
         where=f"{type(storage).__name__}.store",
-        what=f"changed the value {_shown(_form_of(value))} that it was given.",
+        what=f"changed the value {_shown_form(_form_of(value))} that it was given.",
         why="It belongs to the caller, or the region still computes with it.",
         do="Change a copy: value.clone().",
     )

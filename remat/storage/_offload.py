@@ -77,7 +77,7 @@ class Offload(AbstractStorage):
         home = value.device
         if self.path is not None:
             self._warn_of_prefetch("files are read where they are needed", place)
-            return _moved(_in_file(value, self.path), home)
+            return _moved_to_home(_in_file(value, self.path), home)
         device = torch.device(self.device)
         if device == home:
             if place.call == 0:
@@ -94,7 +94,7 @@ class Offload(AbstractStorage):
             fetch = Fetch(lane, self.prefetch)
             return Stored((lane.send(value),), first, fetch, lane.settle)
         self._warn_of_prefetch(f'values come back from "{device}" when read', place)
-        return _moved(value.to(device), home)
+        return _moved_to_home(value.to(device), home)
 
     def _warn_of_prefetch(self, why: str, place: Place) -> None:
         if self.prefetch == 1 or place.call > 0:
@@ -155,7 +155,7 @@ class Offload(AbstractStorage):
         )
 
 
-def _moved(waiting: Tensor, home: torch.device) -> Stored:
+def _moved_to_home(waiting: Tensor, home: torch.device) -> Stored:
     return Stored((waiting,), lambda parts: parts[0].to(home))
 
 

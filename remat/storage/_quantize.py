@@ -84,10 +84,10 @@ class Quantize(AbstractStorage):
         wide = torch.float64 if kept is torch.float64 else torch.float32
         rows = self._rows(value.reshape(-1).to(wide))
         low, high = rows.aminmax(dim=1, keepdim=True)
-        low = _down(low, kept)
+        low = _rounded_down(low, kept)
         levels = 2**self.bits - 1
         # In double precision, where the difference of two single numbers is finite.
-        step = -_down(-(high.double() - low.double()) / levels, kept)
+        step = -_rounded_down(-(high.double() - low.double()) / levels, kept)
         places = (rows.double() - low.double()) / step.double()
         places = torch.where(step > 0, places, 0.0)
         if self.key is None:
@@ -187,7 +187,7 @@ def _kept(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype is torch.float64 else torch.bfloat16
 
 
-def _down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to `dtype`, never up, and finite where the number is."""
     rounded = numbers.to(dtype)
     is_above = rounded.to(numbers.dtype) > numbers

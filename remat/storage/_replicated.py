@@ -33,19 +33,19 @@ def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> No
     if all(row == rows[0] for row in rows):
         return
     first = next(rank for rank, row in enumerate(rows) if row != rows[0])
-    raise _differs(rows[0], rows[first], first, place)
+    raise _differs_between_ranks(rows[0], rows[first], first, place)
 
 
-def _differs(
+def _differs_between_ranks(
     one: list[int], other: list[int], rank: int, place: Place
 ) -> NotReplicatedError:
     if one[:-1] == other[:-1]:
         differ = f"holds other numbers on rank {rank} of the mesh than on rank 0."
     else:
-        differ = f"is {_shown(other)} on rank {rank} of the mesh."
+        differ = f"is {_shown_record(other)} on rank {rank} of the mesh."
     return refusal(
         NotReplicatedError,
-        where=f"value {place.index} of a region, {_shown(one)} on rank 0, kept by `Shard`",
+        where=f"value {place.index} of a region, {_shown_record(one)} on rank 0, kept by `Shard`",
         what=differ,
         why="Each rank would keep its part, and the backward would read a mix of the ranks' "
         "values.",
@@ -62,7 +62,7 @@ def _signature(value: Tensor, place: Place) -> list[int]:
     return [place.index, dtype, value.dim(), value.numel(), *sizes, *padding]
 
 
-def _shown(record: list[int]) -> str:
+def _shown_record(record: list[int]) -> str:
     _, dtype, num_sizes, _, *rest = record
     sizes = ", ".join(map(str, rest[: min(num_sizes, _MOST_SIZES)]))
     return f"{str(_DTYPES[dtype]).removeprefix('torch.')}[{sizes}]"

@@ -79,14 +79,14 @@ class Sparse(AbstractStorage):
         if num_bytes > (1 - self.min_saving) * value.nbytes:
             return Stored.whole(value)
         shape = value.shape
-        return Stored(tuple(parts), lambda parts: _spread(parts, shape))
+        return Stored(tuple(parts), lambda parts: _dense_from_parts(parts, shape))
 
 
 def _bits_of(value: Tensor) -> Tensor:
     return value.view(_INTEGERS[value.itemsize])
 
 
-def _spread(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+def _dense_from_parts(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     numbers, mask, *signs = parts
     places = unpack(mask, 1, shape.numel()).view(torch.bool)
     bits = _bits_of(numbers)

@@ -43,8 +43,8 @@ class Gap:
     @classmethod
     def between(cls, one: Tensor, other: Tensor) -> Gap:
         """Measures two tensors whose bits differ somewhere."""
-        one, other = _plain(one), _plain(other)
-        different = (one != other) | (_signs(one) != _signs(other))
+        one, other = _comparable(one), _comparable(other)
+        different = (one != other) | (_sign_bits(one) != _sign_bits(other))
         different &= ~(one.isnan() & other.isnan())
         places = different.reshape(-1).nonzero().reshape(-1)
         first = int(places[0]) if len(places) else 0
@@ -70,14 +70,14 @@ class Gap:
         )
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _comparable(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     # float64 holds the numbers of all types but these.
     is_wide = tensor.is_complex() or tensor.dtype is torch.int64
     return tensor if is_wide else tensor.to(torch.float64)
 
 
-def _signs(tensor: Tensor) -> Tensor:
+def _sign_bits(tensor: Tensor) -> Tensor:
     return tensor.real.signbit() if tensor.is_complex() else tensor.signbit()
 
 

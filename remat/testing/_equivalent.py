@@ -231,7 +231,7 @@ class _Pair:
         bits = self.exact and not inner
         alone = bits and _share_nothing([*operands, *outputs])
         labels = [*self.arguments.wanted_labels, *reached]
-        names = _numbered(len(outputs)) if inner else flattened.labels
+        names = _result_labels(len(outputs)) if inner else flattened.labels
         if is_of_grad:
             count = len(wanted)
             values = tuple(
@@ -240,7 +240,7 @@ class _Pair:
             )
             return _Result(values, _gradients_of(labels[:count]), (alone,) * count)
         return _Result(
-            (*_detached(outputs), *found),
+            (*_detached_results(outputs), *found),
             (*names, *_gradients_of(labels)),
             (*(bits for _ in outputs), *(alone for _ in found)),
             () if inner else (flattened.spec, flattened.statics),
@@ -259,9 +259,9 @@ class _Pair:
         wanted = [flattened.leaves[place] for place in self.arguments.wanted]
         found = apply(parts, flattened)(*wanted)
         if parts != ("grad",):
-            return _close(found)
+            return _compared_closely(found)
         labels = _gradients_of(self.arguments.wanted_labels)
-        return _Result(_detached(found), labels, (self.exact,) * len(found))
+        return _Result(_detached_results(found), labels, (self.exact,) * len(found))
 
     def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
         module = flattened.function
@@ -271,15 +271,15 @@ class _Pair:
         given = [parameter.detach().clone() for parameter in named.values()]
         given += [flattened.leaves[place] for place in self.arguments.wanted]
         flat: Flat = flattened.with_parameters(tuple(named))
-        return _close(apply(parts, flat)(*given))
+        return _compared_closely(apply(parts, flat)(*given))
 
 
-def _close(found: Sequence[Tensor | None]) -> _Result:
+def _compared_closely(found: Sequence[Tensor | None]) -> _Result:
     count = len(found)
-    return _Result(_detached(found), _numbered(count), (False,) * count)
+    return _Result(_detached_results(found), _result_labels(count), (False,) * count)
 
 
-def _numbered(count: int) -> tuple[str, ...]:
+def _result_labels(count: int) -> tuple[str, ...]:
     return tuple(f"tensor {index} of the result" for index in range(count))
 
 
@@ -287,7 +287,7 @@ def _gradients_of(labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"the gradient of {label}" for label in labels)
 
 
-def _detached(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _detached_results(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(each if each is None else each.detach() for each in tensors)
 
 

@@ -46,7 +46,7 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
     return scattered_like(output, 1009 + index)
 
 
-def _floating(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
+def _smooth_part(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = tuple(
             out for out in f(*tensors) if out is not None and is_differentiable(out)
@@ -58,7 +58,7 @@ def _floating(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-def _weighted(outputs: Sequence[Tensor], seed: int) -> Tensor:
+def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
     terms: list[Tensor] = []
     for index, out in enumerate(outputs):
         term = (out * scattered_like(out, seed + index)).sum()
@@ -67,14 +67,14 @@ def _weighted(outputs: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _loss(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _weighted(_floating(f)(*tensors), 1009)
+    return lambda *tensors: _random_sum(_smooth_part(f)(*tensors), 1009)
 
 
-def _sums(f: Flat) -> Callable[..., Tensor]:
+def _random_sums(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
-        outputs = _floating(f)(*tensors)
+        outputs = _smooth_part(f)(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
-        return torch.stack([_weighted(outputs, 100 * seed) for seed in seeds])
+        return torch.stack([_random_sum(outputs, 100 * seed) for seed in seeds])
 
     return run
 
@@ -102,7 +102,7 @@ def _grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    made: Any = torch.func.vjp(_floating(f), *tensors)
+    made: Any = torch.func.vjp(_smooth_part(f), *tensors)
     outputs, pull = made
     given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
     return (*outputs, *pull(tuple(given)))
@@ -110,7 +110,7 @@ def _vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     tangents = tuple(tensor.cos() for tensor in tensors)
-    made: Any = torch.func.jvp(_floating(f), tensors, tangents)
+    made: Any = torch.func.jvp(_smooth_part(f), tensors, tangents)
     outputs, pushed = made
     return (*outputs, *pushed)
 
@@ -119,7 +119,7 @@ def _linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():
         # torch's own, of the constants that it folds.
         warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-        outputs, push = torch.func.linearize(_floating(f), *tensors)
+        outputs, push = torch.func.linearize(_smooth_part(f), *tensors)
     return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
 
 
@@ -129,11 +129,11 @@ def _vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.jacrev(_sums(f), tuple(range(len(tensors))))(*tensors)
+    return torch.func.jacrev(_random_sums(f), tuple(range(len(tensors))))(*tensors)
 
 
 def _jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_floating(f), tensors)
+    moved, start = _along(_smooth_part(f), tensors)
     return torch.func.jacfwd(moved)(start)
 
 

@@ -38,7 +38,7 @@ def extra_kib(
     kernel: Callable[[], Tensor], implementation: ModuleType, monkeypatch: Any
 ) -> tuple[float, float]:
     """The most that lived beside the result, and the result, in KiB."""
-    monkeypatch.setattr(_ops, "_implementation", lambda _: implementation)
+    monkeypatch.setattr(_ops, "_native_or_portable", lambda _: implementation)
     with LiveBytes() as live:
         drawn = kernel()
     size = drawn.untyped_storage().nbytes()

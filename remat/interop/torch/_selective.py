@@ -221,7 +221,7 @@ def create_selective_checkpoint_contexts(
     """
     del allow_cache_entry_mutation
     if isinstance(policy_fn_or_list, list):
-        listed = _checked(cast("list[Any]", policy_fn_or_list))
+        listed = _checked_operators(cast("list[Any]", policy_fn_or_list))
         policy = Selective.of(functools.partial(_is_in, listed))
     elif callable(policy_fn_or_list):
         policy = Selective.of(policy_fn_or_list)
@@ -244,7 +244,7 @@ def _is_in(
     return op in operators
 
 
-def _checked(operators: list[Any]) -> tuple[object, ...]:
+def _checked_operators(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
         if not isinstance(each, _OVERLOADS):
             is_packet = isinstance(each, _PACKET)

@@ -179,7 +179,7 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
     now = [group.traced.at(set()) for group in groups]
     order = sorted(
         (
-            (_price(group, number, now[place]), place, number)
+            (_group_price(group, number, now[place]), place, number)
             for place, group in enumerate(groups)
             for number in group.traced.choices
         ),
@@ -207,7 +207,7 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
     return tuple(points)
 
 
-def _price(group: Group, number: int, nothing: Effect) -> float:
+def _group_price(group: Group, number: int, nothing: Effect) -> float:
     found = group.traced.at({number})
     each = group.saved_bytes(found) / group.calls
     return (nothing.work - found.work) / max(each, 1)
