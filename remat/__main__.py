@@ -20,7 +20,7 @@ from remat._errors import RematError
 from remat._messages import line_of
 from remat._plans.plan import plan
 from remat.reporting import checklist, compare, report
-from remat.reporting._arguments import keywords, load
+from remat.reporting._arguments import keyword_arguments, load_target
 from remat.reporting._demo.gpt import one_layer
 from remat.reporting._demo.run import run_demo
 from remat.reporting._demo.text import demo_json, demo_table, first_loss_difference
@@ -92,14 +92,16 @@ def _compare(options: argparse.Namespace) -> int:
     with _printing_apart():
         is_own = options.function is None
         function, kwargs = one_layer(options.device) if is_own else _call(options)
-        peers = {name.rpartition(":")[2]: load(name) for name in options.peer}
+        peers = {name.rpartition(":")[2]: load_target(name) for name in options.peer}
         result = compare(function, kwargs, options.steps, peers=peers)
     return _give(result, options)
 
 
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a command line names, and its keyword arguments."""
-    return load(options.function), keywords(options.arguments, options.device)
+    return load_target(options.function), keyword_arguments(
+        options.arguments, options.device
+    )
 
 
 def _give(result: Any, options: argparse.Namespace) -> int:
@@ -119,7 +121,7 @@ def _give(result: Any, options: argparse.Namespace) -> int:
 
 
 def _encoding() -> str:
-    """That of standard output; a stand-in that keeps text as it is has none."""
+    """That of the command's standard output; a stand-in that keeps text as it is has none."""
     return sys.stdout.encoding or "utf-8"
 
 

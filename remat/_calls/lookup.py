@@ -20,7 +20,7 @@ from remat._calls.options import Settings
 from remat._calls.routes import Found, holding
 from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError
-from remat._graph.meta import named
+from remat._graph.meta import without_symbols
 from remat._regions.retraceable import Roots
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
@@ -62,7 +62,7 @@ class Lookup:
 
     def find_inside(self, site: CallSite) -> Found:
         """The trace inside a trace with open sizes; the entry is kept until that one ends."""
-        key = (id(self.cache), named(site.key))
+        key = (id(self.cache), without_symbols(site.key))
         entries: list[Entry] = known_inside().setdefault(key, [])
         found = holding(entries, site.roots)
         if found is not None:

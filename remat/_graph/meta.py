@@ -118,7 +118,7 @@ class TensorMeta:
     def once(self) -> TensorMeta:
         """The metadata at the sizes of the traced call, an expanded dimension with one element."""
         stride = tuple(map(sizes.hint, self.stride))
-        shape = tuple(once(self.hints, stride))
+        shape = tuple(unexpanded_shape(self.hints, stride))
         return dataclasses.replace(self, shape=shape, stride=stride)
 
     @property
@@ -136,8 +136,8 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """A shape without the repetitions of an expanded tensor."""
+def unexpanded_shape(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """A shape before `expand`: a dimension that repeats one element has size one."""
     return [
         size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
     ]
@@ -174,14 +174,14 @@ def is_open(meta: TensorMeta) -> bool:
     return any(isinstance(each, torch.SymInt) for each in (*meta.shape, *meta.stride))
 
 
-def named(key: Any) -> Hashable:
+def without_symbols(key: Any) -> Hashable:
     """A key with strings instead of symbols, which cannot be hashed."""
     if isinstance(key, torch.SymInt):
         return ("size", str(key))
     if isinstance(key, TensorMeta):
-        return named(key.layout)
+        return without_symbols(key.layout)
     if isinstance(key, tuple):
-        return tuple(map(named, cast("tuple[Any, ...]", key)))
+        return tuple(map(without_symbols, cast("tuple[Any, ...]", key)))
     return key
 
 

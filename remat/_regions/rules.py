@@ -28,13 +28,13 @@ from remat._regions.forwards import Results
 from remat._regions.protocol import Asked, Call, Region
 from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
-    consumed,
+    by_operand,
     explain_failure,
+    kept_versions,
+    read_saved,
     require_recordable,
-    saved,
+    run_freeing,
     second_derivative,
-    spread,
-    versions,
 )
 from remat._regions.transforms import Batch
 from remat._regions.waiting import Twins, joints_of, wait_differentiably
@@ -414,7 +414,7 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
-    ctx.versions = versions(kept, is_transformed=recording.interpreter is not None)
+    ctx.versions = kept_versions(kept, is_transformed=recording.interpreter is not None)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
     if recording.interpreter is None and dual_level_is_active():
@@ -470,8 +470,8 @@ def _through(
     present = [each for each in cotangents if each is not None]
     is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
     if derived.program is not None and not is_recorded:
-        return consumed(derived.program, ctx, present)
-    kept, call = saved(ctx), ctx.call
+        return run_freeing(derived.program, ctx, present)
+    kept, call = read_saved(ctx), ctx.call
     try:
         require_recordable(present)
         below = Call(
@@ -481,7 +481,7 @@ def _through(
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise
-    return spread(ctx.needs_input_grad, found)
+    return by_operand(ctx.needs_input_grad, found)
 
 
 @dynamo.unseen_by_dynamo
@@ -548,7 +548,7 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
             except RuntimeError as error:
                 explain_failure(error, ctx)
                 raise
-            return spread(wanted, found) if False in wanted[1:] else (None, *found)
+            return by_operand(wanted, found) if False in wanted[1:] else (None, *found)
     return _gradients_looked_up(ctx, cotangents)
 
 

@@ -20,7 +20,7 @@ from remat._regions.protocol import Call
 from remat._torch import autograd, levels, tracer
 
 
-def saved(ctx: Any) -> tuple[Tensor, ...]:
+def read_saved(ctx: Any) -> tuple[Tensor, ...]:
     """What the forward kept, in the order in which the backward reads it.
 
     Raises:
@@ -40,8 +40,8 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
     return found
 
 
-def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
-    """The versions of kept tensors, by which `saved` finds out that one was changed.
+def kept_versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
+    """The versions of kept tensors, by which `read_saved` finds out that one was changed.
 
     Empty without a torch.func transform and in a trace: there autograd itself finds out.
     """
@@ -50,11 +50,11 @@ def versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]
     return levels.versions_below(kept)
 
 
-def consumed(
+def run_freeing(
     program: Program, ctx: Any, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a program, which frees what was saved as it goes."""
-    read = [*saved(ctx), *cotangents]
+    read = [*read_saved(ctx), *cotangents]
     # Unless the graph is kept, each is freed after its last use, not at the end.
     ctx.maybe_clear_saved_tensors()
     try:
@@ -62,7 +62,7 @@ def consumed(
     except RuntimeError as error:
         explain_failure(error, ctx)
         raise
-    return spread(ctx.needs_input_grad, found)
+    return by_operand(ctx.needs_input_grad, found)
 
 
 def explain_failure(error: RuntimeError, ctx: Any) -> None:
@@ -76,7 +76,7 @@ def explain_failure(error: RuntimeError, ctx: Any) -> None:
     out_of_memory.note(error, "backward", ctx.call, [ctx])
 
 
-def spread(
+def by_operand(
     wanted: Sequence[bool], found: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients at the places of their operands, behind None for the first argument."""

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from remat._graph.joint import Joint, View
-from remat._graph.meta import TensorMeta, is_open, named
+from remat._graph.meta import TensorMeta, is_open, without_symbols
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
@@ -75,7 +75,7 @@ class _Kept(Generic[_K, _V]):
     def get(self, key: _K, make: Callable[[], _V]) -> _V:
         """The value for a key, made if there is none."""
         # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
-        place = named(key) if self._is_open else key
+        place = without_symbols(key) if self._is_open else key
         value = self._values.get(place)
         if value is None:
             # Two threads may both make it; the first result is kept.

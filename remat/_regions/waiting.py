@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import RematError, refusal
-from remat._graph.meta import TensorMeta, once
+from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, levels, tracer
 from remat._torch.tensors import storage_key, tensor_without_data
@@ -81,7 +81,7 @@ class Waiting(Tensor):
             part, spread = self.part
             return dtensor.in_place_of(part.as_it_was(restored), spread)
         shape, stride = self.shape, self.stride()
-        sizes = once(shape, stride)
+        sizes = unexpanded_shape(shape, stride)
         if self.stride_order is None:
             like = torch.empty_strided(
                 sizes, stride, dtype=self.dtype, device=self.device

@@ -62,7 +62,7 @@ class Engine:
             return None
         values = [node.value for node in survey.nodes.values()]
         modules = [each for each in values if isinstance(each, fsdp.FSDPModule)]
-        idle = [each for each in modules if distributed.is_idle(each)]
+        idle = [each for each in modules if distributed.is_fsdp_idle(each)]
         return cls(idle) if idle else None
 
     def add(self, variable: Tensor) -> None:
@@ -105,7 +105,7 @@ class Engine:
         finally:
             _running.engines.remove(self)
         for module in called:
-            if not distributed.is_idle(module):
+            if not distributed.is_fsdp_idle(module):
                 raise refusal(
                     TraceError,
                     where=f"a {type(module).__name__}",

@@ -92,7 +92,7 @@ def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | No
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
-def is_idle(module: Any) -> bool:
+def is_fsdp_idle(module: Any) -> bool:
     """Whether a module of `fully_shard` is in no forward or backward."""
     return module._get_fsdp_state()._training_state.name == "IDLE"
 

@@ -4,7 +4,7 @@ Outputs share no memory. A returned tensor that shares the memory of an operand 
 returned tensor is an alias: the caller makes it again, as a view, and its derivative is
 then a view's. A user's `autograd.Function` or hook may define another derivative, even for
 an argument that it returns (to reverse a gradient, or to add that of an auxiliary loss).
-Such a custom view is copied. The words are those of AOTAutograd, which sorts outputs alike.
+Such a custom alias is copied. The words are those of AOTAutograd, which sorts outputs alike.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from remat._torch import dtensor
 from remat._torch.tensors import is_view, storage_key
 
 
-def copy_custom_views(
+def copy_custom_aliases(
     operands: Sequence[Tensor], returned: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Copies tensors that share memory, but whose derivative is not that of a view.
+    """Copies returned aliases whose derivative is not that of a view.
 
     A tensor is left alone if nothing but view operators lies between it and the owner of
     its memory, and if it is the owner itself or there is none.

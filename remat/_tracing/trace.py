@@ -29,7 +29,7 @@ from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.fakes import fake_mode, wraps_fakes
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
-from remat._tracing.aliases import choose_outputs, copy_custom_views
+from remat._tracing.aliases import choose_outputs, copy_custom_aliases
 from remat._tracing.importing import Note
 from remat._tracing.thread import (
     Running,
@@ -161,7 +161,7 @@ class _Run:
                 raise refusals.unknown_class(out)
         self.num_returned = len(returned)
         given = [*operands, *running.leaves]
-        returned = copy_custom_views(given, returned)
+        returned = copy_custom_aliases(given, returned)
         self.chosen, self.same = choose_outputs(given, returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
         self.placements = list(map(dtensor.placement, outputs))

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat.layers._link_runner import Runner
-from remat.layers._links import Link, present, pulled
+from remat.layers._links import Link, pull_back, without_none
 from remat.layers._stack import Stack
 from remat.schedules import (
     Action,
@@ -234,8 +234,8 @@ class _Gradients:
         """The gradients of the stack's operands."""
         stack = self.stack
         entered = [*self.state, *map(_stacked_column, self.slices)]
-        if stack.enter is not None and present(entered):
-            entered = pulled(stack.enter, operands[: stack.num_entered], entered)
+        if stack.enter is not None and without_none(entered):
+            entered = pull_back(stack.enter, operands[: stack.num_entered], entered)
         return [
             gradient if is_wanted else None
             for gradient, is_wanted in zip(

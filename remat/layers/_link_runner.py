@@ -21,7 +21,7 @@ from remat._regions.traced import TracedRegion
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat.layers._links import Link, added, present, summed
+from remat.layers._links import Link, add_gradients, sum_gradients, without_none
 
 # The last stage gets the cotangent of the loss; the first may want no gradient.
 _MOST_FOLLOWED = 4
@@ -76,7 +76,7 @@ class _ForwardProgram(NamedTuple):
         returned = found[: self.num_outputs]
         if self.views is not None:
             made = make_views(self.views, returned, operands)
-            returned = present(made)
+            returned = without_none(made)
         mutations = found[self.num_outputs : self.num_kept]
         return returned, mutations, found[self.num_kept :]
 
@@ -99,7 +99,7 @@ class _Flows(NamedTuple):
         found: list[Tensor | None] = [None] * (self.num_outputs + self.num_operands)
         for target, each in zip(self.targets, cotangents, strict=True):
             if target is not None:
-                found[target] = added(found[target], each)
+                found[target] = add_gradients(found[target], each)
         return found[: self.num_outputs], found[self.num_outputs :]
 
 
@@ -144,12 +144,12 @@ class Runner:
         outward = cotangents
         if flows is not None:
             outward, direct = flows(cotangents)
-        there = present(outward)
+        there = without_none(outward)
         given = [each is not None for each in outward]
         for each in self._pulled:
             if each.given == given and each.wanted == wanted and each.check(*there):
                 found = each(saved, [*resumed(operands), *there])
-                return found if direct is None else summed(found, direct, wanted)
+                return found if direct is None else sum_gradients(found, direct, wanted)
         self._learn(outward, wanted)
         return self._link.pull(saved, operands, cotangents, wanted, self._numerics)
 
@@ -207,7 +207,7 @@ class Runner:
         self, cotangents: Sequence[Tensor | None], wanted: tuple[bool, ...]
     ) -> None:
         """Notes the backward for these cotangents, if it needs no more than one program."""
-        link, there = self._link, present(cotangents)
+        link, there = self._link, without_none(cotangents)
         if not there or not any(wanted):
             return
         derived = link.derived(cotangents, wanted, self._numerics)

@@ -101,14 +101,14 @@ def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).contiguous().permute(back)
 
 
-def settled(tensor: Tensor) -> Tensor:
+def resolved(tensor: Tensor) -> Tensor:
     """The tensor with lazy conjugation and negation resolved."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def laid_densely(tensor: Tensor) -> Tensor:
     """A tensor without gaps or repeats in memory, in its own order of dimensions."""
-    tensor = settled(tensor)
+    tensor = resolved(tensor)
     return relaid(tensor, dense_stride(TensorMeta.of(tensor)))
 
 
@@ -155,7 +155,7 @@ class Link:
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """What the stage returns, and the new values of what it changes."""
         returned, mutations = bind_all(self._call(numerics), operands)
-        return present(returned), mutations
+        return without_none(returned), mutations
 
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
@@ -164,7 +164,7 @@ class Link:
         results = run_saving(self._call(numerics), operands)
         views, returned = self.region.views, [*results.outputs]
         if views is not None:
-            returned = present(make_views(views, returned, operands))
+            returned = without_none(make_views(views, returned, operands))
         return returned, results.mutations, [*results.saved]
 
     def pull(
@@ -183,9 +183,9 @@ class Link:
         if any(each is not None for each in cotangents) and any(wanted):
             derived = self.derived(cotangents, wanted, numerics)
             call = Call(derived, self.roots, numerics, self.labels)
-            found = iter(bind(call, [*saved, *operands, *present(cotangents)]))
+            found = iter(bind(call, [*saved, *operands, *without_none(cotangents)]))
             pulled = [next(found) if each else None for each in wanted]
-        return summed(pulled, direct, wanted)
+        return sum_gradients(pulled, direct, wanted)
 
     def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the wanted gradients there are."""
@@ -221,7 +221,7 @@ class Link:
 
         # A view's derivative reads no numbers.
         stand_ins = [each.empty() for each in metas]
-        gradients = pulled(returned, [*stand_ins, *operands], cotangents)
+        gradients = pull_back(returned, [*stand_ins, *operands], cotangents)
         flows = self.region.stages(self.roots).joint.differentiable
         outputs = [
             each if flow else None for each, flow in zip(gradients, flows, strict=False)
@@ -286,7 +286,7 @@ def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
     ]
 
 
-def pulled(
+def pull_back(
     function: Callable[[Sequence[Tensor]], Sequence[Any]],
     tensors: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
@@ -304,29 +304,29 @@ def pulled(
         for index in wanted:
             leaves[index] = leaves[index].detach().requires_grad_()
     with torch.enable_grad():
-        found = iter(pull([*leaves, *present(cotangents)]))
+        found = iter(pull([*leaves, *without_none(cotangents)]))
     return [next(found) if k in wanted else None for k in range(len(tensors))]
 
 
-def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Those that are not None."""
     return [each for each in tensors if each is not None]
 
 
-def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two gradients, None for none."""
     if one is None or other is None:
         return other if one is None else one
     return one + other
 
 
-def summed(
+def sum_gradients(
     pulled: Sequence[Tensor | None],
     direct: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """The wanted gradients, each of two parts."""
     return [
-        added(one, other) if is_wanted else None
+        add_gradients(one, other) if is_wanted else None
         for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
     ]

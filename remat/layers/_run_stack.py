@@ -27,7 +27,7 @@ from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
-from remat.layers._links import Link, once_a_region, present
+from remat.layers._links import Link, once_a_region, without_none
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage
@@ -201,7 +201,7 @@ def run_scheduled(
     returned, mutations = bind_all(call, given)
     for index, new in zip(stack.written, mutations, strict=True):
         levels.write_back(tensors[index], new)
-    return present(returned)
+    return without_none(returned)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
 from remat.layers import _unrolled
-from remat.layers._links import laid_densely, relaid, settled, stand_ins
+from remat.layers._links import laid_densely, relaid, resolved, stand_ins
 from remat.layers._run_stack import (
     Captured,
     link_of,
@@ -161,7 +161,7 @@ class _Scan(NamedTuple):
             stepping(f),
             [laid_densely(each) for each in carry],
             carry_tree,
-            [settled(each) for each in scanned],
+            [resolved(each) for each in scanned],
             xs_tree,
             _length_of(scanned, xs, lengths),
             reverse,

@@ -20,7 +20,7 @@ _TENSOR = re.compile(r"([\w.]+)=(\d+(?:,\d+)*|)(?::(\w+))?(?:<(\d+))?")
 _LITERAL = re.compile(r"([\w.]+)==(.+)")
 
 
-def load(target: str) -> Callable[..., Any]:
+def load_target(target: str) -> Callable[..., Any]:
     """The function, module or region that "package.module:name" or "file.py:name" names.
 
     A class of modules is made one without arguments.
@@ -93,7 +93,7 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
+def keyword_arguments(words: Sequence[str], device: str) -> dict[str, Any]:
     """The keyword arguments that some words describe.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from remat._graph.meta import TensorMeta, once
+from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._torch import fakes, isolation
 from remat.storage._contract_checks import stored_in
 from remat.storage._stored import Place, Stored
@@ -123,7 +123,7 @@ def densely(
         that order; None for a copy in their own.
     """
     stride = value.stride()
-    sizes = once(value.shape, stride)
+    sizes = unexpanded_shape(value.shape, stride)
     is_repeated = sizes != [*value.shape]
     numbers = value[tuple(map(slice, sizes))] if is_repeated else value
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])

@@ -26,7 +26,7 @@ from remat._messages import warn
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._held_bytes import Held
-from remat.storage._stored import FIRST, Place, Stored, first
+from remat.storage._stored import FIRST, Place, Stored, first_part
 from remat.storage._transfer import Fetch, has_streams, lane_of
 
 _BUS = 16  # how much slower a bus is than the memory of a device: PCIe 5 and HBM 3
@@ -92,7 +92,7 @@ class Offload(AbstractStorage):
         if device.type == "cpu" and has_streams(home):
             lane = lane_of(home, self.pin)
             fetch = Fetch(lane, self.prefetch)
-            return Stored((lane.send(value),), first, fetch, lane.settle)
+            return Stored((lane.send(value),), first_part, fetch, lane.settle)
         self._warn_of_prefetch(f'values come back from "{device}" when read', place)
         return _moved_to_home(value.to(device), home)
 

@@ -104,7 +104,7 @@ class Stored:
     @classmethod
     def whole(cls, value: Tensor) -> Stored:
         """The value itself, kept as it is."""
-        return cls((value,), first)
+        return cls((value,), first_part)
 
     def restore(self) -> Tensor:
         """The value, as often as it is asked for."""
@@ -144,7 +144,7 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def first(parts: Sequence[Tensor]) -> Tensor:
+def first_part(parts: Sequence[Tensor]) -> Tensor:
     """Decodes a value that is its own only part."""
     return parts[0]
 

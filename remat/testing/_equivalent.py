@@ -22,7 +22,7 @@ from remat.testing._transforms import (
     apply,
     contiguous_cotangents,
     gradients,
-    parse,
+    parse_transform,
 )
 
 # What torch raises if it has no rule for an operator under a transform; there is no
@@ -115,7 +115,7 @@ def assert_equivalent(
         equivalent under backward, vmap(grad)
     """
     names = tuple(USUAL if transforms is None else transforms)
-    parsed = {name: parse(name) for name in names}
+    parsed = {name: parse_transform(name) for name in names}
     promised = is_region(g) and g.settings.backend is None
     is_exact = promised if exact is None else exact
 

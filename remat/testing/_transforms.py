@@ -205,7 +205,7 @@ USUAL = (
 )
 
 
-def parse(name: str) -> tuple[str, ...]:
+def parse_transform(name: str) -> tuple[str, ...]:
     """The transforms in a name, the outermost first.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 
 from remat import Plan
 from remat.__main__ import main, patience
-from remat.reporting._arguments import keywords, load
+from remat.reporting._arguments import keyword_arguments, load_target
 
 MODEL = """
 import torch
@@ -307,7 +307,9 @@ def test_a_file_is_run_as_python_runs_it(
     assert sys.modules["json"] is json
     assert json.loads(out)["function"] == "f"
     assert "at work" in err
-    assert load(f"{path}:f").__globals__ is load(f"{path}:peer").__globals__
+    assert (
+        load_target(f"{path}:f").__globals__ is load_target(f"{path}:peer").__globals__
+    )
     assert err.count("once") == 1
 
 
@@ -318,13 +320,13 @@ def test_a_file_that_fails_is_no_module(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(ImportError, match="half way"):
-            load(f"{path}:x")
+            load_target(f"{path}:x")
     assert "half_a_module" not in sys.modules
 
 
 def test_arguments() -> None:
     """Tensors by shape, dtype and bound; literals; dotted names go into dicts."""
-    found = keywords(
+    found = keyword_arguments(
         ["x=2,3:bfloat16", "ids=50:int64<7", "s=", "p.a.w=1", "p.b==[1, 2]"], "cpu"
     )
 
@@ -341,7 +343,7 @@ def test_arguments_are_the_same_at_every_call() -> None:
     """And no generator of the process moves."""
     state = torch.get_rng_state()
 
-    one, other = (keywords(["x=5"], "cpu")["x"] for _ in range(2))
+    one, other = (keyword_arguments(["x=5"], "cpu")["x"] for _ in range(2))
 
     assert torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -349,7 +351,7 @@ def test_arguments_are_the_same_at_every_call() -> None:
 
 def test_a_class_of_modules_is_made(model: str) -> None:
     """MODULE:CLASS is a module with its own parameters."""
-    assert isinstance(load(f"{model}:Line"), torch.nn.Linear)
+    assert isinstance(load_target(f"{model}:Line"), torch.nn.Linear)
 
 
 def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from remat.storage import (
     Stored,
     release_host_memory,
 )
-from remat.storage._stored import first
+from remat.storage._stored import first_part
 from remat.storage._transfer import Fetch, Lane, Pool, lane_of
 from tests.support import assert_bitwise
 
@@ -124,7 +124,7 @@ class Side(AbstractStorage):
     def store(self, value: Tensor, place: Place | None = None) -> Stored:
         lane = self.fake.lane
         fetch = Fetch(lane, self.prefetch)
-        return Stored((lane.send(value),), first, fetch, lane.settle)
+        return Stored((lane.send(value),), first_part, fetch, lane.settle)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ class Copies(AbstractStorage):
     def store(self, value: Tensor, place: Place | None = None) -> Stored:
         copy = value.resolve_conj().clone()
         self.counting.stored.append(copy)
-        return Stored((copy,), first)
+        return Stored((copy,), first_part)
 
 
 def test_views_of_the_same_numbers_are_moved_once() -> None:
@@ -405,7 +405,7 @@ def test_fetches_of_one_lane_go_together() -> None:
     joint = Fetch(fake.lane, 1)
     assert joint == Fetch(fake.lane, 1)
     values = [torch.full((3,), float(number)) for number in range(3)]
-    storeds = [Stored((fake.lane.send(value),), first, joint) for value in values]
+    storeds = [Stored((fake.lane.send(value),), first_part, joint) for value in values]
 
     restored = Restoration(storeds).finish()
 
