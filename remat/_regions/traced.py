@@ -12,7 +12,7 @@ The derivatives of a region are regions again:
 - `batched`: the region of the mapped function. If reverse mode is taken per example, its
   forward is the per-example program, mapped.
 
-A derived region is compiled when it is first needed, then kept (`_Derivatives`);
+A derived region is compiled when it is first needed, then kept (`Derivatives`);
 `_regions.rules` decides what is needed. Nothing of the user's is kept: what has to trace
 takes the roots of the call that needs it.
 """
@@ -20,16 +20,17 @@ takes the roots of the call that needs it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, final
 
 from remat._graph.joint import Joint, View
-from remat._graph.meta import TensorMeta, is_open, without_symbols
+from remat._graph.meta import TensorMeta, is_open
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._regions.derivatives import Derivatives, Pushing
 from remat._regions.derived_forwards import (
     DerivedForward,
     Kept,
@@ -59,61 +60,6 @@ from remat._switches.numerics import Numerics
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
-
-_K = TypeVar("_K", bound=Hashable)
-_V = TypeVar("_V")
-
-
-@final
-class _Kept(Generic[_K, _V]):
-    """Values by what they were made for; the first one made for a key is kept."""
-
-    def __init__(self, is_open: bool) -> None:
-        self._is_open = is_open
-        self._values: dict[Hashable, _V] = {}
-
-    def get(self, key: _K, make: Callable[[], _V]) -> _V:
-        """The value for a key, made if there is none."""
-        # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
-        place = without_symbols(key) if self._is_open else key
-        value = self._values.get(place)
-        if value is None:
-            # Two threads may both make it; the first result is kept.
-            value = self._values.setdefault(place, make())
-        return value
-
-
-class _Pushing(NamedTuple):
-    """Which operands have a tangent, and what the region of the pushforward serves."""
-
-    has_tangent: tuple[bool, ...]
-    num_states: int = 0
-    save: bool = False
-
-
-@final
-class _Derivatives:
-    """The regions derived from one region, by kind and by what was asked.
-
-    Attributes:
-        backwards: the backward programs, whether or not their cotangents want a gradient,
-            with the metadata of the generator states that they take.
-        pulled: the regions of gradients.
-        tangents: the regions of tangents alone, and which outputs have one.
-        pushed: the regions of outputs and tangents.
-        batched: the regions of the mapped function, and whether they save.
-        whole: the regions of the mapped function with all that it returns.
-    """
-
-    def __init__(self, is_open: bool) -> None:
-        self.backwards: _Kept[Asked, tuple[DerivedForward, list[TensorMeta]]]
-        self.backwards = _Kept(is_open)
-        self.pulled: _Kept[Asked, TracedRegion] = _Kept(is_open)
-        self.tangents: _Kept[_Pushing, tuple[TracedRegion, tuple[int, ...]]]
-        self.tangents = _Kept(is_open)
-        self.pushed: _Kept[_Pushing, Pushed] = _Kept(is_open)
-        self.batched: _Kept[tuple[Batch, bool], Batched] = _Kept(is_open)
-        self.whole: _Kept[Batch, TracedRegion] = _Kept(is_open)
 
 
 @final
@@ -172,7 +118,7 @@ class TracedRegion:
         # The backward before the next one is likely to be like it.
         self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
-        self._derivatives = _Derivatives(self._is_open)
+        self._derivatives = Derivatives[TracedRegion](self._is_open)
         self._views = None if are_outputs(self.every_view) else self.every_view
 
     def stages(self, roots: Roots) -> Stages:
@@ -393,7 +339,7 @@ class TracedRegion:
 
         Its operands: this region's, `num_states` generator states, the tangents.
         """
-        pushing = _Pushing(has_tangent, num_states)
+        pushing = Pushing(has_tangent, num_states)
         return self._derivatives.tangents.get(
             pushing, lambda: self._jvp(roots, has_tangent, num_states)
         )
@@ -433,7 +379,7 @@ class TracedRegion:
         Its operands: this region's, the tangents.
         """
         return self._derivatives.pushed.get(
-            _Pushing(has_tangent, save=save),
+            Pushing(has_tangent, save=save),
             lambda: self._pushed(roots, has_tangent, save),
         )
 
