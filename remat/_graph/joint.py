@@ -45,6 +45,8 @@ class Joint:
     mutations: tuple[tuple[int, Ref], ...]
     #: Generator states that the forward's draws started from, in order.
     states: tuple[Ref, ...]
+    #: Whether a user's `autograd.Function` says how to differentiate a part of it.
+    is_custom: bool = False
 
     @property
     def output_metas(self) -> tuple[TensorMeta, ...]:

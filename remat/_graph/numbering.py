@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat._graph import operators
+from remat._graph.building import Building
 from remat._graph.values import Graph, Ref, Value, replace_refs
 
 
@@ -40,6 +41,24 @@ def value_numbers(graph: Graph) -> tuple[int, ...]:
     for value in graph.values:
         numbering.add(value)
     return tuple(numbering.numbers)
+
+
+def same_outputs(first: Graph, second: Graph) -> bool:
+    """Whether two graphs over the same inputs, some of which one may lack, return equal values."""
+    most = max(first, second, key=lambda graph: graph.num_inputs)
+    line, numbering = Building(most.values[: most.num_inputs], {}), Numbering()
+    for value in line.values:
+        numbering.add(value)
+
+    def numbers_of(graph: Graph) -> list[int | None]:
+        line.places = {index: index for index in range(graph.num_inputs)}
+        for index in range(graph.num_inputs, len(graph.values)):
+            line.copy(index, graph.values[index])
+            numbering.add(line.values[-1])
+        refs = line.refs(graph.outputs)
+        return [None if ref is None else numbering.numbers[ref.index] for ref in refs]
+
+    return numbers_of(first) == numbers_of(second)
 
 
 def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, final
 
@@ -65,6 +66,15 @@ class Batched:
     dims: tuple[int | None, ...] | None
 
 
+class Opened(NamedTuple):
+    """A region that takes all that a program reads, and returns all that it computes."""
+
+    #: Takes what waited for it, then the operands of the original region.
+    region: Region
+    #: How many outputs come first; what waits for a backward is the rest.
+    num_outputs: int
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Pushed:
@@ -101,6 +111,7 @@ class Region(Protocol):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> Opened | None: ...
     def vjp(self, roots: Roots, asked: Asked) -> Region: ...
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
@@ -128,6 +139,8 @@ class Call(NamedTuple):
     is_first_order: bool = False
     #: What runs if the call needs no more than one program; else None.
     fast_path: FastPath | None = None
+    #: Below which level of torch.func what waited for it has gradients of its own.
+    connected_below: int = sys.maxsize
 
     def of(self, region: Region) -> Call:
         """The call of a region derived from this one's."""
@@ -165,6 +178,10 @@ class WithoutProgram:
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> None:
         """None: there is no program to run fast_path."""
+        return
+
+    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> None:
+        """None: what waits has no gradient of its own."""
         return
 
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:

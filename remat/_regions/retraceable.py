@@ -9,6 +9,8 @@ from typing import Any, final
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open
+from remat._graph.values import Graph
+from remat._programs.inside_traces import interpret
 from remat._switches.numerics import Numerics
 from remat._torch import tracer
 from remat._tracing.open_sizes import Templates
@@ -16,6 +18,10 @@ from remat._tracing.trace import Flat, Request, trace, with_states
 
 # The function that a call is of, and the objects among its arguments.
 Roots = tuple[object, ...]
+
+
+def _nothing_to_restore(_: Roots) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @final
@@ -36,6 +42,20 @@ class Function:
     templates: Templates | None = None
     #: How it was derived, which tells its templates from those of others.
     key: tuple[Hashable, ...] = ()
+    #: Whether it is a program, or made from one: its derivatives are those of its operators.
+    is_program: bool = False
+
+    def of_program(self, graph: Graph) -> Function:
+        """A program of this function as a function: each of its steps can be differentiated."""
+
+        def build(_: Roots) -> Flat:
+            return lambda tensors: interpret(graph, tensors)
+
+        # The casts of autocast are steps of the program.
+        numerics = self.numerics._replace(autocast=())
+        return Function(
+            build, _nothing_to_restore, numerics, self.backend, is_program=True
+        )
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
         """A function made from this one, under the switches of this one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from remat._regions.forwards import Results
 from remat._regions.protocol import Asked, Call, Region
 from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
+    connected_below,
     by_operand,
     explain_failure,
     kept_versions,
@@ -63,6 +64,9 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
         is_recorded = not call.is_last and _is_differentiated(call, tensors)
+        opened = _opened(call, tensors, save=False) if is_recorded else None
+        if opened is not None:
+            return _run_opened(opened, tensors).outputs, ()
         fast_path = (
             call.region.fast_path(call.roots, call.numerics) if is_recorded else None
         )
@@ -109,7 +113,7 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     kind, interpreter = found
     match kind:
         case "grad":
-            return _run_under_grad(call, tensors, interpreter)
+            return _run_under_grad(call, tensors, save, interpreter)
         case "jvp":
             with levels.dual_level_told():
                 return _run_under_jvp(call, tensors, save, interpreter)
@@ -126,7 +130,39 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             )
 
 
+def _opened(call: Call, tensors: Sequence[Tensor], save: bool) -> _OpenedCall | None:
+    """The call of the program instead, where this level differentiates it (see `Region.opened`).
+
+    That is a forward whose backward some level above will run, or a backward.
+    """
+    region, found = call.region, levels.current_interpreter()
+    level = 0 if found is None else found[1].level()
+    if level >= call.connected_below or (region.keeps and not save):
+        return None
+    wants = tuple(map(levels.requires_grad_anywhere, tensors))
+    opened = region.opened(call.roots, wants)
+    if opened is None:
+        return None
+    return _OpenedCall(call.of(opened.region), opened.num_outputs)
+
+
+class _OpenedCall(NamedTuple):
+    """The call of an opened region, and how many outputs come before what is saved."""
+
+    call: Call
+    num_outputs: int
+
+
+def _run_opened(opened: _OpenedCall, tensors: Sequence[Tensor]) -> Results:
+    found, count = _present(bind(opened.call, tensors)), opened.num_outputs
+    return Results(found[:count], saved=found[count:])
+
+
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+    if levels.is_differentiated_below(tensors):
+        opened = _opened(call, tensors, save)
+        if opened is not None:
+            return _run_opened(opened, tensors)
     if dual_level_is_active():
         with isolation.without_inference_mode():
             pairs = [_unpack_dual(tensor) for tensor in tensors]
@@ -194,7 +230,9 @@ def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
     return any(map(_requires_grad, operands))
 
 
-def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> Results:
+def _run_under_grad(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
     level = interpreter.level()
     skip = call.region.num_leading
     leading = [levels.unwrap_at(tensor, level) for tensor in tensors[:skip]]
@@ -203,6 +241,9 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        opened = _opened(call, tensors, save)
+        if opened is not None:
+            return _run_opened(opened, tensors)
         recording = _Recording(call, leading, interpreter)
         single: Any = _LevelFunction
         with levels.enable_single_level():
@@ -210,7 +251,7 @@ def _run_under_grad(call: Call, tensors: Sequence[Tensor], interpreter: Any) -> 
         return recording.redeem(outputs)
     below = [levels.unwrap_at(tensor, level) for tensor in operands]
     with levels.lowered(interpreter):
-        results = _run(call, [*leading, *below], save=True)
+        results = _run(call, [*leading, *below], save)
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
     return results._replace(outputs=outputs)
 
@@ -228,6 +269,10 @@ def _run_under_jvp(
         None if tangent is None else levels.unwrap_at(tangent, level)
         for _, tangent in pairs
     ]
+    if any(tangent is not None for tangent in tangents):
+        opened = _opened(call, tensors, save)
+        if opened is not None:
+            return _run_opened(opened, tensors)
     with levels.lowered(interpreter):
         results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
@@ -318,6 +363,10 @@ def _run_under_vmap(
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
+    if levels.is_differentiated_below(tensors):
+        opened = _opened(call, tensors, save)
+        if opened is not None:
+            return _run_opened(opened, tensors)
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
@@ -411,6 +460,8 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
     own = results.saved if call.region.keeps else ()
     kept = () if call.is_last else (*own, *operands)
     ctx.call = call
+    interpreter = recording.interpreter
+    ctx.level = 0 if interpreter is None else interpreter.level()
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
@@ -475,7 +526,9 @@ def _through(
     try:
         require_recordable(present)
         below = Call(
-            derived, call.roots, Numerics.current(), call.labels, ctx.is_first_order
+            *(derived, call.roots, Numerics.current(), call.labels),
+            is_last=ctx.is_first_order,
+            connected_below=connected_below(ctx.level, kept),
         )
         found = bind(below, [*kept, *present])
     except RuntimeError as error:
@@ -558,6 +611,7 @@ def _gradients_looked_up(
     """The same for a backward unlike all before; it is remembered for the next one."""
     fast_path: FastPath = ctx.call.fast_path
     ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
+    ctx.level = 0
     ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
     derived = _pulled_back(ctx, cotangents)

@@ -6,6 +6,7 @@ gradients that autograd would lose.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,21 @@ def by_operand(
         return (None, *found)
     rest = iter(found)
     return (None, *[next(rest) if each else None for each in wanted[1:]])
+
+
+def connected_below(level: int, kept: Sequence[Tensor]) -> int:
+    """Below which level of torch.func what a node saved has gradients of its own.
+
+    Args:
+        level: at which the node was recorded; 0 without a transform.
+        kept: what it saved, operands among it, which that level wraps until it ends.
+    """
+    if level == 0:
+        return 0
+    if all(levels.level_of(each) != level for each in kept):
+        return sys.maxsize
+    running = levels.current_interpreter()
+    return level if running and running[1].level() == level else 0
 
 
 def require_recordable(cotangents: Sequence[Tensor]) -> None:

@@ -26,6 +26,8 @@ from typing import Any, final
 
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open
+from remat._graph.numbering import same_outputs
+from remat._graph.values import Graph
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
@@ -45,7 +47,7 @@ from remat._regions.derived_forwards import (
 )
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
-from remat._regions.protocol import Asked, Batched, Pushed
+from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import Tangents, moved_outputs, push, tangent_metas
 from remat._regions.transforms import (
@@ -76,6 +78,7 @@ class TracedRegion:
         verify: whether the backward compares saved values with recomputed ones.
         inputs: the operands that do not wait as they are, and their storages.
         calls: numbers the calls of the function; those of its derivatives too.
+        made_from: the region whose program its forward was made from; None if none was.
         program: the forward's program, if a call under the switches that it was derived for
             is one run of it; else None.
     """
@@ -92,6 +95,7 @@ class TracedRegion:
         inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
         calls: Calls | None = None,
         program: Program | None = None,
+        made_from: TracedRegion | None = None,
     ) -> None:
         """Makes a region of what is known of it, its `origin`.
 
@@ -106,6 +110,7 @@ class TracedRegion:
         self.inputs = inputs
         self.calls = calls or Calls()
         self.program = program
+        self.made_from = made_from
         self.given = origin if isinstance(origin, DerivedForward) else None
         self._stages = origin if isinstance(origin, Stages) else None
         self._joints = origin if isinstance(origin, tuple) else ()
@@ -115,6 +120,7 @@ class TracedRegion:
         self._alone: Forward | None = None
         self._fast_path: FastPath | None = None
         self._knows_fast_path = False
+        self._knows_transparent: bool | None = None
         # The backward before the next one is likely to be like it.
         self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
@@ -235,6 +241,79 @@ class TracedRegion:
         }
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
+    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> Opened | None:
+        """The region of the program that saves, which a level below differentiates.
+
+        It takes what that program reads and returns all that it computes, so that saved
+        values carry gradients and tangents of their own from the forward to the backward,
+        and the policy is asked about both. None where the derivatives of the program are
+        not known to be those of the function.
+
+        Args:
+            roots: of the call that needs it.
+            wants: which of the leading tensors and operands are to be differentiated.
+        """
+        if not self._is_transparent(roots):
+            return None
+        forward = self.forward(roots, save=True)
+        num_outputs, _, num_saved, _ = forward.shape
+        if self.keeps and not num_saved:
+            return Opened(self, num_outputs)
+        region = self._derivatives.opened.get(
+            wants, lambda: self._opened(roots, forward.program.graph, wants)
+        )
+        return Opened(region, num_outputs)
+
+    def _opened(
+        self, roots: Roots, graph: Graph, wants: tuple[bool, ...]
+    ) -> TracedRegion:
+        inputs = [value.meta for value in graph.values[: graph.num_inputs]]
+        metas = [meta for meta in inputs if isinstance(meta, TensorMeta)]
+        operands = tuple(
+            dataclasses.replace(meta, requires_grad=wanted and meta.is_differentiable)
+            for meta, wanted in zip(metas, wants, strict=True)
+        )
+        function = self.function.of_program(graph)
+        joints = self._outline_of(function, roots, operands)
+        policy = for_derived(self.policy_above)
+        return TracedRegion(function, operands, policy, joints, calls=self.calls)
+
+    @property
+    def policy_above(self) -> AbstractPolicy:
+        """The policy of the region that the forward was made from, or its own."""
+        return self.policy if self.made_from is None else self.made_from.policy_above
+
+    def _is_transparent(self, roots: Roots) -> bool:
+        """Whether derivatives of its programs are those of the function.
+
+        A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
+        function, not in its program.
+        """
+        if self.function.is_program:
+            return True
+        if self.made_from is not None:
+            return self.made_from._is_transparent(roots)
+        if self._knows_transparent is None:
+            self._knows_transparent = self._has_own_gradients(roots)
+        return self._knows_transparent
+
+    def _has_own_gradients(self, roots: Roots) -> bool:
+        forward, joint = self.forward(roots, save=True), self.stages(roots).joint
+        is_more = forward.storages or joint.mutations or joint.states or self.states
+        is_more = is_more or self.inputs or self.verify or self._is_open
+        if is_more or forward.flows or forward.placements or joint.is_custom:
+            return False
+        graph = forward_graph(joint, ())[0]
+        again = self.function.of_program(graph).traced(
+            roots, self.operands, (), cotangents=joint.layout
+        )[0]
+        return same_outputs(
+            *(
+                dataclasses.replace(each.graph, outputs=each.gradients)
+                for each in (joint, again)
+            )
+        )
+
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         """The region of the gradients of what is wanted.
 
@@ -282,6 +361,7 @@ class TracedRegion:
             inputs=self.inputs,
             calls=self.calls,
             program=forward.program if is_alone else None,
+            made_from=self,
         )
 
     def _backward(
@@ -458,6 +538,7 @@ class TracedRegion:
             states=self.states,
             inputs=self.inputs,
             calls=self.calls,
+            made_from=self,
         )
         return Batched(region, dims)
 

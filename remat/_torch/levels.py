@@ -163,6 +163,14 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
         return requires_grad_anywhere(functorch.get_unwrapped(tensor))
 
 
+def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
+    """Whether a level from this one down may differentiate what is computed of tensors."""
+    if dual_level_is_active() or any(map(requires_grad_anywhere, tensors)):
+        return True
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() == functorch_c.TransformType.Jvp for each in stack)
+
+
 def is_followed(tensor: Tensor) -> bool:
     """Whether a transform has wrapped a tensor, or autograd follows it in either mode."""
     if requires_grad_anywhere(tensor):

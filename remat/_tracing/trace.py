@@ -142,6 +142,7 @@ class _Run:
         self.placements: list[Any] = []
         self.spread: list[Any] = []
         self.num_returned = 0
+        self.is_custom = False
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *fakes: Tensor) -> list[Tensor | None]:
@@ -151,7 +152,7 @@ class _Run:
 
     def _run(self, operands: list[Tensor]) -> list[Tensor | None]:
         running, request = self.running, self.request
-        with UserCalls(running), autograd.lifted_function_apply(lift):
+        with UserCalls(running), autograd.lifted_function_apply(self._take):
             results = request.function(tuple(operands))
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
@@ -183,6 +184,11 @@ class _Run:
         ]
         results = [*returned, *gradients]
         return [each if each is None else dtensor.local_part(each) for each in results]
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        """Lifts an argument of a user's `autograd.Function`."""
+        self.is_custom = True
+        return lift(tensor)
 
     def _gradients(
         self,
@@ -310,6 +316,7 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
         spread=(),
         mutations=mutations,
         states=tuple(imported.states),
+        is_custom=run.is_custom,
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
     return Traced(
