@@ -28,8 +28,8 @@ from remat._regions.forwards import Results
 from remat._regions.protocol import Asked, Call, Region
 from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
-    connected_below,
     by_operand,
+    connected_below,
     explain_failure,
     kept_versions,
     read_saved,

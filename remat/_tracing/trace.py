@@ -24,6 +24,7 @@ from remat._generators import streams
 from remat._graph.joint import Joint, View, view_path
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, check
+from remat._graph.zeros import without_zeros
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.fakes import fake_mode, wraps_fakes
@@ -287,7 +288,8 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
     returned = imported.outputs[:count]
     outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
     forward = [*outputs, *(new for _, new in mutations), *imported.states]
-    values = _settle_phases(imported.values, [ref.index for ref in forward])
+    steps = without_zeros(imported.values, [*imported.outputs, *forward])
+    values = _settle_phases(steps, [ref.index for ref in forward])
     graph = check(Graph(values, imported.num_inputs, imported.outputs))
     bases = {new: operand for operand, new in mutations}
     num_operands = len(run.request.operands) + len(running.captured)
@@ -345,7 +347,7 @@ def _for_each_layout(
         )
 
 
-def _settle_phases(values: list[Value], needed: list[int]) -> tuple[Value, ...]:
+def _settle_phases(values: Sequence[Value], needed: list[int]) -> tuple[Value, ...]:
     """Marks as forward all that a forward value or output needs, wherever it was recorded.
 
     The second pass updates views of changed tensors only when they are read.

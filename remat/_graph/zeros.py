@@ -1,0 +1,106 @@
+"""Zeros that forward mode computes with, although nobody asked for them.
+
+The tangent of `x @ w` where only `x` has one is `dx @ w + x @ 0`: where a kernel cannot read
+zeros without memory, torch gives it zeros with memory, one number in all places, and multiplies
+by these. Here such a product, and what is made of it alone, is known to be zero, so that
+nothing reads it any more. As in JAX, where a missing tangent is a symbolic zero, a product of
+zero and infinity does not become NaN there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from remat._graph import operators
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Ref, Value, replace_refs
+
+_aten = torch.ops.aten
+
+# Zero if one of the tensors that they read is.
+_PRODUCTS = frozenset(
+    {_aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default}
+    | {_aten.mul.Tensor}
+)
+# Zero if the first tensor that they read is.
+_LINEAR = frozenset(
+    {_aten.neg.default, _aten.sum.default, _aten.sum.dim_IntList, _aten.clone.default}
+    | {_aten.div.Tensor, _aten.tanh_backward.default, _aten.sigmoid_backward.default}
+    | {_aten.mul.Scalar, _aten.div.Scalar, _aten._to_copy.default}
+)
+
+
+def without_zeros(
+    values: Sequence[Value], outputs: Collection[Ref | None]
+) -> tuple[Value, ...]:
+    """The same steps, none of which adds a zero that forward mode made.
+
+    Args:
+        values: the steps of a graph.
+        outputs: what is returned; each stays a value of its own.
+    """
+    kept = list(values)
+    zeros: set[int] = set()
+    same: dict[int, int] = {}
+    returned = {ref.index for ref in outputs if ref is not None}
+
+    def known(index: int) -> Ref:
+        return Ref(same.get(index, index))
+
+    for index, value in enumerate(values):
+        if value.op is None:
+            continue
+        if same:
+            args, kwargs = replace_refs((value.args, value.kwargs), known)
+            kept[index] = value = dataclasses.replace(value, args=args, kwargs=kwargs)
+        if _is_zero(value, zeros):
+            zeros.add(index)
+            continue
+        other = _other_summand(value, zeros)
+        if other is None or not _is_alike(kept[other].meta, value.meta):
+            continue
+        if index in returned or value.names:
+            kept[index] = dataclasses.replace(
+                value, op=_aten.clone.default, args=(Ref(other),), kwargs=()
+            )
+        else:
+            same[index] = other
+    return tuple(kept)
+
+
+def _is_zero(value: Value, zeros: Collection[int]) -> bool:
+    if value.op is _aten.zeros.default:
+        # Of what users ask for, the function is known.
+        return value.args[0] == [] and "zeros" not in value.function
+    if value.op is _aten._efficientzerotensor.default:
+        return True
+    if not zeros or not zeros.intersection(value.uses):
+        return False
+    if value.op in _PRODUCTS or value.op is _aten.add.Tensor:
+        read = [index in zeros for index in value.uses]
+        return any(read) if value.op in _PRODUCTS else all(read) and len(read) == 2
+    is_first = value.uses[0] in zeros
+    return is_first and (value.op in _LINEAR or operators.viewed(value) is not None)
+
+
+def _other_summand(value: Value, zeros: Collection[int]) -> int | None:
+    """What a sum or difference with a zero is equal to; None for anything else."""
+    args: tuple[Any, ...] = value.args
+    if value.op not in (_aten.add.Tensor, _aten.sub.Tensor) or len(value.uses) != 2:
+        return None
+    first, second = value.uses
+    if second in zeros:
+        return first
+    is_plain = value.op is _aten.add.Tensor and not value.kwargs and len(args) == 2
+    return second if is_plain and first in zeros else None
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two values have the same shape, strides and dtype."""
+    if not isinstance(one, TensorMeta) or not isinstance(other, TensorMeta):
+        return False
+    return one.layout[:4] == other.layout[:4]
