@@ -20,7 +20,7 @@ from remat._errors import RematError
 from remat._messages import line_of
 from remat._plans.plan import plan
 from remat.reporting import checklist, compare, report
-from remat.reporting._arguments import keyword_arguments, load_target
+from remat.reporting._arguments import keywords, load_target
 from remat.reporting._demo.gpt import one_layer
 from remat.reporting._demo.run import run_demo
 from remat.reporting._demo.text import demo_json, demo_table, first_loss_difference
@@ -99,9 +99,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a command line names, and its keyword arguments."""
-    return load_target(options.function), keyword_arguments(
-        options.arguments, options.device
-    )
+    return load_target(options.function), keywords(options.arguments, options.device)
 
 
 def _give(result: Any, options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.guards import TensorGuard, is_simple, tensor_guard_here
-from remat._calls.routes import Found, Route, holding, route_of
+from remat._calls.routes import Found, Route, first_holding, route_of
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
 
@@ -53,7 +53,7 @@ class Cache:
     def find(self, site: CallSite) -> Found | None:
         """The first trace that holds for a call, and its captured tensors."""
         entries = self.entries.get(site.key)
-        return None if entries is None else holding(entries, site.roots)
+        return None if entries is None else first_holding(entries, site.roots)
 
     def prefer(self, route: Route) -> None:
         """Tries a route first: the next layer is likely to be called like this one."""

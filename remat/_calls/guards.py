@@ -155,4 +155,5 @@ def _type_of(thing: object) -> type[object]:
 
 
 def _tuple(names: Sequence[str]) -> str:
+    """A tuple of these names in the text of a guard."""
     return "(" + "".join(f"{name}, " for name in names) + ")"

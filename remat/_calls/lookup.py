@@ -17,7 +17,7 @@ from remat._calls.compile import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
-from remat._calls.routes import Found, holding
+from remat._calls.routes import Found, first_holding
 from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError
 from remat._graph.meta import without_symbols
@@ -64,7 +64,7 @@ class Lookup:
         """The trace inside a trace with open sizes; the entry is kept until that one ends."""
         key = (id(self.cache), without_symbols(site.key))
         entries: list[Entry] = known_inside().setdefault(key, [])
-        found = holding(entries, site.roots)
+        found = first_holding(entries, site.roots)
         if found is not None:
             return found
         with tracer.one_trace_at_a_time():

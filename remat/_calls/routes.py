@@ -67,7 +67,7 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
         entry = entries[0]
         captured = entry.gather(roots)
         if captured is None:
-            found = holding(entries, roots)
+            found = first_holding(entries, roots)
             if found is None:
                 return MISSED
             entry, captured = found
@@ -83,7 +83,7 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
     return Route(run, entries, tensor_guard, same_thread)
 
 
-def holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:
+def first_holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | None:
     """The first trace that holds, which is then the first of all."""
     for entry in entries:
         captured = entry.gather(roots)

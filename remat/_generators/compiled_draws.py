@@ -88,7 +88,7 @@ def _drawing(op: Any) -> Any:
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         del rng_before
-        state = recorded.get_state(rng_device)
+        state = recorded.get(rng_device)
         return (*_drawn(op, args, kwargs, rng_in_place), state)
 
     def fake(*args: Any, rng_device: torch.device, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -115,12 +115,12 @@ def _redrawing(op: Any) -> Any:
         rng_in_place: bool,
         **kwargs: Any,
     ) -> Any:
-        found = recorded.get_state(rng_device)
-        recorded.put_state(state, rng_device)
+        found = recorded.get(rng_device)
+        recorded.put(state, rng_device)
         try:
             return _draw_result(op, _drawn(op, args, kwargs, rng_in_place))
         finally:
-            recorded.put_state(found, rng_device)
+            recorded.put(found, rng_device)
 
     def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _draw_result(op, _faked(op, args, kwargs))

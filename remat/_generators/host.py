@@ -19,7 +19,7 @@ _said: set[str] = set()
 
 
 def states() -> tuple[Any, ...]:
-    """Both states by value; None for numpy's if numpy is not loaded."""
+    """The states of Python's and numpy's generators by value; None for a numpy not loaded."""
     numpy = sys.modules.get("numpy.random")
     # Pickled, the state of any bit generator of numpy is a copy that can be compared.
     there = None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
@@ -49,7 +49,7 @@ def _put_host_states(found: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def told(where: str) -> Generator[None]:
-    """Warns, once a function, if its trace, which runs inside, draws from either generator."""
+    """Warns, once a function, if its trace, which runs inside, draws as Python or numpy do."""
     before = states()
     yield
     # Not an error: it may have been another thread, such as that of a data loader.

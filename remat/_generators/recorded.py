@@ -37,7 +37,7 @@ def is_default(generator: torch.Generator) -> bool:
     return generator in _module(kind).default_generators
 
 
-def get_state(device: torch.device) -> torch.Tensor:
+def get(device: torch.device) -> torch.Tensor:
     """The state of a device's generator, by value; no operator."""
     if device.type == "meta":
         return torch.empty(0, dtype=torch.uint8)
@@ -46,7 +46,7 @@ def get_state(device: torch.device) -> torch.Tensor:
     return _module(device.type).get_rng_state(device)
 
 
-def put_state(state: torch.Tensor, device: torch.device) -> None:
+def put(state: torch.Tensor, device: torch.device) -> None:
     """Sets the state of a device's generator; no operator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
@@ -55,8 +55,8 @@ def put_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    found = get_state(device)
-    put_state(state, device)
+    found = get(device)
+    put(state, device)
     return found
 
 
@@ -74,7 +74,7 @@ def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(state)
 
 
-STATE = schemas.define("rng_state", "(Device device) -> Tensor", get_state, fake_state)
+STATE = schemas.define("rng_state", "(Device device) -> Tensor", get, fake_state)
 SWAP = schemas.define(
     "rng_swap", "(Tensor state, Device device) -> Tensor", _swap, _fake_swap
 )

@@ -167,9 +167,7 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         SideEffectError: the body left a tracker or a generator changed.
     """
     with trackers.plainly():
-        found = {
-            each: recorded.get_state(each) for each in {*devices} if recorded.has(each)
-        }
+        found = {each: recorded.get(each) for each in {*devices} if recorded.has(each)}
         base = {device: _seed(state) for device, state in found.items()}
         replaced = _stand_ins.enter()
     outer, _thread.base = _thread.base, base
@@ -199,9 +197,9 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
 
 def _restored(state: Tensor, device: torch.device) -> bool:
     """Puts a generator back if it was set; other threads' draws leave its seed."""
-    is_set = _seed(recorded.get_state(device)) != _seed(state)
+    is_set = _seed(recorded.get(device)) != _seed(state)
     if is_set:
-        recorded.put_state(state, device)
+        recorded.put(state, device)
     return is_set
 
 
@@ -214,7 +212,7 @@ def current(device: torch.device) -> str:
     if base is None or not recorded.has(device):
         return ""
     with trackers.plainly():
-        seed = _seed(recorded.get_state(device))
+        seed = _seed(recorded.get(device))
     if seed == base.get(device):
         return ""
     stream = _stand_ins.at(seed)
@@ -226,9 +224,7 @@ def take(device: torch.device) -> str:
     stream = current(device)
     if stream not in ("", UNKNOWN):
         with trackers.plainly():
-            recorded.put_state(
-                _stand_ins.advanced(stream, recorded.get_state(device)), device
-            )
+            recorded.put(_stand_ins.advanced(stream, recorded.get(device)), device)
     return stream
 
 
@@ -284,15 +280,15 @@ def looks_like_state(tensor: Tensor) -> bool:
 
 def enter(stream: str, device: torch.device) -> Tensor:
     """Sets a generator to the state of a stream; returns the state that it had."""
-    found = recorded.get_state(device)
-    recorded.put_state(read(stream), device)
+    found = recorded.get(device)
+    recorded.put(read(stream), device)
     return found
 
 
 def leave(stream: str, found: Tensor, device: torch.device) -> None:
     """Writes the generator's state back to the stream, and restores the old state."""
-    write(stream, recorded.get_state(device))
-    recorded.put_state(found, device)
+    write(stream, recorded.get(device))
+    recorded.put(found, device)
 
 
 def _fake_state(stream: str) -> Tensor:

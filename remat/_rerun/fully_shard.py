@@ -129,8 +129,8 @@ class Engine:
         return autograd.will_execute(self._node)
 
 
-def twice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Refuses a gradient that would have to be differentiated or mapped."""
+def refuse_second_derivative(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Refuses to differentiate or map a gradient of a region that calls `fully_shard`."""
     raise refusal(
         SecondDerivativeError,
         where=f"the gradient of a region with {len(tensors)} operands",

@@ -18,17 +18,11 @@ import torch
 from torch import Tensor
 
 from remat._graph.joint import View
+from remat._regions import transforms
 from remat._regions.forwards import Results
 from remat._regions.protocol import Asked, Batched, WithoutProgram
 from remat._regions.retraceable import Roots
-from remat._regions.transforms import (
-    Batch,
-    Pull,
-    mapped,
-    pullback,
-    pushforward,
-    tracked,
-)
+from remat._regions.transforms import Batch, Pull
 from remat._rerun import fully_shard
 from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
 from remat._rerun.state import RunState
@@ -117,11 +111,12 @@ class Rerun(WithoutProgram):
         given = [index for index in wanted if index not in unreached]
         pull = Pull(outputs, tuple(given), len(self.requires_grad))
         # Under create_graph torch uses other formulas, which are not the same to the bit.
-        first = pullback(self.function, pull, create_graph=False)
-        again = pullback(self.function, pull)
+        first = transforms.pullback(self.function, pull, create_graph=False)
+        again = transforms.pullback(self.function, pull)
         engine = self.state.engine
         if engine and engine.called:
-            first, again = _accumulating(self.function, pull, engine), fully_shard.twice
+            first = _accumulating(self.function, pull, engine)
+            again = fully_shard.refuse_second_derivative
         views = tuple(
             View(given.index(index), None, None, False)
             if index in given
@@ -142,7 +137,7 @@ class Rerun(WithoutProgram):
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Rerun, None]:
         """The region of the outputs' tangents."""
-        pushed = pushforward(self.function, None, has_tangent)
+        pushed = transforms.pushforward(self.function, None, has_tangent)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
         return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
 
@@ -150,8 +145,8 @@ class Rerun(WithoutProgram):
         """The region of the mapped function."""
         # This is how torch runs a function if reverse mode is taken per example.
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
-        function = tracked(self.function, wanted) if save else self.function
-        over = mapped(function, None, batch, 0)
+        function = transforms.tracked(self.function, wanted) if save else self.function
+        over = transforms.mapped(function, None, batch, 0)
         region = Rerun(
             over, over, self.requires_grad, self.state, is_primal=self.is_primal
         )

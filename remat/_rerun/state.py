@@ -49,7 +49,7 @@ class _Randomness:
 
     def has_moved(self) -> bool:
         """Whether some generator has been drawn from, or set, since."""
-        now = [recorded.get_state(each) for each in self.devices]
+        now = [recorded.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
         with isolation.isolated(), modes.without_torch_function():

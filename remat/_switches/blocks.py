@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def departing() -> Generator[None]:
-    """Counts as such a block: calls inside take no fast path, and ask what is in force."""
+    """Counts as a block of this module: calls inside take no fast path, and ask what is in force."""
     with _lock:
         departures.count += 1
     try:

@@ -44,6 +44,7 @@ def is_cast_each_time(tensor: Tensor) -> bool:
 
 
 def is_weight(tensor: Tensor) -> bool:
+    """Whether autocast keeps its cast of a tensor: it does for leaves that require grad."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 

@@ -56,7 +56,7 @@ def scan(
     for step in range(count):
         place = count - 1 - step if reverse else step
         x = trees.unflatten([_leaf_row(leaf, place) for leaf in leaves], tree)
-        new, y = _region_of(f, carry, x)
+        new, y = _call_region(f, carry, x)
         if not _are_alike(carry, new) or not _are_tensors(y):
             dynamo.end_graph(_OTHERWISE)
         carry = new
@@ -72,7 +72,7 @@ def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
     _require_plain("chain", None, stack.schedule)
     for f in stack.fs:
-        x = f(x) if _is_region(f) else _region_of(f, x)
+        x = f(x) if _is_region(f) else _call_region(f, x)
     return x
 
 
@@ -80,7 +80,7 @@ def _is_region(f: object) -> bool:
     return isinstance(f, (DecoratedFunction, RematModule))
 
 
-def _region_of(f: Callable[..., Any], *args: Any) -> Any:
+def _call_region(f: Callable[..., Any], *args: Any) -> Any:
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
     return torch_compile.call(kind, f, args, {}, name)

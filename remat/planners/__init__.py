@@ -1,4 +1,8 @@
-"""Planners: which values to save within a budget. They never see a tensor."""
+"""Planners: which values to save within a budget. They never see a tensor.
+
+In comes a `Problem`, out comes a `Solution`: by `_cut`, over the minimum cuts of `_network`, or by
+`_milp`. `_shared_budget` divides one budget among several programs.
+"""
 
 from remat.planners._cut import solve_cut
 from remat.planners._milp import solve_milp

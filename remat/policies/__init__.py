@@ -1,4 +1,8 @@
-"""Policies: which values of the forward are saved for the backward."""
+"""Policies: which values of the forward are saved for the backward.
+
+In comes a `Value`, out comes `Save` or `Recompute` (`_contract`). Each kind has a file, and what a
+user passes becomes one in `_as_policy`; `_operators` and `_sizes` have what several name.
+"""
 
 from remat.policies._as_policy import as_policy, from_callable
 from remat.policies._both import save_from_both_policies

@@ -99,7 +99,7 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
     References:
         `dots_with_no_batch_dims_saveable` of `jax.checkpoint_policies`.
     """
-    return _is_matmul(value) and not _has_batch(value)
+    return _is_matmul(value) and not _is_batched(value)
 
 
 @parameter_free
@@ -141,6 +141,6 @@ def _is_matmul(value: Value) -> bool:
             return name in _MATMULS
 
 
-def _has_batch(value: Value) -> bool:
+def _is_batched(value: Value) -> bool:
     is_batched = bare_name(value.op) in _BATCHED
     return is_batched and value.shape[0] != 1

@@ -1,4 +1,8 @@
-"""Shows what regions hold: before a step, during it, and when memory runs out."""
+"""Shows what regions hold: before a step, during it, and when memory runs out.
+
+In come a function and its arguments; out come the `_records` of a step, which `_measure` runs and
+watches, and which `_show` shows. `_held` reads autograd's graph, `_arguments` a command line.
+"""
 
 from remat.reporting._checklist import Check, Checklist, checklist
 from remat.reporting._compare import Comparison, Row, compare

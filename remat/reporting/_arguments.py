@@ -93,7 +93,7 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def keyword_arguments(words: Sequence[str], device: str) -> dict[str, Any]:
+def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
     """The keyword arguments that some words describe.
 
     Args:

@@ -190,7 +190,7 @@ def compare(
 
 
 def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """No remat, policies, and budgets between them."""
+    """What is compared: no remat, policies, and budgets between them."""
     rows = (
         policies.nothing_saveable,
         policies.save_attention_outputs,

@@ -1,4 +1,8 @@
-"""Schedules: which states of a stack are kept, and what is computed again."""
+"""Schedules: which states of a stack are kept, and what is computed again.
+
+In come described stages, out comes a list of actions, which `_replay` checks and adds up. Each
+rule has a file. No tensor is seen: `layers` carries the actions out.
+"""
 
 from remat.schedules._budget import Budget
 from remat.schedules._contract import (

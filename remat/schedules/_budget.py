@@ -163,7 +163,7 @@ class _Stretch:
     is_current: bool
 
 
-def _write(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
+def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
     """The actions of the choices for each part."""
     actions: list[Action] = []
     pending: list[_Stretch | Backward] = [part]
@@ -234,7 +234,7 @@ class _LeastBytes:
     def actions(self) -> tuple[Action, ...]:
         """The actions of this schedule."""
         part = _Stretch(0, self._count - 1, self.needed, False, True)
-        return _write(lambda s, t, _: self._choices[s, t], part, self._sizes)
+        return _actions_of(lambda s, t, _: self._choices[s, t], part, self._sizes)
 
 
 @final
@@ -286,6 +286,6 @@ class _Planner:
         if not np.isfinite(self._costs[0, last][self._slots]):
             return None
         part = _Stretch(0, last, self._slots, False, True)
-        return _write(
+        return _actions_of(
             lambda s, t, room: int(self._choices[s, t][room]), part, self._sizes
         )

@@ -1,4 +1,9 @@
-"""Storage: how a saved value waits for the backward."""
+"""Storage: how a saved value waits for the backward.
+
+In comes a tensor; out comes a `Stored`, which gives it back. Each class has a file; `_contract` is
+what it promises, `_contract_checks` whether it does, `_held_bytes` what it will hold, `_transfer`
+its copies to the host, `_replicated` agrees with other ranks. Sees neither graphs nor policies.
+"""
 
 from remat.storage._cast import Cast
 from remat.storage._contract import AbstractStorage, Chain, links_of

@@ -343,7 +343,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
         if _meet(spread.mesh.get_group(dim), shard.mesh.get_group())
     ]
     if any(placement.is_partial() for placement in along):
-        raise _is_partial_dtensor(shard, place)
+        raise _partial_dtensor(shard, place)
     return not all(placement.is_replicate() for placement in along)
 
 
@@ -353,7 +353,7 @@ def _meet(one: Any, other: Any) -> bool:
     return len({*first} & {*second}) > 1
 
 
-def _is_partial_dtensor(shard: Shard, place: Place) -> NotReplicatedError:
+def _partial_dtensor(shard: Shard, place: Place) -> NotReplicatedError:
     spread = place.spread
     return refusal(
         NotReplicatedError,

@@ -238,10 +238,10 @@ class _Pair:
                 torch.zeros_like(leaf) if each is None else each
                 for leaf, each in zip(wanted, found, strict=False)
             )
-            return _Result(values, _gradients_of(labels[:count]), (alone,) * count)
+            return _Result(values, _gradient_labels(labels[:count]), (alone,) * count)
         return _Result(
             (*_detached_results(outputs), *found),
-            (*names, *_gradients_of(labels)),
+            (*names, *_gradient_labels(labels)),
             (*(bits for _ in outputs), *(alone for _ in found)),
             () if inner else (flattened.spec, flattened.statics),
         )
@@ -260,7 +260,7 @@ class _Pair:
         found = apply(parts, flattened)(*wanted)
         if parts != ("grad",):
             return _compared_closely(found)
-        labels = _gradients_of(self.arguments.wanted_labels)
+        labels = _gradient_labels(self.arguments.wanted_labels)
         return _Result(_detached_results(found), labels, (self.exact,) * len(found))
 
     def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
@@ -283,7 +283,7 @@ def _result_labels(count: int) -> tuple[str, ...]:
     return tuple(f"tensor {index} of the result" for index in range(count))
 
 
-def _gradients_of(labels: Sequence[str]) -> tuple[str, ...]:
+def _gradient_labels(labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"the gradient of {label}" for label in labels)
 
 

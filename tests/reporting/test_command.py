@@ -13,7 +13,7 @@ import torch
 
 from remat import Plan
 from remat.__main__ import main, patience
-from remat.reporting._arguments import keyword_arguments, load_target
+from remat.reporting._arguments import keywords, load_target
 
 MODEL = """
 import torch
@@ -326,7 +326,7 @@ def test_a_file_that_fails_is_no_module(tmp_path: Path) -> None:
 
 def test_arguments() -> None:
     """Tensors by shape, dtype and bound; literals; dotted names go into dicts."""
-    found = keyword_arguments(
+    found = keywords(
         ["x=2,3:bfloat16", "ids=50:int64<7", "s=", "p.a.w=1", "p.b==[1, 2]"], "cpu"
     )
 
@@ -343,7 +343,7 @@ def test_arguments_are_the_same_at_every_call() -> None:
     """And no generator of the process moves."""
     state = torch.get_rng_state()
 
-    one, other = (keyword_arguments(["x=5"], "cpu")["x"] for _ in range(2))
+    one, other = (keywords(["x=5"], "cpu")["x"] for _ in range(2))
 
     assert torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat.__main__ import main
-from remat.reporting._arguments import keyword_arguments, load_target
+from remat.reporting._arguments import keywords, load_target
 from tests.support import LiveBytes
 
 pytestmark = pytest.mark.contract
@@ -48,9 +48,7 @@ def test_the_documented_path(
     path.write_text(MODEL)
     words = shlex.split(COMMAND)
     shapes = [word for word in words if "=" in word]
-    assert (
-        peak_bytes(load_target("model.py:loss"), keyword_arguments(shapes, "cpu")) > CAP
-    )
+    assert peak_bytes(load_target("model.py:loss"), keywords(shapes, "cpu")) > CAP
 
     assert main(words) == 0
     told = re.search(
@@ -62,9 +60,7 @@ def test_the_documented_path(
     line = source[int(told[1]) - 1]
     assert line in MODEL[MODEL.index("def block") : MODEL.index("def loss")]
     path.write_text(MODEL + CHANGE)
-    assert (
-        peak_bytes(load_target("model.py:loss"), keyword_arguments(shapes, "cpu")) < CAP
-    )
+    assert peak_bytes(load_target("model.py:loss"), keywords(shapes, "cpu")) < CAP
 
 
 def test_the_page_shows_what_the_command_prints(
