@@ -50,7 +50,8 @@ class Derivatives(Generic[_R]):
         backwards: the backward programs, whether or not their cotangents want a gradient,
             with the metadata of the generator states that they take.
         pulled: the regions of gradients.
-        opened: the regions of the programs, by which tensors want a gradient.
+        opened: the regions of the programs, by which tensors want a gradient and which
+            have a tangent; None for one that lacks a derivative.
         tangents: the regions of tangents alone, and which outputs have one.
         pushed: the regions of outputs and tangents.
         batched: the regions of the mapped function, and whether they save.
@@ -61,7 +62,9 @@ class Derivatives(Generic[_R]):
         self.backwards: Cache[Asked, tuple[DerivedForward, list[TensorMeta]]]
         self.backwards = Cache(is_open)
         self.pulled: Cache[Asked, _R] = Cache(is_open)
-        self.opened: Cache[tuple[bool, ...], _R] = Cache(is_open)
+        self.opened: Cache[tuple[tuple[bool, ...], ...], tuple[_R | None]] = Cache(
+            is_open
+        )
         self.tangents: Cache[Pushing, tuple[_R, tuple[int, ...]]] = Cache(is_open)
         self.pushed: Cache[Pushing, Pushed] = Cache(is_open)
         self.batched: Cache[tuple[Batch, bool], Batched] = Cache(is_open)

@@ -71,8 +71,9 @@ class Opened(NamedTuple):
 
     #: Takes what waited for it, then the operands of the original region.
     region: Region
-    #: How many outputs come first; what waits for a backward is the rest.
-    num_outputs: int
+    #: How many outputs come first; what waits for a backward is the rest. None for a region
+    #: that saves nothing, which is opened as it is.
+    num_outputs: int | None
 
 
 @final
@@ -111,7 +112,9 @@ class Region(Protocol):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
-    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> Opened | None: ...
+    def opened(
+        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
+    ) -> Opened | None: ...
     def vjp(self, roots: Roots, asked: Asked) -> Region: ...
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
@@ -180,7 +183,9 @@ class WithoutProgram:
         """None: there is no program to run fast_path."""
         return
 
-    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> None:
+    def opened(
+        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
+    ) -> None:
         """None: what waits has no gradient of its own."""
         return
 

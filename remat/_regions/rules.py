@@ -130,7 +130,12 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             )
 
 
-def _opened(call: Call, tensors: Sequence[Tensor], save: bool) -> _OpenedCall | None:
+def _opened(
+    call: Call,
+    tensors: Sequence[Tensor],
+    save: bool,
+    tangents: Sequence[Tensor | None] = (),
+) -> _OpenedCall | None:
     """The call of the program instead, where this level differentiates it (see `Region.opened`).
 
     That is a forward whose backward some level above will run, or a backward.
@@ -140,7 +145,8 @@ def _opened(call: Call, tensors: Sequence[Tensor], save: bool) -> _OpenedCall | 
     if level >= call.connected_below or (region.keeps and not save):
         return None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))
-    opened = region.opened(call.roots, wants)
+    has_tangent = tuple(tangent is not None for tangent in tangents)
+    opened = region.opened(call.roots, wants, has_tangent)
     if opened is None:
         return None
     return _OpenedCall(call.of(opened.region), opened.num_outputs)
@@ -150,30 +156,39 @@ class _OpenedCall(NamedTuple):
     """The call of an opened region, and how many outputs come before what is saved."""
 
     call: Call
-    num_outputs: int
+    #: None for a region that saves nothing, which is opened as it is.
+    num_outputs: int | None
 
 
 def _run_opened(opened: _OpenedCall, tensors: Sequence[Tensor]) -> Results:
-    found, count = _present(bind(opened.call, tensors)), opened.num_outputs
+    count = opened.num_outputs
+    if count is None:
+        return _run(opened.call, tensors, save=False)
+    found = _present(bind(opened.call, tensors))
     return Results(found[:count], saved=found[count:])
 
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
-    if levels.is_differentiated_below(tensors):
-        opened = _opened(call, tensors, save)
+    is_differentiated = _is_differentiated(call, tensors)
+    pairs = _unpacked(tensors) if dual_level_is_active() else []
+    is_pushed = any(pair.tangent is not None for pair in pairs)
+    tangents = [pair.tangent for pair in pairs]
+    if is_differentiated or is_pushed:
+        opened = _opened(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(opened, tensors)
-    if dual_level_is_active():
-        with isolation.without_inference_mode():
-            pairs = [_unpack_dual(tensor) for tensor in tensors]
-        if any(pair.tangent is not None for pair in pairs):
-            primals = [pair.primal for pair in pairs]
-            tangents = [pair.tangent for pair in pairs]
-            if not _is_differentiated(call, tensors):
-                return _push_forward(call, primals, tangents, save)
-            results = _run_quietly(call, tensors, save)
-            return _with_all_tangents(call, results, primals, tangents)
-    return _run_quietly(call, tensors, save)
+    if not is_pushed:
+        return _run_quietly(call, tensors, save)
+    primals = [pair.primal for pair in pairs]
+    if not is_differentiated:
+        return _push_forward(call, primals, tangents, save)
+    results = _run_quietly(call, tensors, save)
+    return _with_all_tangents(call, results, primals, tangents)
+
+
+def _unpacked(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:
+    with isolation.without_inference_mode():
+        return [_unpack_dual(tensor) for tensor in tensors]
 
 
 def _with_all_tangents(
@@ -270,7 +285,7 @@ def _run_under_jvp(
         for _, tangent in pairs
     ]
     if any(tangent is not None for tangent in tangents):
-        opened = _opened(call, tensors, save)
+        opened = _opened(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(opened, tensors)
     with levels.lowered(interpreter):

@@ -59,6 +59,7 @@ from remat._regions.transforms import (
     with_pushforward,
 )
 from remat._switches.numerics import Numerics
+from remat._torch import autograd
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -241,7 +242,9 @@ class TracedRegion:
         }
         return tuple(whole[output] for output in range(self.given.forward.shape[0]))
 
-    def opened(self, roots: Roots, wants: tuple[bool, ...]) -> Opened | None:
+    def opened(
+        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
+    ) -> Opened | None:
         """The region of the program that saves, which a level below differentiates.
 
         It takes what that program reads and returns all that it computes, so that saved
@@ -252,21 +255,28 @@ class TracedRegion:
         Args:
             roots: of the call that needs it.
             wants: which of the leading tensors and operands are to be differentiated.
+            has_tangent: which of them have a tangent.
         """
         if not self._is_transparent(roots):
             return None
         forward = self.forward(roots, save=True)
         num_outputs, _, num_saved, _ = forward.shape
         if self.keeps and not num_saved:
-            return Opened(self, num_outputs)
-        region = self._derivatives.opened.get(
-            wants, lambda: self._opened(roots, forward.program.graph, wants)
+            return Opened(self, None)
+        graph = forward.program.graph
+        (region,) = self._derivatives.opened.get(
+            (wants, has_tangent),
+            lambda: (self._opened(roots, graph, wants, has_tangent),),
         )
-        return Opened(region, num_outputs)
+        return region and Opened(region, num_outputs)
 
     def _opened(
-        self, roots: Roots, graph: Graph, wants: tuple[bool, ...]
-    ) -> TracedRegion:
+        self,
+        roots: Roots,
+        graph: Graph,
+        wants: tuple[bool, ...],
+        has_tangent: tuple[bool, ...],
+    ) -> TracedRegion | None:
         inputs = [value.meta for value in graph.values[: graph.num_inputs]]
         metas = [meta for meta in inputs if isinstance(meta, TensorMeta)]
         operands = tuple(
@@ -274,9 +284,17 @@ class TracedRegion:
             for meta, wanted in zip(metas, wants, strict=True)
         )
         function = self.function.of_program(graph)
-        joints = self._outline_of(function, roots, operands)
         policy = for_derived(self.policy_above)
-        return TracedRegion(function, operands, policy, joints, calls=self.calls)
+        try:
+            joints = self._outline_of(function, roots, operands)
+            region = TracedRegion(function, operands, policy, joints, calls=self.calls)
+            if any(has_tangent):
+                region.pushed(roots, has_tangent, save=False)
+        except RuntimeError as error:
+            if not autograd.has_no_formula(error):
+                raise
+            return None
+        return region
 
     @property
     def policy_above(self) -> AbstractPolicy:
@@ -303,10 +321,15 @@ class TracedRegion:
         is_more = is_more or self.inputs or self.verify or self._is_open
         if is_more or forward.flows or forward.placements or joint.is_custom:
             return False
-        graph = forward_graph(joint, ())[0]
-        again = self.function.of_program(graph).traced(
-            roots, self.operands, (), cotangents=joint.layout
-        )[0]
+        function = self.function.of_program(forward_graph(joint, ())[0])
+        try:
+            again, *_ = function.traced(
+                roots, self.operands, (), cotangents=joint.layout
+            )
+        except RuntimeError as error:
+            if not autograd.has_no_formula(error):
+                raise
+            return False
         return same_outputs(
             *(
                 dataclasses.replace(each.graph, outputs=each.gradients)

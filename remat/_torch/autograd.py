@@ -80,6 +80,15 @@ def is_of_a_change(error: RuntimeError) -> bool:
     return "modified by an inplace operation" in str(error)
 
 
+def has_no_formula(error: RuntimeError) -> bool:
+    """Whether an operator has no derivative, or lost one by a write in place.
+
+    Obsolete when torch has a class for these errors.
+    """
+    told = ("derivative for ", "forward AD with ", "modified by an inplace operation")
+    return any(part in str(error) for part in told)
+
+
 def detached(tensor: Tensor) -> Tensor:
     """`tensor.detach()`, also for tensors that `is_grads_batched=True` maps over.
 

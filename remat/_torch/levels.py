@@ -165,7 +165,7 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
 
 def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
     """Whether a level from this one down may differentiate what is computed of tensors."""
-    if dual_level_is_active() or any(map(requires_grad_anywhere, tensors)):
+    if any(map(requires_grad_anywhere, tensors)):
         return True
     stack = functorch.get_interpreter_stack() or ()
     return any(each.key() == functorch_c.TransformType.Jvp for each in stack)
