@@ -75,11 +75,11 @@ class Settings:
     # Regions inside a traced function are told apart by their options.
     __remat_compares_as_a_whole__: ClassVar[bool] = True
 
-    policy: AbstractPolicy
-    rng: str | None
-    engine: str
-    statics: Statics
-    verify: bool
+    policy: AbstractPolicy = nothing_saveable
+    rng: str | None = None
+    engine: str = "trace"
+    statics: Statics = dataclasses.field(default_factory=Statics)
+    verify: bool = False
     backend: str | None = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False

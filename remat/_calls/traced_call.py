@@ -180,7 +180,7 @@ def _run(
 
 
 def require_lawful(
-    site: CallSite, rng: str, traced: TracedCall, names: Sequence[str]
+    site: CallSite, rng: str | None, traced: TracedCall, names: Sequence[str]
 ) -> None:
     """Refuses a function that draws, or writes, what a recomputation cannot repeat.
 
@@ -196,7 +196,7 @@ def require_lawful(
     _require_only_buffers_change(joint, operands, names, is_buffer)
 
 
-def _require_random_by_keys(joint: Joint, rng: str) -> None:
+def _require_random_by_keys(joint: Joint, rng: str | None) -> None:
     for index, value in enumerate(joint.graph.values):
         explicit = operators.draws_from(value)
         if explicit is not None and rng == "preserve":
