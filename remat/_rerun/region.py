@@ -53,6 +53,10 @@ class Rerun(WithoutProgram):
     #: Nothing comes before the operands.
     num_leading: int = 0
 
+    # Without annotations, so that these are no fields.
+    policy_text = "engine='rerun'"
+    is_derivative = False
+
     @property
     def views(self) -> tuple[View, ...] | None:
         """How what it returns is made from the outputs."""
