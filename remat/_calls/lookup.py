@@ -87,7 +87,7 @@ class Lookup:
     def reaches_gradient(self, site: CallSite) -> bool:
         """Whether a captured tensor is to be differentiated."""
         found = self.cache.find(site)
-        reached = _captures.survey(site.roots).reached if found is None else found[1]
+        reached = _captures.Survey(site.roots).reached if found is None else found[1]
         return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(

@@ -256,11 +256,6 @@ class Survey:
         return not Survey((value,)).tensors.keys() <= self.tensors.keys()
 
 
-def survey(roots: tuple[object, ...]) -> Survey:
-    """Looks at everything that `roots` reach; see the module's docstring."""
-    return Survey(roots)
-
-
 def _refill(node: Node) -> None:
     """Makes a list or a dict hold what it held in the survey."""
     before: dict[object, object] = {}

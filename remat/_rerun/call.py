@@ -55,7 +55,8 @@ def call(
     function = _cast_alike(flat, operands)
     region = Rerun(function, function, wanted, flat.state)
     lifted = [lift(each) for each in operands]
-    return flat.result.tree(bind(Call(region, (fun,), flat.numerics), lifted))
+    returned = bind(Call(region, (fun,), flat.numerics), lifted)
+    return flat.returned.around(returned)
 
 
 @final
@@ -74,7 +75,7 @@ class _Reach:
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.survey = _captures.survey((fun, args, dict(kwargs)))
+        self.survey = _captures.Survey((fun, args, dict(kwargs)))
         self.arguments = _Arguments(args, kwargs)
         self.engine = fully_shard.Engine.reached(self.survey)
         self.managed = self.engine.managed if self.engine else []
@@ -108,14 +109,15 @@ class _FlatCall:
         constants: what must still have its numbers when it runs again.
         state: what each run starts from.
         numerics: the switches that each run is under.
-        result: how what the last run returned is made from its tensors.
+        returned: what the last run returned, without its tensors: each holds the graph of
+            its run.
     """
 
     def __init__(self, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> None:
         self.fun = fun
         self.reach = reach
         self.numerics = Numerics.current()
-        self.result = _Result()
+        self.returned: trees.Frame
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
@@ -132,7 +134,7 @@ class _FlatCall:
         with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
-            returned = self.result.apart(self.fun(*args, **kwargs))
+            returned, self.returned = trees.Frame.of(self.fun(*args, **kwargs))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again:
@@ -196,29 +198,6 @@ class _Arguments:
             for leaf in self._leaves
         ]
         return trees.unflatten(filled, self._spec)
-
-
-@final
-class _Result:
-    """The structure of what the function returned in its last run."""
-
-    def __init__(self) -> None:
-        self.statics: list[Any] = []
-        self.spec: Any = None
-
-    def apart(self, result: Any) -> Sequence[Tensor]:
-        leaves, self.spec = trees.flatten(result)
-        # Tensors are not kept: each holds the graph of its run.
-        self.statics = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def tree(self, tensors: Sequence[Any]) -> Any:
-        rest = iter(tensors)
-        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.statics]
-        return trees.unflatten(leaves, self.spec)
-
-
-_TENSOR = object()
 
 
 _IN_A_GRAPH = (

@@ -16,7 +16,7 @@ from remat._torch import tensors
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that functions reach, by their path in words."""
-    survey = _captures.survey(tuple(map(inspect.unwrap, functions)))
+    survey = _captures.Survey(tuple(map(inspect.unwrap, functions)))
     return {str(node.label): node.value for node, *_ in survey.tensors.values()}
 
 
@@ -32,7 +32,7 @@ class State:
         self, functions: Iterable[Callable[..., Any]], devices: set[torch.device]
     ) -> None:
         self._functions = [*map(inspect.unwrap, functions)]
-        self._survey = _captures.survey(tuple(self._functions))
+        self._survey = _captures.Survey(tuple(self._functions))
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
         self._devices = [each for each in devices if each.type != "cpu"]
         self._cpu = torch.get_rng_state()

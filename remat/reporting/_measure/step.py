@@ -44,7 +44,7 @@ class MeasuredStep:
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._survey = _captures.survey((inspect.unwrap(function), *others))
+        self._survey = _captures.Survey((inspect.unwrap(function), *others))
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _alias(each, explicit) for key, each in given.items()}
