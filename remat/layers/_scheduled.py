@@ -102,17 +102,14 @@ class Swept(WithoutProgram):
     batch: Callable[[Batch], tuple[Swept, tuple[int | None, ...]]] | None
     num_leading: int = 0
 
-    policy_text = "a schedule"  # without an annotation, so that it is no field
+    # Without annotations, so that these are no fields. The outputs are what is returned.
+    views = None
+    policy_text = "a schedule"
 
     @property
     def keeps(self) -> bool:
         """Whether its backward reads what the forward saved."""
         return self.replay is not None
-
-    @property
-    def views(self) -> None:
-        """The outputs are what is returned."""
-        return
 
     @property
     def is_derivative(self) -> bool:
@@ -185,13 +182,10 @@ class Pulled(WithoutProgram):
     held: Held
     num_leading: int = 1  # the mark comes before the operands
 
-    policy_text = "a schedule"  # without an annotation, so that it is no field
+    # Without annotations, so that these are no fields. What waits is the other region's.
+    keeps = False
+    policy_text = "a schedule"
     is_derivative = True
-
-    @property
-    def keeps(self) -> bool:
-        """What waits is the other region's."""
-        return False
 
     @property
     def views(self) -> tuple[View, ...] | None:
