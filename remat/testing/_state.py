@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from remat import _captures
-from remat._torch import tensors
 
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
@@ -45,18 +44,11 @@ class State:
             try:
                 yield
             finally:
-                self._restore()
+                self._survey.restore(self._numbers)
 
     @property
     def _device_type(self) -> str:
         return self._devices[0].type if self._devices else "cuda"
-
-    def _restore(self) -> None:
-        self._survey.restore()
-        with torch.no_grad():
-            for tensor, numbers in self._numbers:
-                if not tensors.same_bits(tensor.detach(), numbers):
-                    tensor.copy_(numbers)
 
     def seen(self) -> dict[str, Tensor]:
         """What the tensors that either function reaches and the generator are now."""

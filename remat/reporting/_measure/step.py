@@ -18,7 +18,7 @@ from torch import Tensor
 from remat import _captures
 from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
-from remat._torch import fakes, tensors, trees
+from remat._torch import fakes, trees
 from remat.reporting._held import leaves_of
 
 
@@ -71,7 +71,7 @@ class MeasuredStep:
             try:
                 yield
             finally:
-                self._put_back()
+                self._survey.restore(self._numbers)
 
     def forward(self) -> tuple[Tensor, ...]:
         """Calls the function.
@@ -149,15 +149,6 @@ class MeasuredStep:
             if any(each.type not in ("cpu", "meta") for each in self.devices):
                 torch.accelerator.synchronize()
             return time.perf_counter() - started
-
-    def _put_back(self) -> None:
-        self._survey.restore()
-        with torch.no_grad():
-            for tensor, numbers in self._numbers:
-                if tensor.device.type != "meta" and not tensors.same_bits(
-                    tensor.detach(), numbers
-                ):
-                    tensor.copy_(numbers)
 
 
 def _alias(tensor: Tensor, explicit: bool) -> Tensor:
