@@ -65,7 +65,8 @@ class _Reach:
 
     Attributes:
         survey: of all that the function and its arguments hold.
-        arguments: those that are passed.
+        arguments: (args, kwargs).
+        passed: the tensors among them.
         beyond: those that are not, less `managed`.
         engine: of the modules among them that `fully_shard` drives, if there are any.
         managed: the parameters that this engine gathers and frees.
@@ -76,26 +77,30 @@ class _Reach:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self.survey = _captures.Survey((fun, args, dict(kwargs)))
-        self.arguments = _Arguments(args, kwargs)
+        # A copy of each container: the caller may change its own before the backward.
+        self.arguments = trees.map_tensors(lambda each: each, (args, dict(kwargs)))
+        tensors = trees.tensor_leaves(self.arguments)
+        # Each once: the function may ask whether two arguments are the same.
+        self.passed = [*{id(each): each for each in tensors}.values()]
         self.engine = fully_shard.Engine.reached(self.survey)
         self.managed = self.engine.managed if self.engine else []
-        passed, reached = self.arguments.tensors, self.survey.reached
-        others = set(map(id, [*passed, *self.managed]))
+        reached = self.survey.reached
+        others = set(map(id, [*self.passed, *self.managed]))
         for tensor in reached:
             if is_lazy(tensor):
                 label = self.survey.tensors[id(tensor)][0].label
                 raise uninitialized(f"`{label}`")
         self.beyond = [each for each in reached if id(each) not in others]
-        self.operands = [*passed, *filter(levels.is_followed, self.beyond)]
+        self.operands = [*self.passed, *filter(levels.is_followed, self.beyond)]
         if self.engine:
             self.operands.append(self.engine.anchor)
 
     @property
     def may_change(self) -> list[Tensor]:
         """What the function may change: buffers, and arguments without a gradient."""
-        reached, passed = self.survey.reached, self.arguments.tensors
+        reached = self.survey.reached
         own = [each for each in reached if self.survey.is_buffer(id(each))]
-        own += [each for each in passed if not levels.requires_grad_anywhere(each)]
+        own += [each for each in self.passed if not levels.requires_grad_anywhere(each)]
         return [levels.unwrapped(tensor) for tensor in own]
 
 
@@ -129,7 +134,9 @@ class _FlatCall:
         """Runs the function on other operands."""
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
-        args, kwargs = self.reach.arguments.of(stand_ins)
+        args, kwargs = trees.map_tensors(
+            lambda each: stand_ins[id(each)], self.reach.arguments
+        )
         is_again = self.state.before is not None
         with self._prepared(stand_ins, is_again):
             if is_again:
@@ -176,28 +183,6 @@ def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
         )
 
     return run if any(each_time) else function
-
-
-@final
-class _Arguments:
-    """The arguments of a call, and their tensors apart from them.
-
-    Attributes:
-        tensors: each once: the function may ask whether two arguments are the same.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._leaves, self._spec = trees.flatten((args, dict(kwargs)))
-        found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-        self.tensors: list[Tensor] = [*found.values()]
-
-    def of(self, stand_ins: Mapping[int, Tensor]) -> tuple[Any, Any]:
-        """The arguments with other tensors, each under the id of the one it stands for."""
-        filled = [
-            stand_ins[id(leaf)] if isinstance(leaf, Tensor) else leaf
-            for leaf in self._leaves
-        ]
-        return trees.unflatten(filled, self._spec)
 
 
 _IN_A_GRAPH = (
