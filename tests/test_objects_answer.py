@@ -1,4 +1,4 @@
-"""Storages and policies answer for themselves: nobody else asks for their class."""
+"""Storages, policies and regions answer for themselves: nobody else asks for their class."""
 
 import ast
 import inspect
@@ -11,9 +11,19 @@ from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
 
 PACKAGE = Path(inspect.getfile(policies)).parent.parent
-ROOMS = {"storage", "policies"}
+ROOMS = {"storage", "policies", "_regions"}
 ASKED = {"isinstance", "issubclass", "type"}
-CLASSES = {
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+# What the rules of differentiation ask of a region.
+DERIVED = {"vjp", "jvp", "batched"}
+REGIONS = {
+    node.name
+    for tree in TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+    and {each.name for each in node.body if isinstance(each, ast.FunctionDef)} > DERIVED
+}
+CLASSES = REGIONS | {
     name
     for module in (storage, policies)
     for name, value in vars(module).items()
@@ -29,7 +39,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def questions_in(tree: ast.Module) -> list[str]:
-    """The tests of a storage's or a policy's class in a module."""
+    """The tests of a storage's, a policy's or a region's class in a module."""
     found = [
         node
         for node in ast.walk(tree)
@@ -45,16 +55,17 @@ def questions_in(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in ROOMS
-    ],
+    [path for path in TREES if path.relative_to(PACKAGE).parts[0] not in ROOMS],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_no_class_is_asked_outside_its_room(path: Path) -> None:
     """A storage or a policy of a user's is treated as ours: it is asked, not its class."""
-    assert questions_in(ast.parse(path.read_text())) == []
+    assert questions_in(TREES[path]) == []
+
+
+def test_the_regions_are_known() -> None:
+    """The traced one, the one that runs again, and the two of a scheduled stack."""
+    assert {"Region", "TracedRegion", "Rerun", "Swept", "Pulled"} == REGIONS
 
 
 @pytest.mark.parametrize(
@@ -64,6 +75,7 @@ def test_no_class_is_asked_outside_its_room(path: Path) -> None:
         "type(x) is not storage.Keep",
         "match x:\n    case Shard():\n        pass",
         "issubclass(x, (int, policies.Budget))",
+        "assert isinstance(call.region, TracedRegion)",
     ],
 )
 def test_a_question_is_found(code: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import final
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from remat import _captures
 from remat._calls.advice import advise
 from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
+from remat._calls.options import Settings
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
 from remat._graph import operators
 from remat._graph.joint import Joint
@@ -29,18 +30,6 @@ from remat._regions.traced import TracedRegion
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Template, Templates
-from remat.policies import AbstractPolicy
-from remat.storage import AbstractStorage
-
-
-class InputStorage(Protocol):
-    """How an input waits."""
-
-    def __call__(
-        self, path: str, tensor: Tensor, *, is_argument: bool
-    ) -> AbstractStorage:
-        """The storage of one input, an argument or a captured tensor."""
-        ...
 
 
 @final
@@ -48,16 +37,8 @@ class InputStorage(Protocol):
 class Options:
     """The options of a function's traces, and what these traces share."""
 
-    #: What may be saved.
-    policy: AbstractPolicy
-    #: "keys" or "preserve".
-    rng: str
-    #: Whether saved values are compared with recomputed ones.
-    verify: bool
-    #: What compiles the programs, if anything.
-    backend: str | None
-    #: How an input waits, by its path.
-    inputs: InputStorage
+    #: Those that the user gave, and `rng`.
+    settings: Settings
     #: Numbers the calls that store something. All traces of the function share it, so that
     #: ranks count alike, although one traces and another does not.
     calls: Calls
@@ -78,21 +59,22 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
         TraceError, CapturedTensorError, ImplicitRandomnessError, MutationError,
         SideEffectError: as their texts say; the user's objects are as they were.
     """
+    settings = options.settings
     traced = trace_call(site, fixed, options.where)
     covered = traced.cover()
     names = (*site.tensor_names, *covered.labels)
-    require_lawful(site, options.rng, traced, names)
-    stages = Stages.of(traced.joints, options.policy)
+    require_lawful(site, settings.rng, traced, names)
+    stages = Stages.of(traced.joints, settings.policy)
     function = _function(site.numerics, options, traced, covered)
     tensors = (*site.signature.tensors, *traced.captured)
     region = _region(function, site, options, stages, (names, tensors))
     advise(
         _captures.code_key(site.function),
-        options.policy,
+        settings.policy,
         stages,
         region.forward(site.roots, save=True).program,
         where=options.where,
-        verify=options.verify,
+        verify=settings.verify,
     )
     return _compiled_entry(traced, covered, stages, region, names)
 
@@ -117,7 +99,7 @@ class OpenEntry:
         if captured is None or filled is None:
             return None
         joints, statics = filled
-        stages = Stages.of(joints, self.options.policy)
+        stages = Stages.of(joints, self.options.settings.policy)
         tensors = (*site.signature.tensors, *captured)
         region = _region(
             first.region.function, site, self.options, stages, (first.labels, tensors)
@@ -148,7 +130,7 @@ def _function(
         lambda roots: flattened.build(roots, covered.fetch),
         covered.restored,
         numerics,
-        options.backend,
+        options.settings.backend,
         None if fixed is None else Templates(fixed),
     )
 
@@ -164,21 +146,24 @@ def _region(
     names, tensors = named_tensors
     count = len(site.signature.tensors)
     captured = map(TensorMeta.of_operand, tensors[count:])
+    settings, aliases = options.settings, site.aliases
     storages = {
-        index: options.inputs(name, tensor, is_argument=index < count)
+        index: settings.inputs.of(
+            name, tensor, is_argument=index < count, aliases=aliases
+        )
         for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
     }
     # Where both name a storage for an operand, that of `saved_inputs` is used.
-    by_policy = decide_of_operands(stages.analysis, options.policy)
+    by_policy = decide_of_operands(stages.analysis, settings.policy)
     inputs = {index: save.storage for index, save in by_policy.items()} | {
         index: storage for index, storage in storages.items() if not storage.keeps
     }
     return TracedRegion(
         function,
         (*site.signature.metas, *captured),
-        options.policy,
+        settings.policy,
         stages,
-        verify=options.verify,
+        verify=settings.verify,
         inputs={k: storage for k, storage in inputs.items() if not storage.keeps},
         calls=options.calls,
     )

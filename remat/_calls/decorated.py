@@ -115,35 +115,29 @@ class DecoratedFunction(Generic[_P, _R]):
 
     @functools.cached_property
     def _cache(self) -> Cache:
-        key = (
-            _captures.code_key(self._fun),
-            self.settings.policy,
-            self._rng,
-            self.settings.engine,
-            self.settings.statics,
-            self.settings.verify,
-            self.settings.backend,
-            self.settings.inputs,
-            self.settings.dynamic_shapes,
-        )
+        key = (_captures.code_key(self._fun), self._resolved)
         return _caches.setdefault(key, Cache())
 
     @functools.cached_property
     def _lookup(self) -> Lookup:
-        return Lookup(self._fun, self.settings, self._rng, self._where, self._cache)
+        return Lookup(self._fun, self._resolved, self._where, self._cache)
 
     @property
     def _rng(self) -> str:
         return self.settings.rng or self.rng_default
 
+    @property
+    def _resolved(self) -> Settings:
+        """The options with the `rng` that is meant where none is given."""
+        return dataclasses.replace(self.settings, rng=self._rng)
+
     def _registered(self) -> str:
         """The key by which a graph of torch.compile finds regions of this kind."""
-        settings = dataclasses.replace(self.settings, rng=self._rng)
         owner: Any = getattr(self._fun, "__self__", self._fun)
         # A module that is being copied has no parts yet.
         is_module = isinstance(owner, nn.Module) and "_modules" in vars(owner)
         parts = owner.modules() if is_module else ()
-        return kind_of(settings, self._where, *map(type, parts))
+        return kind_of(self._resolved, self._where, *map(type, parts))
 
     def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
         """The forward program and the backward program of a call; both print.
@@ -392,8 +386,7 @@ def is_region(fun: object) -> TypeGuard[DecoratedFunction[..., Any]]:
 
 def plain_region(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
     """A region for looking at a plain function; it is never called and never warns."""
-    settings = Settings(nothing_saveable, "preserve", "trace", Statics(), verify=False)
-    return DecoratedFunction(fun, settings)
+    return DecoratedFunction(fun, Settings(rng="preserve"))
 
 
 def undecided(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:

@@ -31,25 +31,6 @@ from remat._tracing.open_sizes import Template
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """How what the function returns is put together: the non-tensor leaves are fixed."""
-
-    spec: Any
-    statics: tuple[Any, ...]
-    is_tensor: tuple[bool, ...]
-    is_leaf: bool
-
-    def tree(self, tensors: Sequence[Any]) -> Any:
-        """The pytree with these tensors."""
-        if self.is_leaf:
-            return tensors[0]
-        rest, fixed = iter(tensors), iter(self.statics)
-        leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
-        return trees.unflatten(leaves, self.spec)
-
-
-@final
 @dataclasses.dataclass
 class Entry:
     """A kept trace."""
@@ -65,7 +46,7 @@ class Entry:
     #: What runs.
     region: TracedRegion
     #: How the result is put together.
-    output: Output
+    output: trees.Frame
     #: What messages call the operands.
     labels: tuple[str, ...]
     #: The places of operands that the function changes: its buffers.
@@ -114,7 +95,7 @@ class Entry:
             is_first_order=is_first_order(),
             fast_path=fast_path,
         )
-        return self.output.tree(run_fast(call, levels.unwrap_dead(tensors)))
+        return self.output.around(run_fast(call, levels.unwrap_dead(tensors)))
 
     @property
     def wants_gradient(self) -> bool:
@@ -146,7 +127,7 @@ class Entry:
     def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         call = Call(self.region, roots, numerics, self.labels)
         if not self.written:
-            return self.output.tree(bind_all(call, tensors)[0])
+            return self.output.around(bind_all(call, tensors)[0])
         given = list(tensors)
         for index in self.written:
             # The backward must find what the forward found.
@@ -154,7 +135,7 @@ class Entry:
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)
-        return self.output.tree(self._with_buffers(returned, tensors))
+        return self.output.around(self._with_buffers(returned, tensors))
 
     def _with_buffers(
         self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]

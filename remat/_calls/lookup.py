@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -34,10 +33,8 @@ class Lookup:
 
     #: The function.
     fun: Callable[..., Any]
-    #: Its options.
+    #: Its options, `rng` among them.
     settings: Settings
-    #: "keys" or "preserve".
-    rng: str
     #: What messages call its region.
     where: str
     #: Its traces, which functions of the same code share.
@@ -90,7 +87,7 @@ class Lookup:
     def reaches_gradient(self, site: CallSite) -> bool:
         """Whether a captured tensor is to be differentiated."""
         found = self.cache.find(site)
-        reached = _captures.survey(site.roots).reached if found is None else found[1]
+        reached = _captures.Survey(site.roots).reached if found is None else found[1]
         return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(
@@ -99,11 +96,7 @@ class Lookup:
         """Makes the entry of a call that no trace holds for, and keeps it."""
         tracer.load_tracer()
         is_open = may_open and self.settings.dynamic_shapes
-        entry = (
-            self._of_family(site)
-            if is_open
-            else compile_call(site, self._options(site))
-        )
+        entry = self._of_family(site) if is_open else compile_call(site, self._options)
         entries.insert(0, entry)
         if entry.trace_s is None:
             self.cache.hits += 1
@@ -123,7 +116,7 @@ class Lookup:
         known = family.find(site)
         if known is not None:
             return known
-        options = self._options(site)
+        options = self._options
         fixed = family.fixed_for(site, self.where)
         error = None
         if not (family.is_static or all(map(all, fixed))):
@@ -143,17 +136,9 @@ class Lookup:
             family.give_up(error, self.where)
         return entry
 
-    def _options(self, site: CallSite) -> Options:
-        """The options of a trace for this call."""
-        return Options(
-            self.settings.policy,
-            self.rng,
-            self.settings.verify,
-            self.settings.backend,
-            functools.partial(self.settings.inputs.of, aliases=site.aliases),
-            self.cache.calls,
-            self.where,
-        )
+    @property
+    def _options(self) -> Options:
+        return Options(self.settings, self.cache.calls, self.where)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

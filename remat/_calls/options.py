@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ class InputStorages:
         tensor: Tensor,
         *,
         is_argument: bool,
-        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        aliases: Mapping[str, tuple[str, ...]],
     ) -> AbstractStorage:
         """The storage of one input, an argument or a captured tensor.
 
@@ -75,11 +74,11 @@ class Settings:
     # Regions inside a traced function are told apart by their options.
     __remat_compares_as_a_whole__: ClassVar[bool] = True
 
-    policy: AbstractPolicy
-    rng: str | None
-    engine: str
-    statics: Statics
-    verify: bool
+    policy: AbstractPolicy = nothing_saveable
+    rng: str | None = None
+    engine: str = "trace"
+    statics: Statics = dataclasses.field(default_factory=Statics)
+    verify: bool = False
     backend: str | None = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
@@ -203,7 +202,15 @@ def require_function(fun: Any) -> None:
             "@remat(policy=...)."
         )
     if isinstance(fun, type):
-        raise _is_a_class(fun)
+        raise refusal(
+            TypeError,
+            where=f"remat({fun.__qualname__})",
+            what="is a class.",
+            why="Its construction would be recomputed, but not the calls of its objects.",
+            do="Decorate the method, as in `@remat` above `def forward`; wrap an "
+            f"object, remat({fun.__name__}(...)); or give the modules of a model their "
+            "regions with modules.apply.",
+        )
     if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
         raise _works_later(fun, "generator", "Return a list of what it yields.")
     if inspect.iscoroutinefunction(fun):
@@ -212,18 +219,6 @@ def require_function(fun: Any) -> None:
             "coroutine",
             "Decorate the function that computes, and call it from there.",
         )
-
-
-def _is_a_class(fun: type) -> TypeError:
-    return refusal(
-        TypeError,
-        where=f"remat({fun.__qualname__})",
-        what="is a class.",
-        why="Its construction would be recomputed, but not the calls of its objects.",
-        do="Decorate the method, as in `@remat` above `def forward`; wrap an "
-        f"object, remat({fun.__name__}(...)); or give the modules of a model their "
-        "regions with modules.apply.",
-    )
 
 
 def _works_later(fun: Any, made: str, do: str) -> TypeError:

@@ -75,7 +75,7 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
         if fast_path is not None:
             region, labels = entry.region, entry.labels
             call = Call(region, roots, numerics, labels, False, False, fast_path)
-            return entry.output.tree(run_fast(call, (*tensors, *captured)))
+            return entry.output.around(run_fast(call, (*tensors, *captured)))
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED

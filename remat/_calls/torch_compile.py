@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from remat._calls.entry import Entry
-from remat._errors import RematError, explain
+from remat._errors import RematError, refusal
 from remat._messages import with_lines
 from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
@@ -154,16 +154,15 @@ def _settled(where: str, argument: Any) -> Any:
 def _size_of(where: str, symbol: Any) -> Any:
     why = sizes.why_open(symbol)
     if why:
-        raise _NotRecordable(
-            explain(
-                where=where,
-                what=f"is called under torch.compile, and depends on {why}.",
-                why="A graph with a region is specialized to its sizes; other sizes "
-                "compile another graph.",
-                do="Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or "
-                "compile without fullgraph=True: the region then runs between two "
-                "graphs.",
-            )
+        raise refusal(
+            _NotRecordable,
+            where=where,
+            what=f"is called under torch.compile, and depends on {why}.",
+            why="A graph with a region is specialized to its sizes; other sizes "
+            "compile another graph.",
+            do="Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or "
+            "compile without fullgraph=True: the region then runs between two "
+            "graphs.",
         )
     return sizes.number(symbol)
 
@@ -179,27 +178,24 @@ def require_recordable(entry: Entry, where: str) -> None:
         RematError: it draws from a tracker, or something waits in a storage.
     """
     if entry.streams:
-        raise _NotRecordable(
-            explain(
-                where=where,
-                what="is called under torch.compile, and draws from the state "
-                f"{min(entry.streams)!r} of a registered tracker.",
-                why="A compiled graph draws only from torch's own generators.",
-                do="Draw from keys (remat.random), or compile without fullgraph=True: "
-                "the region then runs between two graphs.",
-            )
+        raise refusal(
+            _NotRecordable,
+            where=where,
+            what="is called under torch.compile, and draws from the state "
+            f"{min(entry.streams)!r} of a registered tracker.",
+            why="A compiled graph draws only from torch's own generators.",
+            do="Draw from keys (remat.random), or compile without fullgraph=True: "
+            "the region then runs between two graphs.",
         )
     storages = [*entry.region.inputs.values(), *entry.stages.storages]
     others = [each for each in storages if not each.keeps]
     if others:
-        raise _NotRecordable(
-            explain(
-                where=where,
-                what="is called under torch.compile, and stores values in "
-                f"{others[0]!r}.",
-                why="A compiled graph cannot contain what a storage does between "
-                "forward and backward.",
-                do="Compile without fullgraph=True: the region then runs between two "
-                "graphs.",
-            )
+        raise refusal(
+            _NotRecordable,
+            where=where,
+            what=f"is called under torch.compile, and stores values in {others[0]!r}.",
+            why="A compiled graph cannot contain what a storage does between "
+            "forward and backward.",
+            do="Compile without fullgraph=True: the region then runs between two "
+            "graphs.",
         )

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from remat import _captures
 from remat._calls.call_site import CallSite
-from remat._calls.entry import Output
 from remat._calls.signature import Layout
 from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
@@ -46,7 +45,7 @@ class Flattened:
     def __init__(self, layout: Layout, num_tensors: int) -> None:
         self.layout = layout
         self.num_tensors = num_tensors
-        self.output: Output | None = None
+        self.output: trees.Frame | None = None
 
     def build(
         self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None
@@ -68,20 +67,12 @@ class Flattened:
             # The first trace looks at the changes itself.
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
-                returned = self._apart(function(*args, **kwargs))
+                returned, output = trees.Frame.of(function(*args, **kwargs))
+            self.output = self.output or output
             # A captured tensor that no operator of the user has met is still the real one.
             return [mapping.get(id(each), each) for each in returned]
 
         return flat
-
-    def _apart(self, result: Any) -> list[Tensor]:
-        leaves, spec = trees.flatten(result)
-        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
-        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
-        if self.output is None:
-            is_leaf = isinstance(result, Tensor)
-            self.output = Output(spec, statics, is_tensor, is_leaf)
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @final
@@ -100,7 +91,7 @@ class TracedCall:
     #: The function as tensors in, tensors out.
     flattened: Flattened = dataclasses.field(repr=False)
     #: How the result is put together.
-    output: Output
+    output: trees.Frame
     #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
     #: The trace with its sizes open, if they were.
@@ -137,7 +128,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     started = time.perf_counter()
     signature, roots = site.signature, site.roots
     require_no_engine(roots[0])
-    survey = _captures.survey(roots)
+    survey = _captures.Survey(roots)
     flattened = Flattened(signature.layout, len(signature.tensors))
     with undone_on_error(survey), host.told(where):
         traced, reads, template = _run_trace(site, survey, flattened, fixed)
@@ -180,7 +171,7 @@ def _run_trace(
 
 
 def require_lawful(
-    site: CallSite, rng: str, traced: TracedCall, names: Sequence[str]
+    site: CallSite, rng: str | None, traced: TracedCall, names: Sequence[str]
 ) -> None:
     """Refuses a function that draws, or writes, what a recomputation cannot repeat.
 
@@ -196,7 +187,7 @@ def require_lawful(
     _require_only_buffers_change(joint, operands, names, is_buffer)
 
 
-def _require_random_by_keys(joint: Joint, rng: str) -> None:
+def _require_random_by_keys(joint: Joint, rng: str | None) -> None:
     for index, value in enumerate(joint.graph.values):
         explicit = operators.draws_from(value)
         if explicit is not None and rng == "preserve":

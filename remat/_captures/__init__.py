@@ -1,6 +1,6 @@
 """What a function reaches beyond its arguments: found, fetched, checked at each call.
 
-Before a trace, `survey` (`walk`) goes through what the roots reach: roots[0] is the user's
+Before a trace, a `Survey` (`walk`) goes through what the roots reach: roots[0] is the user's
 callable, the others are objects among its arguments. While the trace runs, `recording` (`reads`)
 notes which attributes are read. After it, `cover` (`covering`) bakes both into a `Covered`, which
 for *any* roots of the same code fetches the captured tensors anew and checks that the covered
@@ -22,7 +22,7 @@ from remat._captures.covering import cover
 from remat._captures.library import user_bases
 from remat._captures.places import Step, look, put
 from remat._captures.reads import Reads, recording
-from remat._captures.walk import Survey, survey
+from remat._captures.walk import Survey
 
 __all__ = [
     "Covered",
@@ -36,6 +36,5 @@ __all__ = [
     "put",
     "recording",
     "shows_contents",
-    "survey",
     "user_bases",
 ]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
 
+import torch
 from torch import Tensor
 
 from remat._captures.contents import (
@@ -46,7 +47,7 @@ from remat._captures.places import (
     same,
 )
 from remat._errors import RecomputationError, refusal
-from remat._torch.tensors import refresh_second_places
+from remat._torch.tensors import refresh_second_places, same_bits
 
 # Among the names that were read: all that the object holds.
 EVERYTHING = "__dict__"
@@ -188,14 +189,22 @@ class Survey:
                 put(node.value, step, before)
         self._refresh()
 
-    def restore(self) -> None:
-        """Puts back, in place, all reached state that a trace changed."""
+    def restore(self, numbers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """Puts back, in place, all reached state that has changed.
+
+        Args:
+            numbers: tensors, with copies of what they are to hold again.
+        """
         for node, step, before, _ in [*self._differences()]:
             if step[0] in ITEMS:
                 _refill(node)
             elif before is not Unset.UNSET:
                 put(node.value, step, before)
         self._refresh()
+        with torch.no_grad():
+            for tensor, held in numbers:
+                if not (tensor.is_meta or same_bits(tensor.detach(), held)):
+                    tensor.copy_(held)
 
     def _refresh(self) -> None:
         for node in self.nodes.values():
@@ -254,11 +263,6 @@ class Survey:
         if value is MISSING or is_simple(value):
             return False
         return not Survey((value,)).tensors.keys() <= self.tensors.keys()
-
-
-def survey(roots: tuple[object, ...]) -> Survey:
-    """Looks at everything that `roots` reach; see the module's docstring."""
-    return Survey(roots)
 
 
 def _refill(node: Node) -> None:

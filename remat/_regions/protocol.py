@@ -11,12 +11,14 @@ from torch import Tensor
 
 from remat._graph.joint import View
 from remat._graph.meta import Layout, TensorMeta, whole_layout
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Calls, Results
+from remat._regions.forwards import Calls, Forward, Results
 from remat._regions.retraceable import Roots
 from remat._regions.transforms import Batch
 from remat._switches.numerics import Numerics
+from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
 
 
@@ -108,6 +110,14 @@ class Region(Protocol):
     def views(self) -> tuple[View, ...] | None: ...
     @property
     def num_draws(self) -> int: ...
+    @property
+    def policy_text(self) -> str: ...
+    @property
+    def is_derivative(self) -> bool: ...
+    @property
+    def explained(self) -> Explained | None: ...
+    @property
+    def held_apart(self) -> tuple[Tensor, ...]: ...
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None: ...
     def forward(
         self, roots: Roots, save: bool
@@ -123,6 +133,17 @@ class Region(Protocol):
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
     ) -> Pushed | None: ...
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched: ...
+
+
+class Explained(Region, Protocol):
+    """A region with a trace of its own, which says what is saved and what is recomputed."""
+
+    @property
+    def operands(self) -> tuple[TensorMeta, ...]: ...
+    @property
+    def policy(self) -> AbstractPolicy: ...
+    def stages(self, roots: Roots) -> Stages: ...
+    def forward(self, roots: Roots, save: bool) -> Forward: ...
 
 
 class Call(NamedTuple):
@@ -197,3 +218,13 @@ class WithoutProgram:
     def num_draws(self) -> int:
         """Zero: derived regions get no generator state from the forward."""
         return 0
+
+    @property
+    def explained(self) -> None:
+        """None: it has no trace."""
+        return
+
+    @property
+    def held_apart(self) -> tuple[Tensor, ...]:
+        """What waits for its backward outside of autograd: nothing."""
+        return ()

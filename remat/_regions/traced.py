@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, final
 
+from torch import Tensor
+
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open
 from remat._graph.numbering import same_outputs
@@ -192,6 +194,26 @@ class TracedRegion:
     def keeps(self) -> bool:
         """Whether the backward reads what the forward saved, not only its operands."""
         return self.given is None
+
+    @property
+    def policy_text(self) -> str:
+        """Its policy as code, or what a report calls it in place of one."""
+        return repr(self.policy)
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether reports call it the derivative of the function."""
+        return not self.keeps
+
+    @property
+    def explained(self) -> TracedRegion | None:
+        """Itself, unless its forward was made from another region's program."""
+        return self if self.keeps else None
+
+    @property
+    def held_apart(self) -> tuple[Tensor, ...]:
+        """What waits for its backward outside of autograd: nothing."""
+        return ()
 
     @property
     def runs_first(self) -> bool:

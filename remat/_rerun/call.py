@@ -55,7 +55,8 @@ def call(
     function = _cast_alike(flat, operands)
     region = Rerun(function, function, wanted, flat.state)
     lifted = [lift(each) for each in operands]
-    return flat.result.tree(bind(Call(region, (fun,), flat.numerics), lifted))
+    returned = bind(Call(region, (fun,), flat.numerics), lifted)
+    return flat.returned.around(returned)
 
 
 @final
@@ -64,7 +65,8 @@ class _Reach:
 
     Attributes:
         survey: of all that the function and its arguments hold.
-        arguments: those that are passed.
+        arguments: (args, kwargs).
+        passed: the tensors among them.
         beyond: those that are not, less `managed`.
         engine: of the modules among them that `fully_shard` drives, if there are any.
         managed: the parameters that this engine gathers and frees.
@@ -74,27 +76,31 @@ class _Reach:
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.survey = _captures.survey((fun, args, dict(kwargs)))
-        self.arguments = _Arguments(args, kwargs)
+        self.survey = _captures.Survey((fun, args, dict(kwargs)))
+        # A copy of each container: the caller may change its own before the backward.
+        self.arguments = trees.map_tensors(lambda each: each, (args, dict(kwargs)))
+        tensors = trees.tensor_leaves(self.arguments)
+        # Each once: the function may ask whether two arguments are the same.
+        self.passed = [*{id(each): each for each in tensors}.values()]
         self.engine = fully_shard.Engine.reached(self.survey)
         self.managed = self.engine.managed if self.engine else []
-        passed, reached = self.arguments.tensors, self.survey.reached
-        others = set(map(id, [*passed, *self.managed]))
+        reached = self.survey.reached
+        others = set(map(id, [*self.passed, *self.managed]))
         for tensor in reached:
             if is_lazy(tensor):
                 label = self.survey.tensors[id(tensor)][0].label
                 raise uninitialized(f"`{label}`")
         self.beyond = [each for each in reached if id(each) not in others]
-        self.operands = [*passed, *filter(levels.is_followed, self.beyond)]
+        self.operands = [*self.passed, *filter(levels.is_followed, self.beyond)]
         if self.engine:
             self.operands.append(self.engine.anchor)
 
     @property
     def may_change(self) -> list[Tensor]:
         """What the function may change: buffers, and arguments without a gradient."""
-        reached, passed = self.survey.reached, self.arguments.tensors
+        reached = self.survey.reached
         own = [each for each in reached if self.survey.is_buffer(id(each))]
-        own += [each for each in passed if not levels.requires_grad_anywhere(each)]
+        own += [each for each in self.passed if not levels.requires_grad_anywhere(each)]
         return [levels.unwrapped(tensor) for tensor in own]
 
 
@@ -108,14 +114,15 @@ class _FlatCall:
         constants: what must still have its numbers when it runs again.
         state: what each run starts from.
         numerics: the switches that each run is under.
-        result: how what the last run returned is made from its tensors.
+        returned: what the last run returned, without its tensors: each holds the graph of
+            its run.
     """
 
     def __init__(self, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> None:
         self.fun = fun
         self.reach = reach
         self.numerics = Numerics.current()
-        self.result = _Result()
+        self.returned: trees.Frame
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
@@ -127,12 +134,14 @@ class _FlatCall:
         """Runs the function on other operands."""
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
-        args, kwargs = self.reach.arguments.of(stand_ins)
+        args, kwargs = trees.map_tensors(
+            lambda each: stand_ins[id(each)], self.reach.arguments
+        )
         is_again = self.state.before is not None
         with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
-            returned = self.result.apart(self.fun(*args, **kwargs))
+            returned, self.returned = trees.Frame.of(self.fun(*args, **kwargs))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again:
@@ -174,51 +183,6 @@ def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
         )
 
     return run if any(each_time) else function
-
-
-@final
-class _Arguments:
-    """The arguments of a call, and their tensors apart from them.
-
-    Attributes:
-        tensors: each once: the function may ask whether two arguments are the same.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._leaves, self._spec = trees.flatten((args, dict(kwargs)))
-        found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-        self.tensors: list[Tensor] = [*found.values()]
-
-    def of(self, stand_ins: Mapping[int, Tensor]) -> tuple[Any, Any]:
-        """The arguments with other tensors, each under the id of the one it stands for."""
-        filled = [
-            stand_ins[id(leaf)] if isinstance(leaf, Tensor) else leaf
-            for leaf in self._leaves
-        ]
-        return trees.unflatten(filled, self._spec)
-
-
-@final
-class _Result:
-    """The structure of what the function returned in its last run."""
-
-    def __init__(self) -> None:
-        self.statics: list[Any] = []
-        self.spec: Any = None
-
-    def apart(self, result: Any) -> Sequence[Tensor]:
-        leaves, self.spec = trees.flatten(result)
-        # Tensors are not kept: each holds the graph of its run.
-        self.statics = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def tree(self, tensors: Sequence[Any]) -> Any:
-        rest = iter(tensors)
-        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.statics]
-        return trees.unflatten(leaves, self.spec)
-
-
-_TENSOR = object()
 
 
 _IN_A_GRAPH = (

@@ -176,7 +176,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     held = [node for node in nodes if _is_held(node)]
     if not held:
         return
-    seen = _captures.survey((result, *roots)).tensors.keys() | _kept_by(nodes)
+    seen = _captures.Survey((result, *roots)).tensors.keys() | _kept_by(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held

@@ -54,15 +54,15 @@ class Rerun(WithoutProgram):
     #: Nothing comes before the operands.
     num_leading: int = 0
 
+    # Without annotations, so that these are no fields. The forward saves nothing.
+    keeps = False
+    policy_text = "engine='rerun'"
+    is_derivative = False
+
     @property
     def views(self) -> tuple[View, ...] | None:
         """How what it returns is made from the outputs."""
         return self.returned
-
-    @property
-    def keeps(self) -> bool:
-        """False: the forward saves nothing for the backward."""
-        return False
 
     @property
     def runs_first(self) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -227,12 +227,6 @@ def own_parametrizations() -> Generator[None]:
         parametrize._cache = before
 
 
-def is_lift(node: fx.Node) -> bool:
-    """Whether a node brings a newly made real tensor into the trace."""
-    lifts = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-    return node.target in lifts
-
-
 def takes_functions(error: Exception) -> bool:
     """Whether a trace met an operator that takes functions, such as `torch.cond`.
 
@@ -240,10 +234,3 @@ def takes_functions(error: Exception) -> bool:
     """
     text = "There was no rule registered for HigherOrderOperator"
     return isinstance(error, NotImplementedError) and text in str(error)
-
-
-def new_nodes(graph: fx.Graph, count: int) -> Iterator[fx.Node]:
-    """The last `count` nodes of a graph being filled, newest first."""
-    nodes = reversed(graph.nodes)
-    for _ in range(count):
-        yield next(nodes)

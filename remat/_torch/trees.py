@@ -6,8 +6,9 @@ Obsolete when torch.utils._pytree loses its underscore.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -42,6 +43,37 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     """The inverse of `flatten`."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A pytree without its tensors."""
+
+    spec: Any
+    #: The leaves that are no tensors, in order.
+    statics: tuple[Any, ...]
+    #: For each leaf whether it is a tensor.
+    is_tensor: tuple[bool, ...]
+    #: Whether the pytree is a tensor itself.
+    is_leaf: bool
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[list[Tensor], Frame]:
+        """The tensors of a pytree, and what is around them."""
+        leaves, spec = flatten(tree)
+        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors, cls(spec, statics, is_tensor, isinstance(tree, Tensor))
+
+    def around(self, tensors: Sequence[Any]) -> Any:
+        """The pytree with these tensors."""
+        if self.is_leaf:
+            return tensors[0]
+        rest, fixed = iter(tensors), iter(self.statics)
+        leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
+        return unflatten(leaves, self.spec)
 
 
 def leaves_up_to(tree: Any, spec: Any) -> list[Any]:

@@ -9,6 +9,7 @@ before each draw of the forward. Everything else stays as it was traced.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, cast, final
@@ -72,7 +73,8 @@ class Computed:
 
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
     """Notes on newly added nodes where they came from, unless they have a note."""
-    for node in tracer.new_nodes(graph, len(graph.nodes) - nodes_before):
+    num_new = len(graph.nodes) - nodes_before
+    for node in itertools.islice(reversed(graph.nodes), num_new):
         if "remat" in node.meta:
             continue
         node.meta["remat"] = note

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._captures import Reads, Survey, survey
+from remat._captures import Reads, Survey
 from remat._errors import SideEffectError, refusal
 from remat._graph.meta import TensorMeta
 from remat._tracing.trace import Traced
@@ -30,7 +30,7 @@ _DEPTH = 4  # of containers in a cache or in a returned object, a heuristic
 @contextlib.contextmanager
 def undone(roots: tuple[object, ...]) -> Generator[None]:
     """Undoes assignments that are made inside to objects that these roots reach."""
-    found = survey(roots)
+    found = Survey(roots)
     try:
         yield
     finally:

@@ -251,9 +251,13 @@ def _home_device(operands: Sequence[TensorMeta]) -> torch.device:
 _FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
+# They bring a newly made real tensor into a trace.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if "remat" not in node.meta and tracer.is_lift(node):
+        if "remat" not in node.meta and node.target in _LIFTS:
             # torch.from_numpy and its like are not torch functions: no mode sees them.
             raise refusals.from_array(_FROM_NUMPY, node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))

@@ -19,13 +19,11 @@ from torch.compiler import is_dynamo_compiling
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, is_region, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
-from remat._calls.signature import Statics
 from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
 from remat._messages import warn
 from remat._torch import dynamo, isolation, modes, trees
 from remat._tracing.thread import is_running
-from remat.policies import nothing_saveable
 from remat.storage import AbstractStorage, Keep, Shard
 
 if TYPE_CHECKING:
@@ -36,14 +34,8 @@ _KEEP = Keep()
 
 
 def _settings_of_storage(storage: AbstractStorage) -> Settings:
-    return Settings(
-        nothing_saveable,
-        "preserve",
-        "trace",
-        Statics(),
-        verify=False,
-        inputs=InputStorages(others=storage, activations_only=True),
-    )
+    inputs = InputStorages(others=storage, activations_only=True)
+    return Settings(rng="preserve", inputs=inputs)
 
 
 # What a graph of torch.compile calls these regions, where inputs wait as they are.

@@ -212,24 +212,15 @@ class _TracedChain:
     """The functions of a chain, traced for one argument, and described to a schedule."""
 
     def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
-        leaves, spec = trees.flatten(x)
+        leaves, frame = trees.Frame.of(x)
         self.stages: list[Stage] = []
         self._captured = Captured()
-        self._first = [
-            laid_densely(each) for each in leaves if isinstance(each, Tensor)
-        ]
+        self._first = list(map(laid_densely, leaves))
         self._links: list[Link] = []
         self._metas = list(map(TensorMeta.of_operand, self._first))
 
-        def put_together(tensors: list[Tensor]) -> Any:
-            rest = iter(tensors)
-            filled = [
-                next(rest) if isinstance(each, Tensor) else each for each in leaves
-            ]
-            return trees.unflatten(filled, spec)
-
         first, *rest = stages
-        tree = self._add(put_together, first.region)
+        tree = self._add(frame.around, first.region)
         for stage in rest:
             add: Callable[[AnyStage], _Tree] = functools.partial(self._add, tree)
             tree = stage.owning(add)
@@ -243,7 +234,7 @@ class _TracedChain:
         self._metas: list[TensorMeta] = [meta.of_result() for meta in returned]
         self._links.append(link)
         self.stages.append(stage_of(link, returned))
-        return entry.output.tree
+        return entry.output.around
 
     def run(self, schedule: AbstractSchedule) -> Any:
         """Runs them by a schedule."""

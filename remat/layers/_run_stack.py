@@ -45,7 +45,7 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     # Inside a trace, looking at the captured tensors would capture all of them.
     if is_running() or any(map(levels.requires_grad_anywhere, tensors)):
         return True
-    reached = _captures.survey(tuple(functions)).reached
+    reached = _captures.Survey(tuple(functions)).reached
     return any(map(levels.requires_grad_anywhere, reached))
 
 

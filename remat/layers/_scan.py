@@ -137,10 +137,10 @@ class _Scan(NamedTuple):
     step: Callable[[Any, Any], Any]
     #: The leaves of the first carry, dense in memory.
     carry: list[Tensor]
-    carry_tree: _Tree
+    carry_tree: trees.Frame
     #: The leaves of `xs`.
     scanned: list[Tensor]
-    xs_tree: _Tree
+    xs_tree: trees.Frame
     length: int
     is_reversed: bool
     #: The Python numbers that leaves of the first carry were, by their places.
@@ -149,14 +149,14 @@ class _Scan(NamedTuple):
     @classmethod
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         """Checks the arguments."""
-        carry, carry_tree = _Tree.of(_as_tensors(init, "init"))
+        carry, carry_tree = trees.Frame.of(_as_tensors(init, "init"))
         given = [leaf for leaf in trees.flatten(init)[0] if leaf is not None]
         lengths = set[int]() if length is None else {operator.index(length)}
         if isinstance(xs, Iterator):
             items = list(cast("Iterator[Any]", xs))
             lengths |= {len(items)} if items else set()
             xs = _stacked(items)
-        scanned, xs_tree = _Tree.of(xs)
+        scanned, xs_tree = trees.Frame.of(xs)
         return cls(
             stepping(f),
             [laid_densely(each) for each in carry],
@@ -201,33 +201,33 @@ class _Scan(NamedTuple):
     def slices(self) -> list[Any]:
         """The slices of each step; made at once, or the backward would be quadratic."""
         if not self.scanned:
-            return [self.xs_tree.put_together([])] * self.length
+            return [self.xs_tree.around([])] * self.length
         parts = zip(*(each.unbind(0) for each in self.scanned), strict=True)
-        found = [self.xs_tree.put_together(part) for part in parts]
+        found = [self.xs_tree.around(part) for part in parts]
         return found[::-1] if self.is_reversed else found
 
     def without_steps(self) -> tuple[Any, Any]:
         """The first carry, and empty results: there is no step."""
-        carry = self.carry_tree.put_together(self.carry)
+        carry = self.carry_tree.around(self.carry)
         zeros = [each.new_zeros(each.shape[1:]) for each in self.scanned]
         with torch.no_grad():
-            _, y = self.step(carry, self.xs_tree.put_together(zeros))
+            _, y = self.step(carry, self.xs_tree.around(zeros))
         rows = trees.map_tensors(lambda each: each.new_zeros((0, *each.shape)), y)
         return carry, rows
 
     def loop(self, step: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
         """The loop itself."""
-        carry = self.carry_tree.put_together(self.carry)
+        carry = self.carry_tree.around(self.carry)
         rows: list[list[Tensor]] = []
-        tree = _Tree.of(None)[1]
+        tree = trees.Frame.of(None)[1]
         for x in self.slices():
             carry, y = step(carry, x)
-            row, tree = _Tree.of(y)
+            row, tree = trees.Frame.of(y)
             rows.append(row)
         if self.is_reversed:
             rows.reverse()
         stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
-        return carry, tree.put_together(stacked)
+        return carry, tree.around(stacked)
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
         """Each step a region of one trace."""
@@ -238,8 +238,8 @@ class _Scan(NamedTuple):
         run = entry.call_quietly if guards.is_quiet() else entry.call
 
         def step(carry: Any, x: Any) -> Any:
-            laid = map(relaid, _Tree.of(carry)[0], strides)
-            tensors = [*laid, *_Tree.of(x)[0], *captured]
+            laid = map(relaid, trees.tensor_leaves(carry), strides)
+            tensors = [*laid, *trees.tensor_leaves(x), *captured]
             if is_lifting():
                 tensors = list(map(lift, tensors))
             return run(roots, tensors, numerics)
@@ -267,7 +267,9 @@ class _Scan(NamedTuple):
         stage = stage_of(link, returned[:count])
         flows = tuple(meta.requires_grad for meta in returned)
         stages = [stage] * self.length
-        return entry.output.tree(run_scheduled(stack, schedule, stages, flows, tensors))
+        return entry.output.around(
+            run_scheduled(stack, schedule, stages, flows, tensors)
+        )
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
@@ -285,8 +287,8 @@ class _Scan(NamedTuple):
 
     def _arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         count = len(self.carry)
-        carry = self.carry_tree.put_together(leaves[:count])
-        return carry, self.xs_tree.put_together(leaves[count:])
+        carry = self.carry_tree.around(leaves[:count])
+        return carry, self.xs_tree.around(leaves[count:])
 
 
 def _stacked(items: list[Any]) -> Any:
@@ -294,11 +296,11 @@ def _stacked(items: list[Any]) -> Any:
     if not items:
         return None
     where = "a slice that the iterator gave"
-    _, tree = _Tree.of(_as_tensors(items[0], where))
+    _, tree = trees.Frame.of(_as_tensors(items[0], where))
     rows: list[list[Tensor]] = []
     for place, item in enumerate(items):
         try:
-            rows.append(tree.tensors_of(item, where))
+            rows.append(_tensors_like(tree, item, where))
         except ValueError as error:
             raise refusal(
                 CarryError,
@@ -307,7 +309,7 @@ def _stacked(items: list[Any]) -> Any:
                 why="One trace serves all steps, so all slices must be alike.",
                 do="Give each slice the same structure, with tensors in the same places.",
             ) from error
-    return tree.put_together([torch.stack(each) for each in zip(*rows, strict=True)])
+    return tree.around([torch.stack(each) for each in zip(*rows, strict=True)])
 
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -336,9 +338,9 @@ def _scan_step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, A
 
 def _next_carry(old: Any, new: Any) -> Any:
     """The new carry in the old one's structure, which it must have."""
-    tensors, tree = _Tree.of(old)
+    tensors, tree = trees.Frame.of(old)
     try:
-        leaves = tree.tensors_of(new, "the carry that f returned")
+        leaves = _tensors_like(tree, new, "the carry that f returned")
     except ValueError as error:
         raise _carry_changed(f"has a different structure ({error})") from error
     names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
@@ -356,7 +358,7 @@ def _next_carry(old: Any, new: Any) -> Any:
         if one.dtype == other.dtype:
             raise error
         raise _OtherDtype(str(error), place, other.dtype)
-    return tree.put_together(leaves)
+    return tree.around(leaves)
 
 
 @final
@@ -413,40 +415,18 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
     )
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """The structure of a pytree of tensors and None."""
+def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
+    """The tensors of a pytree, numbers as tensors, if they are where a frame has them.
 
-    spec: Any
-    #: For each leaf whether it is a tensor.
-    is_tensor: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, tree: Any) -> tuple[list[Tensor], _Tree]:
-        """The tensors of a pytree, and what puts them together again."""
-        leaves, spec = trees.flatten(tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tensors, cls(spec, tuple(isinstance(leaf, Tensor) for leaf in leaves))
-
-    def put_together(self, tensors: Sequence[Tensor]) -> Any:
-        """The pytree of other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if each else None for each in self.is_tensor]
-        return trees.unflatten(leaves, self.spec)
-
-    def tensors_of(self, tree: Any, where: str) -> list[Tensor]:
-        """The tensors of another pytree, numbers as tensors, in the order of this one.
-
-        Raises:
-            CarryError: a leaf of it is not a tensor, number or None.
-            ValueError: it has another structure.
-        """
-        leaves = trees.leaves_up_to(tree, self.spec)
-        made = [_as_tensor(leaf, where) for leaf in leaves]
-        if [each is not None for each in made] != list(self.is_tensor):
-            raise ValueError("None where there was a tensor, or the other way round")
-        return [each for each in made if each is not None]
+    Raises:
+        CarryError: a leaf of it is not a tensor, number or None.
+        ValueError: it has another structure.
+    """
+    leaves = trees.leaves_up_to(tree, frame.spec)
+    made = [_as_tensor(leaf, where) for leaf in leaves]
+    if tuple(each is not None for each in made) != frame.is_tensor:
+        raise ValueError("None where there was a tensor, or the other way round")
+    return [each for each in made if each is not None]
 
 
 def _as_tensors(tree: Any, where: str) -> Any:

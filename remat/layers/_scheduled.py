@@ -28,7 +28,7 @@ from remat._regions.forwards import Results
 from remat._regions.protocol import Asked, Batched, Region, WithoutProgram
 from remat._regions.retraceable import Roots
 from remat._regions.transforms import Batch, mapped
-from remat._rerun.region import Rerun, rerun_of
+from remat._rerun.region import rerun_of
 from remat._switches.numerics import Numerics
 from remat.layers._executor import Executor
 from remat.layers._stack import Stack
@@ -89,7 +89,7 @@ class Swept(WithoutProgram):
 
     sweep: Sweep
     #: The function of the stack as a region that runs again.
-    plain: Rerun
+    plain: Region
     num_outputs: int
     #: How many buffers it changes.
     num_written: int
@@ -102,15 +102,24 @@ class Swept(WithoutProgram):
     batch: Callable[[Batch], tuple[Swept, tuple[int | None, ...]]] | None
     num_leading: int = 0
 
+    # Without annotations, so that these are no fields. The outputs are what is returned.
+    views = None
+    policy_text = "a schedule"
+
     @property
     def keeps(self) -> bool:
         """Whether its backward reads what the forward saved."""
         return self.replay is not None
 
     @property
-    def views(self) -> None:
-        """The outputs are what is returned."""
-        return
+    def is_derivative(self) -> bool:
+        """Whether another level of reverse mode has the backward."""
+        return not self.keeps
+
+    @property
+    def held_apart(self) -> tuple[Tensor, ...]:
+        """What waits for the rest of the schedule."""
+        return self.held.tensors
 
     def forward(
         self, roots: Roots, save: bool
@@ -140,7 +149,7 @@ class Swept(WithoutProgram):
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[Region, None]:
+    ) -> tuple[Region, tuple[int, ...] | None]:
         """The region of the outputs' tangents."""
         return self.plain.jvp(roots, has_tangent, num_states)
 
@@ -149,7 +158,6 @@ class Swept(WithoutProgram):
         if not save and self.batch is not None:
             return Batched(*self.batch(batch))
         plain = self.plain.batched(roots, batch, save=False).region
-        assert isinstance(plain, Rerun)
 
         def sweep(
             tensors: Sequence[Tensor], hold: bool, numerics: Numerics
@@ -170,14 +178,14 @@ class Pulled(WithoutProgram):
 
     replay: Replayed
     #: The gradients as a region that runs again: what is derived comes from it.
-    again: Rerun
+    again: Region
     held: Held
     num_leading: int = 1  # the mark comes before the operands
 
-    @property
-    def keeps(self) -> bool:
-        """What waits is the other region's."""
-        return False
+    # Without annotations, so that these are no fields. What waits is the other region's.
+    keeps = False
+    policy_text = "a schedule"
+    is_derivative = True
 
     @property
     def views(self) -> tuple[View, ...] | None:
@@ -201,7 +209,7 @@ class Pulled(WithoutProgram):
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[Region, None]:
+    ) -> tuple[Region, tuple[int, ...] | None]:
         """The region of the gradients' tangents."""
         return self.again.jvp(roots, has_tangent, num_states)
 
@@ -210,7 +218,6 @@ class Pulled(WithoutProgram):
         mark_dim = batch.dims[0]
         rest = batch._replace(dims=batch.dims[1:], metas=batch.metas[1:])
         again = self.again.batched(roots, rest, save=False).region
-        assert isinstance(again, Rerun)
 
         def replay(
             held: list[Tensor] | None, tensors: Sequence[Tensor], numerics: Numerics

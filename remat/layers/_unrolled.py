@@ -18,18 +18,12 @@ from torch import Tensor
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module, kind_of
 from remat._calls.options import Settings
-from remat._calls.signature import Statics
 from remat._errors import explain
 from remat._torch import dynamo, trees
-from remat.policies import nothing_saveable
 
 # The kinds of regions that they are made of: around modules, and around functions.
 _OF_MODULES, _OF_FUNCTIONS = (
-    kind_of(
-        Settings(nothing_saveable, rng, "trace", Statics(), verify=False),
-        "a step of a stack",
-    )
-    for rng in ("preserve", "keys")
+    kind_of(Settings(rng=rng), "a step of a stack") for rng in ("preserve", "keys")
 )
 
 

@@ -11,16 +11,27 @@ from remat._errors import PolicyError, refusal
 from remat.policies._contract import AbstractPolicy, Value
 
 
+@final
 @dataclass(frozen=True, slots=True, repr=False)
-class _ByNames(AbstractPolicy):
+class ByNames(AbstractPolicy):
     """A policy by globs of names, which prints as the function that makes it."""
 
-    MAKER = ""  # each class has its own; with an annotation it would count as a field
+    maker: str
     _globs: tuple[str, ...]
+    #: Whether it saves the values of these names, or those of other names.
+    saves_these: bool
+    #: Whether it saves values without a name.
+    saves_unnamed: bool = False
 
     def __post_init__(self) -> None:
         """Checks the globs."""
-        require_globs(self._globs, where=f"{self.MAKER}(*globs)")
+        require_globs(self._globs, where=f"{self.maker}(*globs)")
+
+    def __call__(self, value: Value, /) -> bool:
+        """Decides about one value."""
+        if not value.names:
+            return self.saves_unnamed
+        return has_name(value, self._globs) is self.saves_these
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -29,43 +40,7 @@ class _ByNames(AbstractPolicy):
 
     def __repr__(self) -> str:
         """The code that makes this policy."""
-        return show_call(self.MAKER, self._globs)
-
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveOnlyTheseNames(_ByNames):
-    """What `save_only_these_names` makes."""
-
-    MAKER = "save_only_these_names"
-
-    def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
-        return has_name(value, self._globs)
-
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveAnyNamesButThese(_ByNames):
-    """What `save_any_names_but_these` makes."""
-
-    MAKER = "save_any_names_but_these"
-
-    def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
-        return bool(value.names) and not has_name(value, self._globs)
-
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveAnythingExceptTheseNames(_ByNames):
-    """What `save_anything_except_these_names` makes."""
-
-    MAKER = "save_anything_except_these_names"
-
-    def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
-        return not has_name(value, self._globs)
+        return show_call(self.maker, self._globs)
 
 
 def save_only_these_names(*globs: str) -> AbstractPolicy:
@@ -88,7 +63,7 @@ def save_only_these_names(*globs: str) -> AbstractPolicy:
     References:
         JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
-    return SaveOnlyTheseNames(globs)
+    return ByNames("save_only_these_names", globs, saves_these=True)
 
 
 def save_any_names_but_these(*globs: str) -> AbstractPolicy:
@@ -111,7 +86,7 @@ def save_any_names_but_these(*globs: str) -> AbstractPolicy:
     References:
         JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
-    return SaveAnyNamesButThese(globs)
+    return ByNames("save_any_names_but_these", globs, saves_these=False)
 
 
 def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
@@ -137,7 +112,8 @@ def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
         JAX has it under the same name in `jax.checkpoint_policies`, where it has no
         effect, because JAX saves the unnamed value instead; here both are one value.
     """
-    return SaveAnythingExceptTheseNames(globs)
+    maker = "save_anything_except_these_names"
+    return ByNames(maker, globs, saves_these=False, saves_unnamed=True)
 
 
 def has_name(value: Value, globs: tuple[str, ...]) -> bool:

@@ -18,7 +18,6 @@ from remat._programs.watching import tensors_in
 from remat._regions.protocol import Call
 from remat._rerun.dependence import nodes_behind
 from remat._torch import autograd
-from remat.layers._scheduled import Swept
 
 
 @final
@@ -67,10 +66,8 @@ def _variables(raws: Sequence[Any]) -> tuple[Tensor, ...]:
 def _node(raw: Any) -> Node:
     call = getattr(raw, "call", None)
     call = call if isinstance(call, Call) else None
-    saved = tuple(_saved_by(raw))
-    if call is not None and isinstance(call.region, Swept):
-        saved += call.region.held.tensors
-    return Node(raw, autograd.node_number(raw), call, saved)
+    apart = () if call is None else call.region.held_apart
+    return Node(raw, autograd.node_number(raw), call, (*_saved_by(raw), *apart))
 
 
 def _saved_by(raw: Any) -> Iterator[Tensor]:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from remat import _captures
-from remat._torch import tensors
 
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that functions reach, by their path in words."""
-    survey = _captures.survey(tuple(map(inspect.unwrap, functions)))
+    survey = _captures.Survey(tuple(map(inspect.unwrap, functions)))
     return {str(node.label): node.value for node, *_ in survey.tensors.values()}
 
 
@@ -32,7 +31,7 @@ class State:
         self, functions: Iterable[Callable[..., Any]], devices: set[torch.device]
     ) -> None:
         self._functions = [*map(inspect.unwrap, functions)]
-        self._survey = _captures.survey(tuple(self._functions))
+        self._survey = _captures.Survey(tuple(self._functions))
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
         self._devices = [each for each in devices if each.type != "cpu"]
         self._cpu = torch.get_rng_state()
@@ -45,18 +44,11 @@ class State:
             try:
                 yield
             finally:
-                self._restore()
+                self._survey.restore(self._numbers)
 
     @property
     def _device_type(self) -> str:
         return self._devices[0].type if self._devices else "cuda"
-
-    def _restore(self) -> None:
-        self._survey.restore()
-        with torch.no_grad():
-            for tensor, numbers in self._numbers:
-                if not tensors.same_bits(tensor.detach(), numbers):
-                    tensor.copy_(numbers)
 
     def seen(self) -> dict[str, Tensor]:
         """What the tensors that either function reaches and the generator are now."""

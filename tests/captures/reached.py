@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from remat._captures import Covered, cover, recording, survey
+from remat._captures import Covered, Survey, cover, recording
 
 X = torch.ones(2, 2)
 W = torch.ones(2, 2)
@@ -22,7 +22,7 @@ HOLDER = types.SimpleNamespace(w=torch.ones(2, 2), gain=1, unread=5)
 
 def bake(*roots, run=None) -> Covered:
     """Surveys, runs, and covers, with every reached tensor counted as used."""
-    seen = survey(roots)
+    seen = Survey(roots)
     with recording(seen) as reads:
         (run or roots[0])(X)
     return cover(seen, reads, [*seen.tensors])

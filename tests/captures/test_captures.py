@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat._captures import code_key, cover, look, recording, survey
+from remat._captures import Survey, code_key, cover, look, recording
 from tests.captures.reached import (
     Affine,
     Block,
@@ -80,7 +80,7 @@ class TestReach:
     def test_fetches_what_the_paths_say(self, make):
         """At the end of each path is the tensor; so is what `fetch` gives."""
         roots = (make(),)
-        seen = survey(roots)
+        seen = Survey(roots)
         covered = bake(*roots)
 
         assert seen.tensors
@@ -122,7 +122,7 @@ class TestReach:
     def test_buffers_are_told_from_parameters(self):
         """`is_buffer` knows what a module registered."""
         block = Block()
-        seen = survey((block,))
+        seen = Survey((block,))
 
         assert seen.is_buffer(id(block.mean))
         assert not seen.is_buffer(id(block.linear.weight))
@@ -321,7 +321,7 @@ region = make(cache, inner)
         def fun(x):
             return region(x)
 
-        seen = survey((fun,))
+        seen = Survey((fun,))
         with recording(seen) as reads:
             fun(X)
         covered = cover(seen, reads, [*seen.tensors])

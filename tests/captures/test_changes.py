@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat._captures import recording, survey
+from remat._captures import Survey, recording
 from remat._errors import RecomputationError
 from tests.captures import reached
 from tests.captures.reached import (
@@ -210,7 +210,7 @@ class TestAliases:
         """The survey lists each way."""
         model = Tied()
 
-        paths = survey((model,)).tensors[id(model.first.weight)]
+        paths = Survey((model,)).tensors[id(model.first.weight)]
 
         assert {str(path.label) for path in paths} == {
             "self.first.weight",
@@ -222,7 +222,7 @@ class TestAliases:
         """`reached` lists tensors, not ways."""
         model = Tied()
 
-        reached = survey((model,)).reached
+        reached = Survey((model,)).reached
 
         assert sorted(map(id, reached)) == sorted(map(id, model.parameters()))
 
@@ -362,7 +362,7 @@ class TestChanges:
         """Before and after are named; afterwards the object is as it was."""
         block = Block()
         before = dict(vars(block))
-        seen = survey((block,))
+        seen = Survey((block,))
         assert seen.changes() is None
 
         act(block)
@@ -383,7 +383,7 @@ class TestChanges:
             set_global("SCALE", reached.SCALE + 1)
             return x
 
-        seen = survey((fun,))
+        seen = Survey((fun,))
         fun(X)
 
         assert "closure variable `count` was 0 and became 1" in str(seen.changes())
@@ -405,7 +405,7 @@ class TestChanges:
 
         told = []
         for module in (Notes(), Leaks()):
-            seen = survey((module,))
+            seen = Survey((module,))
             with recording(seen) as reads:
                 module(X)
             told.append(seen.changes(reads))
@@ -417,7 +417,7 @@ class TestChanges:
 
     def test_a_counter_in_an_unwatchable_object(self):
         """All that a namespace holds counts as read."""
-        seen = survey((adds_to_holder,))
+        seen = Survey((adds_to_holder,))
         with recording(seen) as reads:
             adds_to_holder(X)
 
@@ -426,7 +426,7 @@ class TestChanges:
     def test_leaked_value_type(self):
         """A Tensor put where another stood is a change."""
         block = Block()
-        seen = survey((block,))
+        seen = Survey((block,))
         original = block.mean
         block.mean = torch.ones(2)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from remat._captures import cover, recording, survey
+from remat._captures import Survey, cover, recording
 from tests.captures.reached import Affine, Block, Tied, W, X, bake, closure
 
 
 def reads_of(root, run=None):
-    seen = survey((root,))
+    seen = Survey((root,))
     with recording(seen) as reads:
         (run or root)(X)
     return set(reads[id(root)])
@@ -36,7 +36,7 @@ class TestRecording:
     def test_other_threads_pass_through(self):
         """A read on another thread is not this trace's."""
         instance = Affine(W)
-        seen = survey((instance,))
+        seen = Survey((instance,))
         with recording(seen) as reads:
             thread = threading.Thread(target=lambda: instance.unread)
             thread.start()
@@ -47,7 +47,7 @@ class TestRecording:
     def test_overlapping_threads_restore_the_class(self):
         """The last recording to end puts the class back."""
         instance, original = Affine(W), Affine.__getattribute__
-        seen = survey((instance,))
+        seen = Survey((instance,))
         inside, leave = threading.Event(), threading.Event()
 
         def other():
@@ -78,7 +78,7 @@ class TestRecording:
 
         module, own = Block(), Own()
         before = Own.__dict__["__getattribute__"]
-        with pytest.raises(ArithmeticError), recording(survey((module, own))):
+        with pytest.raises(ArithmeticError), recording(Survey((module, own))):
             own(X)
 
         assert "__getattribute__" not in vars(Block)
@@ -88,9 +88,9 @@ class TestRecording:
     def test_nested_recordings_both_note(self):
         """An inner trace's reads are the outer's as well."""
         instance = Affine(W)
-        seen = survey((instance,))
+        seen = Survey((instance,))
         with recording(seen) as outer:
-            with recording(survey((instance,))) as inner:
+            with recording(Survey((instance,))) as inner:
                 instance(X)
             _ = instance.unread
 
@@ -103,7 +103,7 @@ class TestRecording:
         """A region that finds its trace in the cache still tells what it rests on."""
         block = Block()
         covered = bake(block)
-        seen = survey((block,))
+        seen = Survey((block,))
         with recording(seen) as reads:
             assert covered.check((block,))
 
@@ -116,8 +116,8 @@ class TestRecording:
     def test_baked_inside_another_recording(self):
         """What is baked while an outer trace records holds after it, too."""
         block = Block()
-        with recording(survey((block,))):
-            seen = survey((block,))
+        with recording(Survey((block,))):
+            seen = Survey((block,))
             with recording(seen) as reads:
                 block(X)
             assert seen.changes(reads) is None
@@ -134,7 +134,7 @@ class TestRecording:
             pass
 
         pair = nn.ModuleList([Block(), Wide()])
-        seen = survey((pair,))
+        seen = Survey((pair,))
         with recording(seen) as reads:
             pair[1](X)
 
@@ -169,7 +169,7 @@ class TestLifetime:
             def forward(self, x):
                 return x
 
-        seen = survey((Local(),))
+        seen = Survey((Local(),))
         with recording(seen):
             pass
         dead = weakref.ref(Local)

@@ -227,8 +227,8 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "policy class": (
         type(save_only_these_names()),
-        "got SaveOnlyTheseNames. `SaveOnlyTheseNames` makes a policy and is not one "
-        "itself. Call it: `SaveOnlyTheseNames(...)`.",
+        "got ByNames. `ByNames` makes a policy and is not one "
+        "itself. Call it: `ByNames(...)`.",
     ),
     "class": (
         Save,

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import noop_context_fn
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
-from remat._calls.signature import Statics
 from remat._errors import ImplicitRandomnessError, refusal
 from remat._messages import warn
 from remat._torch import dynamo
@@ -128,7 +127,7 @@ class CheckpointOptions:
 
 @functools.lru_cache(maxsize=256)
 def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
-    return Settings(policy_for(policy, engine), rng, engine, Statics(), verify=False)
+    return Settings(policy_for(policy, engine), rng, engine)
 
 
 @dynamo.constant_for_dynamo

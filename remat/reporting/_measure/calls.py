@@ -8,8 +8,6 @@ from typing import final
 
 from remat import _captures
 from remat._regions.out_of_memory import name_of
-from remat._regions.traced import TracedRegion
-from remat._rerun.region import Rerun
 from remat.reporting._held import Node
 from remat.reporting._measure.traced import RegionTrace
 from remat.reporting._measure.watch import ProgramRun, StepListener
@@ -23,6 +21,7 @@ class RegionCall:
         place: the place of the node among all.
         call: the node's own description.
         name: the function's name.
+        policy: its policy as code.
         key: equal for calls that are one row: one code under one policy.
         traced: the trace; None if it has none of its own.
         number: its place among the calls of its row.
@@ -34,19 +33,12 @@ class RegionCall:
         self.call = node.call
         function = self.call.roots[0]
         self.name = name_of(function)
-        if not self.call.region.keeps and not isinstance(self.call.region, Rerun):
+        if self.call.region.is_derivative:
             self.name += ", differentiated"
+        self.policy = self.call.region.policy_text
         self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
         self.traced: RegionTrace | None = None
         self.number = 0
-
-    @property
-    def policy(self) -> str:
-        """Its policy as code."""
-        region = self.call.region
-        if isinstance(region, TracedRegion):
-            return repr(region.policy)
-        return "engine='rerun'" if isinstance(region, Rerun) else "a schedule"
 
 
 @final
@@ -71,8 +63,8 @@ class RegionCalls:
             row = rows.setdefault(call.key, [])
             call.number = len(row)
             row.append(call)
-            region = call.call.region
-            if isinstance(region, TracedRegion) and region.keeps:
+            region = call.call.region.explained
+            if region is not None:
                 if id(region) not in traces:
                     traces[id(region)] = RegionTrace(region, call.call.roots), []
                 call.traced, calls = traces[id(region)]

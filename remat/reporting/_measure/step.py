@@ -18,7 +18,7 @@ from torch import Tensor
 from remat import _captures
 from remat._errors import RematError, refusal
 from remat._regions.out_of_memory import name_of
-from remat._torch import fakes, tensors, trees
+from remat._torch import fakes, trees
 from remat.reporting._held import leaves_of
 
 
@@ -44,7 +44,7 @@ class MeasuredStep:
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._survey = _captures.survey((inspect.unwrap(function), *others))
+        self._survey = _captures.Survey((inspect.unwrap(function), *others))
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _alias(each, explicit) for key, each in given.items()}
@@ -71,7 +71,7 @@ class MeasuredStep:
             try:
                 yield
             finally:
-                self._put_back()
+                self._survey.restore(self._numbers)
 
     def forward(self) -> tuple[Tensor, ...]:
         """Calls the function.
@@ -149,15 +149,6 @@ class MeasuredStep:
             if any(each.type not in ("cpu", "meta") for each in self.devices):
                 torch.accelerator.synchronize()
             return time.perf_counter() - started
-
-    def _put_back(self) -> None:
-        self._survey.restore()
-        with torch.no_grad():
-            for tensor, numbers in self._numbers:
-                if tensor.device.type != "meta" and not tensors.same_bits(
-                    tensor.detach(), numbers
-                ):
-                    tensor.copy_(numbers)
 
 
 def _alias(tensor: Tensor, explicit: bool) -> Tensor:

@@ -17,8 +17,8 @@ from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph
 from remat._partition.peak import peak_of_run
+from remat._regions.protocol import Explained
 from remat._regions.retraceable import Roots
-from remat._regions.traced import TracedRegion
 from remat.policies import Save
 from remat.storage import AbstractStorage, Held, Keep
 
@@ -71,7 +71,7 @@ class RegionTrace:
         found: where forward and backward part.
     """
 
-    def __init__(self, region: TracedRegion, roots: Roots) -> None:
+    def __init__(self, region: Explained, roots: Roots) -> None:
         self.region = region
         self._roots = roots
         self.analysis: Analysis = region.stages(roots).analysis
