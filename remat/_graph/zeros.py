@@ -19,7 +19,7 @@ from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value, replace_refs
 
-_aten = torch.ops.aten
+_aten: Any = torch.ops.aten
 
 # Zero if one of the tensors that they read is.
 _PRODUCTS = frozenset(
@@ -28,9 +28,9 @@ _PRODUCTS = frozenset(
 )
 # Zero if the first tensor that they read is.
 _LINEAR = frozenset(
-    {_aten.neg.default, _aten.sum.default, _aten.sum.dim_IntList, _aten.clone.default}
+    {_aten.neg.default, _aten.sum.default, _aten.sum.dim_IntList}
     | {_aten.div.Tensor, _aten.tanh_backward.default, _aten.sigmoid_backward.default}
-    | {_aten.mul.Scalar, _aten.div.Scalar, _aten._to_copy.default}
+    | {_aten.mul.Scalar, _aten.div.Scalar, _aten.clone.default}
 )
 
 
@@ -72,11 +72,11 @@ def without_zeros(
     return tuple(kept)
 
 
-def _is_zero(value: Value, zeros: Collection[int]) -> bool:
+def _is_zero(value: Value, zeros: set[int]) -> bool:
     if value.op is _aten.zeros.default:
         # Of what users ask for, the function is known.
         return value.args[0] == [] and "zeros" not in value.function
-    if value.op is _aten._efficientzerotensor.default:
+    if operators.short_name(value.op) == "aten._efficientzerotensor":
         return True
     if not zeros or not zeros.intersection(value.uses):
         return False

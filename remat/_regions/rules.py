@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
+from remat._regions.duals import dual, primal_of, unpack_dual, unpacked
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Results
+from remat._regions.opening import OpenedCall, opened_call
 from remat._regions.protocol import Asked, Call, Region
 from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
@@ -38,17 +39,11 @@ from remat._regions.run_backward import (
     second_derivative,
 )
 from remat._regions.transforms import Batch
-from remat._regions.waiting import Twins, joints_of, wait_differentiably
+from remat._regions.waiting import joints_of, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, dynamo, guards, isolation, levels, tracer
+from remat._torch import autograd, dynamo, guards, levels, tracer
 from remat._torch.forward_ad import dual_level_is_active
-from remat.storage import Place
-
-# Public, but torch has not annotated them.
-_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
@@ -64,7 +59,7 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
         is_recorded = not call.is_last and _is_differentiated(call, tensors)
-        opened = _opened(call, tensors, save=False) if is_recorded else None
+        opened = opened_call(call, tensors, save=False) if is_recorded else None
         if opened is not None:
             return _run_opened(opened, tensors).outputs, ()
         fast_path = (
@@ -78,7 +73,17 @@ def bind_all(
         results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
     else:
         results = _run(call, tensors, save=False)
-    return _returned(call, results.outputs, tensors), results.mutations
+    return returned_by(call, results.outputs, tensors), results.mutations
+
+
+def returned_by(
+    call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What the region's function returns, made from the outputs for these tensors."""
+    views = call.region.views
+    if views is None:
+        return [*outputs]
+    return make_views(views, outputs, tensors[call.region.num_leading :])
 
 
 def run_fast(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -87,16 +92,6 @@ def run_fast(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     outputs: tuple[Tensor, ...] = _apply_fast(call, *operands)
     views = call.fast_path.views
     return outputs if views is None else make_views(views, outputs, operands)
-
-
-def _returned(
-    call: Call, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """What the region's function returns, made from the outputs for these tensors."""
-    views = call.region.views
-    if views is None:
-        return [*outputs]
-    return make_views(views, outputs, tensors[call.region.num_leading :])
 
 
 def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
@@ -130,37 +125,7 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             )
 
 
-def _opened(
-    call: Call,
-    tensors: Sequence[Tensor],
-    save: bool,
-    tangents: Sequence[Tensor | None] = (),
-) -> _OpenedCall | None:
-    """The call of the program instead, where this level differentiates it (see `Region.opened`).
-
-    That is a forward whose backward some level above will run, or a backward.
-    """
-    region, found = call.region, levels.current_interpreter()
-    level = 0 if found is None else found[1].level()
-    if level >= call.connected_below or (region.keeps and not save):
-        return None
-    wants = tuple(map(levels.requires_grad_anywhere, tensors))
-    has_tangent = tuple(tangent is not None for tangent in tangents)
-    opened = region.opened(call.roots, wants, has_tangent)
-    if opened is None:
-        return None
-    return _OpenedCall(call.of(opened.region), opened.num_outputs)
-
-
-class _OpenedCall(NamedTuple):
-    """The call of an opened region, and how many outputs come before what is saved."""
-
-    call: Call
-    #: None for a region that saves nothing, which is opened as it is.
-    num_outputs: int | None
-
-
-def _run_opened(opened: _OpenedCall, tensors: Sequence[Tensor]) -> Results:
+def _run_opened(opened: OpenedCall, tensors: Sequence[Tensor]) -> Results:
     count = opened.num_outputs
     if count is None:
         return _run(opened.call, tensors, save=False)
@@ -170,11 +135,11 @@ def _run_opened(opened: _OpenedCall, tensors: Sequence[Tensor]) -> Results:
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     is_differentiated = _is_differentiated(call, tensors)
-    pairs = _unpacked(tensors) if dual_level_is_active() else []
+    pairs = unpacked(tensors) if dual_level_is_active() else []
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
     if is_differentiated or is_pushed:
-        opened = _opened(call, tensors, save, tangents)
+        opened = opened_call(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(opened, tensors)
     if not is_pushed:
@@ -184,11 +149,6 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         return _push_forward(call, primals, tangents, save)
     results = _run_quietly(call, tensors, save)
     return _with_all_tangents(call, results, primals, tangents)
-
-
-def _unpacked(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:
-    with isolation.without_inference_mode():
-        return [_unpack_dual(tensor) for tensor in tensors]
 
 
 def _with_all_tangents(
@@ -206,7 +166,7 @@ def _with_all_tangents(
     with torch.no_grad():
         _, moved = _primal_and_tangents(call, primals, tangents, save=False)
     outputs = [
-        output if flows or index not in moved else _dual(output, moved[index])
+        output if flows or index not in moved else dual(output, moved[index])
         for index, (output, flows) in enumerate(
             zip(results.outputs, results.flows, strict=True)
         )
@@ -222,20 +182,12 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         operands = list(tensors[skip:])
         if call.region.inputs and not tracer.proxy_is_active():
             with call.region.calls.inputs.next() as number:
-                _store_inputs(call, operands, number)
+                store_inputs(operands, call.region.inputs, number)
         recording.operands = tensors[skip:]
         if call.region.runs_first and not dual_level_is_active():
             operands = recording.run_ahead(operands)
         return recording.redeem(_apply_plainly(recording, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
-
-
-def _store_inputs(call: Call, operands: list[Tensor], number: int) -> None:
-    """Replaces operands by their stored forms, as `saved_inputs` says."""
-    twins: Twins = {}
-    for index, storage in call.region.inputs.items():
-        place = Place(index, number)
-        operands[index] = wait_differentiably(operands[index], storage, place, twins)
 
 
 def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
@@ -256,7 +208,7 @@ def _run_under_grad(
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        opened = _opened(call, tensors, save)
+        opened = opened_call(call, tensors, save)
         if opened is not None:
             return _run_opened(opened, tensors)
         recording = _Recording(call, leading, interpreter)
@@ -276,7 +228,7 @@ def _run_under_jvp(
 ) -> Results:
     level = interpreter.level()
     pairs = [
-        _unpack_dual(tensor) if levels.level_of(tensor) == level else (tensor, None)
+        unpack_dual(tensor) if levels.level_of(tensor) == level else (tensor, None)
         for tensor in tensors
     ]
     primals = [levels.unwrap_at(primal, level) for primal, _ in pairs]
@@ -285,7 +237,7 @@ def _run_under_jvp(
         for _, tangent in pairs
     ]
     if any(tangent is not None for tangent in tangents):
-        opened = _opened(call, tensors, save, tangents)
+        opened = opened_call(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(opened, tensors)
     with levels.lowered(interpreter):
@@ -293,7 +245,7 @@ def _run_under_jvp(
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
     for index, tangent in moved.items():
         wrapped = levels.wrap_at(tangent, level)
-        outputs[index] = _dual(outputs[index], wrapped)
+        outputs[index] = dual(outputs[index], wrapped)
     return results._replace(outputs=outputs)
 
 
@@ -304,19 +256,8 @@ def _push_forward(
     results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = list(results.outputs)
     for index, tangent in moved.items():
-        outputs[index] = _dual(outputs[index], tangent)
+        outputs[index] = dual(outputs[index], tangent)
     return results._replace(outputs=outputs)
-
-
-def _primal(tensor: Tensor) -> Tensor:
-    return _unpack_dual(tensor).primal if dual_level_is_active() else tensor
-
-
-def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """An output with its tangent; torch gives the tangent the memory layout of the output."""
-    if levels.repeats_itself(primal):
-        primal = primal.clone()
-    return _make_dual(primal, tangent)
 
 
 def _primal_and_tangents(
@@ -339,7 +280,7 @@ def _primal_and_tangents(
         results = Results((), mutations)
     else:
         results = _run(below, tensors, save)
-        returned = _returned(below, results.outputs, tensors)
+        returned = returned_by(below, results.outputs, tensors)
     count = len(returned) - len(pushed.moved)
     flows = results.flows and results.flows[:count]
     results = results._replace(outputs=_present(returned[:count]), flows=flows)
@@ -379,7 +320,7 @@ def _run_under_vmap(
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
     if levels.is_differentiated_below(tensors):
-        opened = _opened(call, tensors, save)
+        opened = opened_call(call, tensors, save)
         if opened is not None:
             return _run_opened(opened, tensors)
     with interpreter.lower():
@@ -429,7 +370,7 @@ class _Recording:
             call = self.call
             forward = call.region.forward(call.roots, True)
             # A backward reads operands with their tangents; `_jvp` computes the outputs'.
-            primals = map(_primal, self.operands)
+            primals = map(primal_of, self.operands)
             self.results = forward([*self.leading, *primals], call.numerics)
         else:
             level = interpreter.level()
@@ -559,7 +500,7 @@ def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ..
     del ctx.for_jvp
     has_tangent = tuple(tangent is not None for tangent in tangents)
     derived, moved = call.region.jvp(call.roots, has_tangent, len(states))
-    primals = [_unpack_dual(operand).primal for operand in operands]
+    primals = [unpack_dual(operand).primal for operand in operands]
     given = [tangent for tangent in tangents if tangent is not None]
     outputs: list[Tensor | None] = [None] * len(flows)
     if moved == ():

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open
-from remat._graph.numbering import same_outputs
-from remat._graph.values import Graph
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
@@ -49,6 +47,7 @@ from remat._regions.derived_forwards import (
 )
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
+from remat._regions.opening import is_differentiated_alike, operands_of
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import Tangents, moved_outputs, push, tangent_metas
@@ -123,7 +122,7 @@ class TracedRegion:
         self._alone: Forward | None = None
         self._fast_path: FastPath | None = None
         self._knows_fast_path = False
-        self._knows_transparent: bool | None = None
+        self._is_transparent: bool | None = None
         # The backward before the next one is likely to be like it.
         self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
@@ -271,41 +270,26 @@ class TracedRegion:
 
         It takes what that program reads and returns all that it computes, so that saved
         values carry gradients and tangents of their own from the forward to the backward,
-        and the policy is asked about both. None where the derivatives of the program are
-        not known to be those of the function.
-
-        Args:
-            roots: of the call that needs it.
-            wants: which of the leading tensors and operands are to be differentiated.
-            has_tangent: which of them have a tangent.
+        and the policy is asked about both. None where the program may have other
+        derivatives than the function. `wants` and `has_tangent` say which of the leading
+        tensors and operands are to be differentiated.
         """
-        if not self._is_transparent(roots):
+        if not self.is_transparent(roots):
             return None
-        forward = self.forward(roots, save=True)
-        num_outputs, _, num_saved, _ = forward.shape
+        num_outputs, _, num_saved, _ = self.forward(roots, save=True).shape
         if self.keeps and not num_saved:
             return Opened(self, None)
-        graph = forward.program.graph
         (region,) = self._derivatives.opened.get(
             (wants, has_tangent),
-            lambda: (self._opened(roots, graph, wants, has_tangent),),
+            lambda: (self._opened(roots, wants, has_tangent),),
         )
         return region and Opened(region, num_outputs)
 
     def _opened(
-        self,
-        roots: Roots,
-        graph: Graph,
-        wants: tuple[bool, ...],
-        has_tangent: tuple[bool, ...],
+        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> TracedRegion | None:
-        inputs = [value.meta for value in graph.values[: graph.num_inputs]]
-        metas = [meta for meta in inputs if isinstance(meta, TensorMeta)]
-        operands = tuple(
-            dataclasses.replace(meta, requires_grad=wanted and meta.is_differentiable)
-            for meta, wanted in zip(metas, wants, strict=True)
-        )
-        function = self.function.of_program(graph)
+        graph = self.forward(roots, save=True).program.graph
+        function, operands = self.function.of_program(graph), operands_of(graph, wants)
         policy = for_derived(self.policy_above)
         try:
             joints = self._outline_of(function, roots, operands)
@@ -323,41 +307,23 @@ class TracedRegion:
         """The policy of the region that the forward was made from, or its own."""
         return self.policy if self.made_from is None else self.made_from.policy_above
 
-    def _is_transparent(self, roots: Roots) -> bool:
-        """Whether derivatives of its programs are those of the function.
-
-        A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
-        function, not in its program.
-        """
+    def is_transparent(self, roots: Roots) -> bool:
+        """Whether its programs have the derivatives of the function."""
         if self.function.is_program:
             return True
         if self.made_from is not None:
-            return self.made_from._is_transparent(roots)
-        if self._knows_transparent is None:
-            self._knows_transparent = self._has_own_gradients(roots)
-        return self._knows_transparent
+            return self.made_from.is_transparent(roots)
+        if self._is_transparent is None:
+            self._is_transparent = self._is_differentiated_alike(roots)
+        return self._is_transparent
 
-    def _has_own_gradients(self, roots: Roots) -> bool:
+    def _is_differentiated_alike(self, roots: Roots) -> bool:
         forward, joint = self.forward(roots, save=True), self.stages(roots).joint
         is_more = forward.storages or joint.mutations or joint.states or self.states
         is_more = is_more or self.inputs or self.verify or self._is_open
-        if is_more or forward.flows or forward.placements or joint.is_custom:
+        if is_more or forward.flows or forward.placements:
             return False
-        function = self.function.of_program(forward_graph(joint, ())[0])
-        try:
-            again, *_ = function.traced(
-                roots, self.operands, (), cotangents=joint.layout
-            )
-        except RuntimeError as error:
-            if not autograd.has_no_formula(error):
-                raise
-            return False
-        return same_outputs(
-            *(
-                dataclasses.replace(each.graph, outputs=each.gradients)
-                for each in (joint, again)
-            )
-        )
+        return is_differentiated_alike(self.function, roots, self.operands, joint)
 
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         """The region of the gradients of what is wanted.

@@ -7,7 +7,7 @@ on it. Nothing may compute with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -228,3 +228,13 @@ def resume_differentiably(tensor: Tensor) -> Tensor:
         return tensor
     apply: Callable[[Tensor], Tensor] = _Resume.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return apply(tensor)
+
+
+def store_inputs(
+    operands: list[Tensor], inputs: Mapping[int, AbstractStorage], call: int
+) -> None:
+    """Replaces operands by their stored forms, as `saved_inputs` says, in the call of a number."""
+    twins: Twins = {}
+    for index, storage in inputs.items():
+        place = Place(index, call)
+        operands[index] = wait_differentiably(operands[index], storage, place, twins)
