@@ -17,6 +17,7 @@ from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, TensorGuard, guard_of
 from remat._regions.protocol import Call
 from remat._regions.rules import run_fast
+from remat._regions.short_way import run_short
 from remat._switches.blocks import departures
 from remat._torch import guards
 
@@ -55,7 +56,7 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
         guards.thread_guard(),
     )
     numerics = site.numerics
-    is_quiet = tensor_guard is PLAINLY
+    run_fast_path = run_fast if tensor_guard is PLAINLY else run_short
 
     def run(
         fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -71,11 +72,13 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
             if found is None:
                 return MISSED
             entry, captured = found
-        fast_path = entry.fast_path(roots, numerics) if is_quiet else None
+        fast_path = entry.fast_path(roots, numerics)
         if fast_path is not None:
             region, labels = entry.region, entry.labels
             call = Call(region, roots, numerics, labels, False, False, fast_path)
-            return entry.output.around(run_fast(call, (*tensors, *captured)))
+            returned = run_fast_path(call, (*tensors, *captured))
+            if returned is not None:
+                return entry.output.around(returned)
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED

@@ -142,12 +142,12 @@ class Forward:
     @property
     def is_one_run(self) -> bool:
         """Whether a call is one run of the program, all of whose outputs have gradients."""
-        return (
-            self.is_alone
-            and self.num_leading == 0
-            and self.shape[1] == 0
-            and self.flows is None
-        )
+        return self.is_one_program and self.num_leading == 0
+
+    @property
+    def is_one_program(self) -> bool:
+        """The same, where it may read tensors before the operands."""
+        return self.is_alone and self.shape[1] == 0 and self.flows is None
 
     @property
     def is_alone(self) -> bool:

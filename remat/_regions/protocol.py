@@ -118,6 +118,7 @@ class Region(Protocol):
     def explained(self) -> Explained | None: ...
     @property
     def held_apart(self) -> tuple[Tensor, ...]: ...
+    def one_program(self, roots: Roots) -> Forward | None: ...
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None: ...
     def forward(
         self, roots: Roots, save: bool
@@ -197,6 +198,10 @@ class WithoutProgram:
 
     @property
     def program(self) -> None:
+        """None: it runs Python."""
+        return
+
+    def one_program(self, roots: Roots) -> None:
         """None: it runs Python."""
         return
 

@@ -448,18 +448,13 @@ def _made_by(operands: Sequence[Tensor]) -> list[Any]:
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         prefetch.start(ctx)
-        return _gradients(ctx, *cotangents)
+        return node_gradients(ctx, pulled_back(ctx, cotangents), cotangents)
     except BaseException:
         prefetch.drop()
         raise
 
 
-@dynamo.unseen_by_dynamo
-def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _through(_pulled_back(ctx, cotangents), ctx, cotangents)
-
-
-def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
+def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
     """The region of the gradients that are wanted for these cotangents."""
     call: Call = ctx.call
     if call.is_last:
@@ -470,8 +465,8 @@ def _pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
     return call.region.vjp(call.roots, asked)
 
 
-def _through(
-    derived: Region, ctx: Any, cotangents: Sequence[Tensor | None]
+def node_gradients(
+    ctx: Any, derived: Region, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region: by its program alone where nothing records them."""
     present = [each for each in cotangents if each is not None]
@@ -570,13 +565,13 @@ def _gradients_looked_up(
     ctx.level = 0
     ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
-    derived = _pulled_back(ctx, cotangents)
+    derived = pulled_back(ctx, cotangents)
     is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = not is_recorded and Numerics.current() == numerics
     if derived.program is not None and is_as_asked:
         fast_path.learn(ctx.needs_input_grad, cotangents, derived.program)
-    return _through(derived, ctx, cotangents)
+    return node_gradients(ctx, derived, cotangents)
 
 
 class _FastPathFunction(torch.autograd.Function):

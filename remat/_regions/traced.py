@@ -232,6 +232,11 @@ class TracedRegion:
         assert self.given is not None
         return self.given.views
 
+    def one_program(self, roots: Roots) -> Forward | None:
+        """The forward that saves, if a call is one run of its program."""
+        forward = self.forward(roots, save=True)
+        return forward if forward.is_one_program else None
+
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
         if not self._knows_fast_path:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._C._functorch as functorch_c
@@ -83,12 +84,52 @@ def wrap_at(tensor: Tensor, level: int) -> Tensor:
     return functorch._wrap_for_grad(tensor, level)
 
 
+def all_unwrapped_at(tensors: Sequence[Tensor], level: int) -> Sequence[Tensor]:
+    """What a grad or jvp level wraps, of each tensor."""
+    return [*map(functorch._unwrap_for_grad, tensors, itertools.repeat(level))]
+
+
+def all_wrapped_at(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
+    """The tensors as a grad or jvp level sees them; those that it has wrapped stay."""
+    found = map(functorch.maybe_get_level, tensors)
+    wrap = functorch._wrap_for_grad
+    return tuple(
+        [
+            tensor if known == level else wrap(tensor, level)
+            for tensor, known in zip(tensors, found, strict=True)
+        ]
+    )
+
+
+class ShortLevels(NamedTuple):
+    """The only level of reverse mode, and a level of vmap below it."""
+
+    level: int
+    vmap: Any
+
+
+def short_levels() -> ShortLevels | None:
+    """The levels of this thread, if they are one of reverse mode, alone or over one vmap."""
+    stack: Any = functorch.get_interpreter_stack()
+    if stack is None or len(stack) > 2 or dual_levels._current_level >= 0:
+        return None
+    if stack[-1].key() != functorch_c.TransformType.Grad:
+        return None
+    if len(stack) == 1:
+        return ShortLevels(stack[-1].level(), None)
+    if stack[0].key() != functorch_c.TransformType.Vmap:
+        return None
+    return ShortLevels(stack[-1].level(), pyfunctorch.coerce_cinterpreter(stack[0]))
+
+
 def unwrap_batched(
     tensors: Sequence[Tensor], level: int
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """The tensors below a vmap level, and which dimension of each is mapped."""
-    pairs = [functorch._unwrap_batched(tensor, level) for tensor in tensors]
-    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+    unwrap: Any = functorch._unwrap_batched
+    pairs = zip(*map(unwrap, tensors, itertools.repeat(level)), strict=True)
+    below, dims = pairs if tensors else ((), ())
+    return below, dims
 
 
 def wrap_batched(

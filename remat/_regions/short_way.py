@@ -1,0 +1,216 @@
+"""The short way under one level of reverse mode: one program forward, one backward.
+
+A small function under `torch.func.grad`, alone or mapped by one `vmap`, takes this way. It does
+what `_regions.rules` does where only that level differentiates: the operands are unwrapped, a
+program runs below all levels, its outputs are wrapped. What may differ from call to call is
+checked in C, by the guards of plain autograd. A call that a check refuses takes the long way,
+and what is found there is remembered for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from remat._graph.meta import TensorMeta
+from remat._programs.program import Quiet
+from remat._regions import out_of_memory
+from remat._regions.fast_path import FastPath, FollowedAtLevel, Mapped
+from remat._regions.protocol import Call
+from remat._regions.returned_views import make_views
+from remat._regions.rules import node_gradients, pulled_back
+from remat._regions.run_backward import by_operand
+from remat._regions.transforms import Batch
+from remat._switches.numerics import Numerics
+from remat._torch import autograd, dynamo, guards, levels
+
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+class _Run(NamedTuple):
+    """A call and the program that runs for it."""
+
+    call: Call
+    #: The level of reverse mode.
+    level: int
+    #: What runs below all levels.
+    quiet: Quiet
+    #: What it takes.
+    physical: Sequence[Tensor]
+    #: The level of vmap, and which dimension of each result it maps; None without one.
+    mapped: tuple[int, Sequence[int | None]] | None
+
+
+def run_short(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+    """What the region's function returns, for a call with a `fast_path`; None for the long way."""
+    found = levels.short_levels()
+    # A level below, or plain autograd, may want a gradient that the wrappers hide.
+    if found is None or any(map(_requires_grad, levels.all_unwrapped(operands))):
+        return None
+    outputs = _run_at(call, (), operands, found)
+    if outputs is None or call.fast_path is None or call.fast_path.views is None:
+        return outputs
+    return make_views(call.fast_path.views, outputs, operands)
+
+
+def _run_at(
+    call: Call,
+    leading: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    found: levels.ShortLevels,
+) -> Sequence[Tensor] | None:
+    """The outputs of a program, recorded at the level of reverse mode."""
+    path, (level, vmap) = call.fast_path, found
+    assert path is not None, "the call needs more than one program"
+    wrapped = levels.all_wrapped_at(operands, level)
+    below = [*leading, *levels.all_unwrapped_at(wrapped, level)]
+    run = _Run(call, level, path.quiet, below, None)
+    if vmap is not None:
+        size, batch_level = vmap.batch_size(), vmap.level()
+        physical, dims = levels.unwrap_batched(below, batch_level)
+        if dims.count(None) < len(dims):
+            mapped = path.mapped_for(dims, size, physical)
+            if mapped is None:
+                mapped = _learn_mapped(
+                    call, Batch(size, vmap.randomness(), dims, ()), physical
+                )
+            if mapped is None:
+                return None
+            run = _Run(
+                call, level, mapped.quiet, physical, (batch_level, mapped.out_dims)
+            )
+        else:
+            run = run._replace(physical=physical)
+    with levels.enable_single_level():
+        return _apply(run, *wrapped)
+
+
+def _learn_mapped(
+    call: Call, batch: Batch, physical: Sequence[Tensor]
+) -> Mapped | None:
+    """The mapped program of a call; None where it takes more than one run of a program."""
+    path = call.fast_path
+    assert path is not None, "the call needs more than one program"
+    metas = tuple(
+        TensorMeta.of_whole(tensor, requires_grad=False) for tensor in physical
+    )
+    if call.region.num_draws or not all(map(guards.is_plain, physical)):
+        return None
+    batched = call.region.batched(call.roots, batch._replace(metas=metas), True)
+    forward, dims = batched.region.one_program(call.roots), batched.dims
+    if forward is None or dims is None:
+        return None
+    check = guards.tensor_guard(physical)
+    return path.learn_mapped(
+        Mapped(batch.dims, batch.size, check, forward.program.quiet, dims)
+    )
+
+
+@dynamo.unseen_by_dynamo
+def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
+    call, level, quiet, physical, mapped = run
+    path: Any = call.fast_path
+    try:
+        with levels.leave_functorch(), quiet.around():
+            found: Any = quiet.run([*physical])
+    except RuntimeError as error:
+        out_of_memory.note(error, "forward", call, [each.grad_fn for each in operands])
+        raise
+    if mapped is not None:
+        found = levels.wrap_batched(found, mapped[1], mapped[0])
+    else:
+        for index in path.untracked:
+            found[index] = autograd.untracked_alias(found[index])
+    first, last = path.num_outputs, path.num_kept
+    kept = (*found[first:last], *operands)
+    ctx.call, ctx.level, ctx.num_states = call, level, path.num_states
+    ctx.is_first_order, ctx.waiting = call.is_first_order, None
+    ctx.versions = levels.versions_below(kept)
+    ctx.save_for_backward(*kept, *found[last:])
+    ctx.set_materialize_grads(False)
+    return levels.all_wrapped_at(found[:first], level)
+
+
+@dynamo.unseen_by_dynamo
+def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients, most often by the program of a backward before."""
+    path: FastPath = ctx.call.fast_path
+    wanted, found = ctx.needs_input_grad, levels.short_levels()
+    if found is not None and found.level == ctx.level:
+        for known in path.followed_at_level:
+            if (
+                known.check(*cotangents)
+                and known.wanted == wanted
+                and known.same_thread()
+            ):
+                gradients = _again(ctx, known, cotangents, found)
+                if gradients is None:
+                    break
+                return by_operand(wanted, gradients)
+    return _looked_up(ctx, cotangents)
+
+
+def _again(
+    ctx: Any,
+    known: FollowedAtLevel,
+    cotangents: Sequence[Any],
+    found: levels.ShortLevels,
+) -> Sequence[Tensor] | None:
+    """The gradients by a known program; None for the long way, which says what is wrong."""
+    call: Call = ctx.call
+    assert call.fast_path is not None, "the forward took the short way"
+    try:
+        kept: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError:
+        return None
+    has_ended = levels.level_of(kept[len(ctx.versions) - 1]) != ctx.level
+    changed = levels.versions_below(kept[: len(ctx.versions)]) != ctx.versions
+    below = levels.all_unwrapped(cotangents)
+    if has_ended or changed or any(map(_requires_grad, below)):
+        return None
+    again = Call(known.region, call.roots, known.numerics, call.labels)
+    own = call.fast_path.num_kept - call.fast_path.num_outputs
+    return _run_at(
+        again._replace(fast_path=known.path, connected_below=ctx.level),
+        kept[:own],
+        (*kept[own:], *cotangents),
+        found,
+    )
+
+
+def _looked_up(
+    ctx: Any, cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The same by the long way; what it finds is remembered."""
+    path, roots = ctx.call.fast_path, ctx.call.roots
+    numerics = Numerics.current()
+    region = pulled_back(ctx, cotangents)
+    present = [each for each in cotangents if each is not None]
+    is_alike = len(present) == len(cotangents) and Numerics.current() == numerics
+    is_told = is_alike and all(map(guards.is_told_by_wrapper, present))
+    forward = region.one_program(roots)
+    if forward is not None and is_told and not ctx.is_first_order and not region.views:
+        path.learn_at_level(
+            FollowedAtLevel(
+                guards.tensor_guard(present),
+                ctx.needs_input_grad,
+                guards.thread_guard(),
+                region,
+                FastPath(forward, None),
+                numerics,
+            )
+        )
+    return node_gradients(ctx, region, cotangents)
+
+
+class _ShortFunction(levels.SingleLevelFunction):
+    """One level of torch.func reverse mode over one program."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_gradients)
+
+
+_apply: Callable[..., Sequence[Tensor]] = _ShortFunction.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
