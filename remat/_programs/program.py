@@ -147,8 +147,7 @@ class Program:
 
         def run(inputs: list[Tensor]) -> list[Any]:
             # What a subclass returns may have no memory to write over.
-            is_plain = all(map(guards.is_plain, inputs))
-            return (sparing if is_plain else self._run)(inputs)
+            return (sparing if guards.are_plain(inputs) else self._run)(inputs)
 
         return run
 

@@ -12,8 +12,7 @@ are active when a backward runs apply to it too.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -44,8 +43,6 @@ from remat._switches import blocks
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, levels, tracer
 from remat._torch.forward_ad import dual_level_is_active
-
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 def bind(call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -194,7 +191,7 @@ def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     operands = tensors[call.region.num_leading :]
-    return any(map(_requires_grad, operands))
+    return any(map(guards.requires_grad, operands))
 
 
 def _run_under_grad(

@@ -10,7 +10,7 @@ and what is found there is remembered for the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,8 +26,6 @@ from remat._regions.run_backward import by_operand
 from remat._regions.transforms import Batch
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, levels
-
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class _Run(NamedTuple):
@@ -48,7 +46,7 @@ def run_short(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None]
     """What the region's function returns, for a call with a `fast_path`; None for the long way."""
     found = levels.short_levels()
     # A level below, or plain autograd, may want a gradient that the wrappers hide.
-    if found is None or any(map(_requires_grad, levels.all_unwrapped(operands))):
+    if found is None or any(map(guards.requires_grad, levels.all_unwrapped(operands))):
         return None
     outputs = _run_at(call, (), operands, found)
     if outputs is None or call.fast_path is None or call.fast_path.views is None:
@@ -66,7 +64,7 @@ def _run_at(
     path, (level, vmap) = call.fast_path, found
     assert path is not None, "the call needs more than one program"
     wrapped = levels.all_wrapped_at(operands, level)
-    below = [*leading, *levels.all_unwrapped_at(wrapped, level)]
+    below = [*leading, *map(levels.unwrap_at, wrapped, repeat(level))]
     run = _Run(call, level, path.quiet, below, None)
     if vmap is not None:
         size, batch_level = vmap.batch_size(), vmap.level()
@@ -119,19 +117,21 @@ def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         out_of_memory.note(error, "forward", call, [each.grad_fn for each in operands])
         raise
+    first, last = path.num_outputs, path.num_kept
+    ctx.versions = levels.versions_of(
+        [*found[first:last], *physical[len(physical) - len(operands) :]]
+    )
     if mapped is not None:
         found = levels.wrap_batched(found, mapped[1], mapped[0])
     else:
         for index in path.untracked:
             found[index] = autograd.untracked_alias(found[index])
-    first, last = path.num_outputs, path.num_kept
     kept = (*found[first:last], *operands)
     ctx.call, ctx.level, ctx.num_states = call, level, path.num_states
     ctx.is_first_order, ctx.waiting = call.is_first_order, None
-    ctx.versions = levels.versions_below(kept)
     ctx.save_for_backward(*kept, *found[last:])
     ctx.set_materialize_grads(False)
-    return levels.all_wrapped_at(found[:first], level)
+    return tuple(map(levels.wrap_at, found[:first], repeat(level)))
 
 
 @dynamo.unseen_by_dynamo
@@ -169,7 +169,7 @@ def _again(
     has_ended = levels.level_of(kept[len(ctx.versions) - 1]) != ctx.level
     changed = levels.versions_below(kept[: len(ctx.versions)]) != ctx.versions
     below = levels.all_unwrapped(cotangents)
-    if has_ended or changed or any(map(_requires_grad, below)):
+    if has_ended or changed or any(map(guards.requires_grad, below)):
         return None
     again = Call(known.region, call.roots, known.numerics, call.labels)
     own = call.fast_path.num_kept - call.fast_path.num_outputs

@@ -7,6 +7,7 @@ Obsolete when the public names are as fast.
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,12 @@ from remat._torch.levels import (
     functorch,
     is_wrapped,
     requires_grad_anywhere,
+    short_levels,
     unwrapped,
 )
 from remat._torch.modes import is_watched
+
+requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 _guards: Any = importlib.import_module("torch._C._dynamo.guards")
 
@@ -49,6 +53,13 @@ def is_quiet() -> bool:
         functorch.peek_interpreter_stack() is None
         and dual_levels._current_level < 0
         and not is_watched()
+    )
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether `is_plain` is true of each."""
+    return _OWN_KINDS.issuperset(map(type, tensors)) and not any(
+        map(is_wrapped, tensors)
     )
 
 
@@ -108,11 +119,14 @@ def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     unwanted = [k for k, tensor in enumerate(tensors) if not tensor.requires_grad]
 
     def is_alike(*given: Tensor) -> bool:
-        return (
-            check(*given)
-            and _OWN_KINDS.issuperset(map(type, all_unwrapped(given)))
-            and not any(requires_grad_anywhere(given[k]) for k in unwanted)
-        )
+        if not check(*given):
+            return False
+        below = all_unwrapped(given)
+        if not _OWN_KINDS.issuperset(map(type, below)):
+            return False
+        if short_levels() is None:
+            return not any(requires_grad_anywhere(given[k]) for k in unwanted)
+        return not any(map(requires_grad, map(below.__getitem__, unwanted)))
 
     return is_alike
 

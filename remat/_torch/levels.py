@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyr
 enable_single_level = enable_single_level_autograd_function
 functorch: Any = functorch_c
 _grad_mode: Any = torch.autograd.grad_mode
+
+# (a tensor) -> the level of the transform that wrapped it, -1 where none has, -2 where it ended.
+level_of: Callable[[Tensor], int] = functorch.maybe_get_level
 
 
 def interpreter_is_active() -> bool:
@@ -69,35 +73,23 @@ def lowered(interpreter: Any) -> Generator[None]:
         yield
 
 
-def leave_functorch() -> contextlib.AbstractContextManager[Any]:
-    """Runs the body outside every torch.func transform."""
-    return pyfunctorch.temporarily_clear_interpreter_stack()
+# () -> a context whose body runs outside every torch.func transform.
+leave_functorch: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    pyfunctorch.temporarily_clear_interpreter_stack
+)
 
 
-def unwrap_at(tensor: Tensor, level: int) -> Tensor:
-    """What a grad or jvp level wraps, or the tensor itself."""
-    return functorch._unwrap_for_grad(tensor, level)
+# (a tensor, a grad or jvp level) -> what that level wraps, or the tensor itself.
+unwrap_at: Callable[[Tensor, int], Tensor] = functorch._unwrap_for_grad
 
-
-def wrap_at(tensor: Tensor, level: int) -> Tensor:
-    """The tensor as a grad or jvp level sees it."""
-    return functorch._wrap_for_grad(tensor, level)
-
-
-def all_unwrapped_at(tensors: Sequence[Tensor], level: int) -> Sequence[Tensor]:
-    """What a grad or jvp level wraps, of each tensor."""
-    return [*map(functorch._unwrap_for_grad, tensors, itertools.repeat(level))]
+# (a tensor, a grad or jvp level) -> the tensor as that level sees it.
+wrap_at: Callable[[Tensor, int], Tensor] = functorch._wrap_for_grad
 
 
 def all_wrapped_at(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
     """The tensors as a grad or jvp level sees them; those that it has wrapped stay."""
-    found = map(functorch.maybe_get_level, tensors)
-    wrap = functorch._wrap_for_grad
     return tuple(
-        [
-            tensor if known == level else wrap(tensor, level)
-            for tensor, known in zip(tensors, found, strict=True)
-        ]
+        [each if level_of(each) == level else wrap_at(each, level) for each in tensors]
     )
 
 
@@ -182,8 +174,14 @@ def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
     Obsolete when autograd looks at the counter of the wrapped tensor.
     """
-    found = all_unwrapped(tensors)
-    return tuple([-1 if each.is_inference() else each._version for each in found])
+    return versions_of(all_unwrapped(tensors))
+
+
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each tensor was written to; -1 for one of inference mode."""
+    if any(map(Tensor.is_inference, tensors)):
+        return tuple([-1 if each.is_inference() else each._version for each in tensors])
+    return tuple(map(operator.attrgetter("_version"), tensors))
 
 
 def repeats_itself(tensor: Tensor) -> bool:
@@ -251,11 +249,6 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     )
     with torch.no_grad(), version:
         tensor.copy_(new)
-
-
-def level_of(tensor: Tensor) -> int:
-    """The level of the transform that wrapped a tensor, -1 where none has."""
-    return functorch.maybe_get_level(tensor)
 
 
 def is_mapped() -> bool:
