@@ -1,0 +1,159 @@
+"""The short way under one level of reverse mode: few frames, the same numbers, the same errors."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+import remat as package
+from remat import SavedTensorModifiedError, first_order, policies, remat
+from tests.support import assert_bitwise, seeded
+
+# Forward mode itself compiles decompositions with torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+ROOT = str(Path(package.__file__).parent)
+W, X, B = seeded(8, 8), seeded(6, 8), seeded(8)
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+}
+
+
+def layer(w: Tensor, x: Tensor, b: Tensor) -> Tensor:
+    return (x @ w + b).tanh() * x
+
+
+def gradient(f: Callable[..., Tensor], x: Tensor = X) -> Tensor:
+    return grad(lambda w: f(w, x, B).sum())(W)
+
+
+def of_each(f: Callable[..., Tensor]) -> Tensor:
+    return vmap(lambda x: gradient(f, x))(X)
+
+
+def in_two_layers(f: Callable[..., Tensor]) -> Tensor:
+    return grad(lambda w: f(w, f(w, X, B), B).square().sum())(W)
+
+
+def squared(f: Callable[..., Tensor]) -> Tensor:
+    return grad(lambda w: f(w, X, B).square().sum())(W)
+
+
+def by_pullback(f: Callable[..., Tensor]) -> Tensor:
+    pull = vjp(lambda w: f(w, X, B), W)[1]
+    return pull(torch.ones_like(X))[0] + pull(X)[0]
+
+
+def of_each_pair(f: Callable[..., Tensor]) -> Tensor:
+    return vmap(lambda x, w: grad(lambda w: f(w, x, B).sum())(w))(X, W.expand(6, 8, 8))
+
+
+WAYS = [gradient, of_each, in_two_layers, squared, by_pullback, of_each_pair]
+
+
+def count_frames(run: Callable[[], object]) -> int:
+    """Calls of the package's own Python functions in one run, once all is traced."""
+    for _ in range(4):
+        run()
+    found = 0
+
+    def listen(frame: Any, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(ROOT)
+
+    sys.setprofile(listen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(("way", "most"), [(gradient, 40), (of_each, 80)])
+def test_a_call_and_its_backward_take_few_frames(
+    way: Callable[..., Tensor], most: int, kind: str
+) -> None:
+    """Forward and backward together; the long way takes several times as many."""
+    region = remat(layer, policy=POLICIES[kind])
+
+    assert count_frames(lambda: way(region)) <= most
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers_are_those_of_the_first_call(
+    way: Callable[..., Tensor], kind: str
+) -> None:
+    """The first call takes the long way, later ones the short one."""
+    region = remat(layer, policy=POLICIES[kind])
+
+    found = [way(region) for _ in range(4)]
+
+    for each in found:
+        assert_bitwise(each, found[0])
+    torch.testing.assert_close(found[0], way(layer))
+
+
+def test_what_a_level_or_autograd_around_wants_is_not_lost() -> None:
+    """Wrappers hide it: the same call is made with and without something around it."""
+    region = remat(layer)
+    leaf = W.clone().requires_grad_()
+
+    def loss(f: Callable[..., Tensor], w: Tensor) -> Tensor:
+        return grad(lambda x: f(w, x, B).square().sum())(X).square().sum()
+
+    for _ in range(3):
+        assert_bitwise(loss(region, W), loss(region, W))
+        outer = grad(lambda w: loss(region, w))(W)
+        torch.testing.assert_close(outer, grad(lambda w: loss(layer, w))(W))
+        (around,) = torch.autograd.grad(loss(region, leaf), leaf)
+        torch.testing.assert_close(around, outer)
+        pushed = jvp(lambda w: loss(region, w), (W,), (W,))[1]
+        torch.testing.assert_close(pushed, (outer * W).sum())
+
+
+def test_what_was_changed_since_the_forward_is_refused() -> None:
+    """As on the long way, by the versions of what the wrappers wrap."""
+    region = remat(layer)
+
+    def spoiled(x: Tensor) -> Tensor:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            out = region(w, x, B).sum()
+            x.add_(1.0)
+            return out
+
+        return grad(loss)(W, x)
+
+    for _ in range(4):
+        with pytest.raises(SavedTensorModifiedError, match="changed in place"):
+            spoiled(X.clone())
+
+
+def test_gradients_of_gradients_are_refused_under_first_order() -> None:
+    """The long way serves such a call; its numbers are the same."""
+    region = remat(layer)
+
+    for _ in range(3):
+        with first_order():
+            assert_bitwise(gradient(region), gradient(region))
+
+
+def test_a_gradient_inside_a_level_can_be_differentiated_there() -> None:
+    """By torch.autograd.grad with create_graph=True, which torch permits inside grad."""
+
+    def loss(f: Callable[..., Tensor], w: Tensor) -> Tensor:
+        (inner,) = torch.autograd.grad(f(w, X, B).square().sum(), w, create_graph=True)
+        return inner.square().sum()
+
+    region = remat(layer)
+    for _ in range(3):
+        torch.testing.assert_close(
+            grad(lambda w: loss(region, w))(W), grad(lambda w: loss(layer, w))(W)
+        )
