@@ -81,9 +81,15 @@ class TracedRegion:
         inputs: the operands that do not wait as they are, and their storages.
         calls: numbers the calls of the function; those of its derivatives too.
         made_from: the region whose program its forward was made from; None if none was.
+        held_apart: what waits for its backward outside of autograd: nothing.
+        runs_first: whether only a run tells what the outputs depend on: here the trace does.
+        views: how each returned tensor is made; None if the outputs are what is returned.
         program: the forward's program, if a call under the switches that it was derived for
             is one run of it; else None.
     """
+
+    held_apart: tuple[Tensor, ...] = ()
+    runs_first: bool = False
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class TracedRegion:
         self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
         self._derivatives = Derivatives[TracedRegion](self._is_open)
-        self._views = None if are_outputs(self.every_view) else self.every_view
+        self.views = None if are_outputs(self.every_view) else self.every_view
 
     def stages(self, roots: Roots) -> Stages:
         """What became of the function, stage by stage, where reverse mode is wanted."""
@@ -210,21 +216,6 @@ class TracedRegion:
         return self if self.keeps else None
 
     @property
-    def held_apart(self) -> tuple[Tensor, ...]:
-        """What waits for its backward outside of autograd: nothing."""
-        return ()
-
-    @property
-    def runs_first(self) -> bool:
-        """Whether only a run tells which operands the outputs depend on: here the trace does."""
-        return False
-
-    @property
-    def views(self) -> tuple[View, ...] | None:
-        """How each returned tensor is made; None if the outputs are what is returned."""
-        return self._views
-
-    @property
     def every_view(self) -> tuple[View, ...]:
         """How each tensor that the function returns is made from the outputs and operands."""
         if self.outline is not None:
@@ -242,7 +233,7 @@ class TracedRegion:
         if not self._knows_fast_path:
             forward = self.forward(roots, save=True)
             if forward.is_one_run and not self.inputs:
-                self._fast_path = FastPath(forward, self._views)
+                self._fast_path = FastPath(forward, self.views)
             self._knows_fast_path = True
         path = self._fast_path
         return path if path and path.numerics.are_met_by(numerics) else None
@@ -284,9 +275,9 @@ class TracedRegion:
         num_outputs, _, num_saved, _ = self.forward(roots, save=True).shape
         if self.keeps and not num_saved:
             return Opened(self, None)
+        kinds = (wants, has_tangent)
         (region,) = self._derivatives.opened.get(
-            (wants, has_tangent),
-            lambda: (self._opened(roots, wants, has_tangent),),
+            kinds, lambda: (self._opened(roots, *kinds),)
         )
         return region and Opened(region, num_outputs)
 
