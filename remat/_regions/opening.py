@@ -24,7 +24,8 @@ def is_differentiated_alike(
     """Whether the program of a function has the derivatives of the function.
 
     A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
-    function, not in its program: both are traced, and compared value by value.
+    function, not in its program: both are traced, and compared value by value. Nor do
+    regions inside show there, which bound the peak of what runs again (law 9).
 
     Args:
         function: the user's.
@@ -32,7 +33,8 @@ def is_differentiated_alike(
         operands: the metadata of what it takes.
         joint: its joint graph.
     """
-    if joint.is_custom:
+    has_regions = any(value.rank >= 0 for value in joint.graph.values)
+    if joint.is_custom or has_regions:
         return False
     program = function.of_program(forward_graph(joint, ())[0])
     try:
