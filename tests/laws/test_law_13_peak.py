@@ -203,6 +203,12 @@ def test_nothing_peaks_at_a_fifth_of_plain(transform: str, kind: str) -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("transform", ALL_TRANSFORMS)
+def test_regions_in_regions_peak_below_the_outer_ones_alone(transform: str) -> None:
+    """At every order: what the outer ones recompute, the inner ones bound (law 9)."""
+    assert peak_bytes(transform, "groups") < peak_bytes(transform, "nothing")
+
+
 @pytest.mark.parametrize("kind", ["nothing", "groups"])
 def test_second_derivatives_peak_at_a_fifth_of_plain(kind: str) -> None:
     """`grad(grad)` at no more than 0.2 of plain."""
