@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jacfwd, jvp
+from torch.func import grad, jacfwd, jvp
 
 from remat import policies, remat
 from remat._graph.building import prune
@@ -19,6 +19,7 @@ from remat._programs.program import Program
 from tests.support import (
     assert_bitwise,
     assert_close,
+    daily,
     seeded,
     swept,
     tensors_in,
@@ -115,10 +116,12 @@ READ = {
 @pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_other_results_of_a_zero_are_computed(read: Value) -> None:
     """They are not zero, and not the other operand."""
-    found = operators_after(read, step(aten.sin.default, Ref(4)))
+    found = operators_after(
+        read, step(aten.add.Tensor, Y, Ref(4)), step(aten.sin.default, Ref(5))
+    )
 
     op: Any = read.op
-    assert found[-2:] == [str(op.overloadpacket), "aten.sin"]
+    assert found[-3:] == [str(op.overloadpacket), "aten.add", "aten.sin"]
 
 
 def test_a_sum_of_another_layout_is_computed() -> None:
@@ -188,12 +191,16 @@ USERS: dict[str, Callable[[], Tensor]] = {
     "new_zeros": lambda: WEIGHT.new_zeros(()),
     "filled": lambda: torch.empty((), dtype=torch.float64).zero_(),
 }
-NESTS: dict[str, Callable[[Callable[..., Any], tuple[Tensor, ...]], Any]] = {
-    "jvp": lambda f, args: jvp(f, args, along(args)),
-    "jvp(jvp)": lambda f, args: jvp(
-        lambda *args: jvp(f, args, along(args)), args, along(along(args))
-    ),
-    "jacfwd": lambda f, args: jacfwd(f, tuple(range(len(args))))(*args),
+Operands = tuple[Tensor, ...]
+#: Regions are traced where reverse mode is one of the transforms.
+NESTS: dict[str, Callable[[Callable[..., Any], Operands], Any]] = {
+    "jvp": lambda f, args: pushed(f)(*args),
+    "jvp(grad)": lambda f, args: pushed(gradients(f, len(args)))(*args),
+    "grad(jvp)": lambda f, args: gradients(pushed(f), len(args))(*args),
+    "grad(jvp(jvp))": lambda f, args: gradients(pushed(pushed(f)), len(args))(*args),
+    "jacfwd(grad)": lambda f, args: jacfwd(
+        gradients(f, len(args)), tuple(range(len(args)))
+    )(*args),
 }
 POLICIES = {
     "nothing": policies.nothing_saveable,
@@ -201,9 +208,18 @@ POLICIES = {
 }
 
 
-def along(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A tangent for each of some tensors, or a tangent of that."""
-    return tuple(each.detach().cos() for each in args)
+def pushed(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function and its derivative along the cosines of its operands."""
+    return lambda *args: jvp(f, args, tuple(each.detach().cos() for each in args))
+
+
+def gradients(f: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The gradients of a smooth number made of all that a function returns."""
+
+    def number(*args: Tensor) -> Tensor:
+        return torch.stack([each.sin().sum() for each in tensors_in(f(*args))]).sum()
+
+    return grad(number, tuple(range(count)))
 
 
 @pytest.mark.parametrize("nest", NESTS)
@@ -247,7 +263,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("policy", ["everything", *swept(["nothing"])])
-@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("nest", daily({each: each for each in NESTS}, ["jvp(grad)"]))
 @pytest.mark.parametrize("name", OPERATORS)
 def test_numbers_are_plains_whichever_operands_have_tangents(
     name: str, nest: str, policy: str
