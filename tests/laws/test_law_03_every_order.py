@@ -16,7 +16,7 @@ import pytest
 from remat import policies, remat
 from tests.laws.derivatives import TORCH, weights
 from tests.laws.nests import BATCH, NESTS, WIDTH, Function, functions
-from tests.support import count_operators, seeded, swept
+from tests.support import PRODUCTS, count_operators, seeded, swept
 
 pytestmark = [
     pytest.mark.contract,
@@ -41,7 +41,6 @@ POLICIES = {
     "everything": policies.everything_saveable,
 }
 X = seeded(BATCH, WIDTH, seed=99)
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "addmv")
 
 #: A backward is differentiated as a region of its own beside the forward's: in an outer
 #: backward both recompute the forward. JAX differentiates one program, which does so once.
@@ -98,7 +97,7 @@ def counts(nest: str, name: str, f: Function) -> Counts:
     """What one run computes, once everything is traced."""
     run(nest, name, f)
     found = count_operators(run, nest, name, f)
-    products = sum(found[f"aten.{each}"] for each in PRODUCTS)
+    products = sum(found[each] for each in PRODUCTS)
     return products, found["aten.tanh"], found["aten.sin"] + found["aten.cos"]
 
 
