@@ -27,6 +27,9 @@ _ALIASES = (
     "split_with_sizes squeeze t transpose unbind unsqueeze view _unsafe_view"
 )
 ALIASING = frozenset(f"aten.{name}" for name in _ALIASES.split(" "))
+#: Products of matrices and vectors.
+_PRODUCTS = "mm bmm addmm baddbmm dot mv addmv"
+PRODUCTS = frozenset(f"aten.{name}" for name in _PRODUCTS.split(" "))
 
 
 def swept(cases: Iterable[Any]) -> list[Any]:

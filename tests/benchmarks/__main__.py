@@ -26,6 +26,8 @@ OTHERS = {
     "storage": "tests.benchmarks.storage",
     "transformers": "tests.benchmarks.transformers",
 }
+#: What `nested` measures, each by a name of its own too.
+NESTED = ("pinn", "maml", "hessian", "penalty", "third")
 COMMAND = "python -m tests.benchmarks"
 
 
@@ -34,13 +36,18 @@ def main(given: list[str] | None = None) -> int:
     from tests.benchmarks.rows import ROWS
 
     rows = {row.name: row for row in ROWS}
-    arguments = _parser([*rows, *OTHERS]).parse_args(given)
+    arguments = _parser([*rows, *OTHERS, "nested", *NESTED]).parse_args(given)
     torch.set_num_threads(arguments.threads)
     picked = [rows[name] for name in arguments.names or rows if name in rows]
     others = [name for name in arguments.names if name in OTHERS]
     failed = _suite(picked, arguments) if picked else 0
     for name in others:
         failed += importlib.import_module(OTHERS[name]).main(arguments.threads) or 0
+    nested = [name for name in arguments.names if name in ("nested", *NESTED)]
+    if nested:
+        named = () if "nested" in nested else nested
+        module = importlib.import_module("tests.benchmarks.nested")
+        module.main(arguments.threads, named, arguments.quick)
     return int(failed > 0)
 
 

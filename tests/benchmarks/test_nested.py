@@ -1,0 +1,39 @@
+"""The nested rows at small sizes; their figures are no tests."""
+
+import pytest
+import torch
+
+from tests.benchmarks import __main__ as command, nested
+from tests.benchmarks.contenders import PLAIN
+from tests.support import swept
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+    # Forward mode's first use compiles torch's own formulas with it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+
+def test_the_command_knows_every_row() -> None:
+    """By its name, and all of them together."""
+    assert (*nested.ROWS,) == command.NESTED
+
+
+@pytest.mark.parametrize(
+    "name", ["pinn", *swept(name for name in nested.ROWS if name != "pinn")]
+)
+def test_a_nested_row_is_measured_under_every_policy(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers agree; time, bytes and operators are counted."""
+    assert command.main([name, "--quick"]) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"torch {torch.__version__}")
+    assert f"### {name}: {nested.ROWS[name].title}; 3 layers of 4" in printed
+    rows = [line.split(" | ") for line in printed.splitlines() if " to " in line]
+    names = [row[0].removeprefix("| ") for row in rows]
+    assert names == [PLAIN, *(f"remat, {kept}" for kept in nested.KEPT)]
+    products, operators = ([int(row[k].strip(" |")) for row in rows] for k in (-2, -1))
+    assert 0 < min(products) < min(operators)
+    assert products[-1] <= products[0]

@@ -1,0 +1,274 @@
+"""Law 1. Same numbers at every order, or plain torch's error.
+
+Each function is a region, differentiated twice by nests of torch.func and of plain autograd,
+under policies that save different values of the backward and of tangents.
+"""
+
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.func import grad, vjp, vmap
+from torch.utils._pytree import tree_map_only
+
+from remat import policies, random, remat
+from tests.laws.derivatives import TORCH
+from tests.laws.nests import NESTS, loss
+from tests.support import assert_close, pairwise, seeded, swept
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore::remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+WIDTH = 4
+W, X = seeded(WIDTH, WIDTH) / 2, seeded(3, WIDTH, seed=1)
+COTANGENT = seeded(3, WIDTH, seed=2)
+KEY = random.key(3)
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "matmuls": policies.save_matmul_outputs,
+    "everything": policies.everything_saveable,
+}
+SECOND_ORDER = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))")
+
+Unit = Callable[[Tensor, Tensor], Tensor]
+
+
+class Cubed(torch.autograd.Function):
+    """A user's cube, with a backward that can be differentiated, and forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangents[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * tangents[0]
+
+
+class CubedOnce(torch.autograd.Function):
+    """The same with a backward that says that it cannot be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *cotangents: Tensor
+    ) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangents[0]
+
+
+def attention(w: Tensor, x: Tensor) -> Tensor:
+    """Each half of a row attends to both."""
+    h = (x @ w).view(-1, 2, WIDTH // 2)
+    return (torch.softmax(h @ x.view_as(h).mT, -1) @ h).flatten(1)
+
+
+def in_place(w: Tensor, x: Tensor) -> Tensor:
+    """Changes a value, and a part of it, after it was read."""
+    h = x @ w
+    y = h.sin()
+    h = h.clone().mul_(y)
+    h[:, 1:3].add_(y[:, :2]).tanh_()
+    return h * y
+
+
+def normalized_without_gradient(w: Tensor, x: Tensor) -> Tensor:
+    """A scale that no gradient flows through."""
+    h = x @ w
+    with torch.no_grad():
+        scale = 1 + h.square().mean()
+    return torch.tanh(h / scale)
+
+
+FUNCTIONS: dict[str, Unit] = {
+    "layer_norm": lambda w, x: F.layer_norm(x @ w, (WIDTH,), w[0].cos(), w[1]),
+    "attention": attention,
+    "gelu": lambda w, x: F.gelu(x @ w) @ w,
+    "silu": lambda w, x: F.silu(x @ w) @ w,
+    "group_norm": lambda w, x: F.group_norm(x @ w, 2, w[0].cos(), w[1]),
+    "dropout": lambda w, x: random.dropout(KEY, torch.tanh(x @ w), 0.3) @ w,
+    "in_place": in_place,
+    "autograd.Function": lambda w, x: Cubed.apply(torch.tanh(x @ w)) @ w,
+    "no_grad": normalized_without_gradient,
+    "detach": lambda w, x: torch.tanh(x @ w) * (x @ w).detach().sin(),
+    "once_differentiable": lambda w, x: CubedOnce.apply(torch.tanh(x @ w)) @ w,
+}
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """What a run gives, detached, or the type of what it raises."""
+    try:
+        found = run()
+    except (RuntimeError, NotImplementedError) as error:
+        return type(error)
+    return tree_map_only(Tensor, Tensor.detach, found)
+
+
+def assert_alike(run: Callable[[Unit], Any], f: Unit, policy: str) -> None:
+    """A region gives the numbers of its function, or raises what it raises."""
+    region = remat(f, policy=POLICIES[policy])
+    found, expected = outcome(lambda: run(region)), outcome(lambda: run(f))
+
+    assert isinstance(found, type) == isinstance(expected, type), (found, expected)
+    if isinstance(expected, type):
+        assert found is expected
+    else:
+        assert_close(found, expected)
+
+
+def cases(*axes: Collection[str]) -> list[Any]:
+    """Those in which any two values meet; a sweep tries all others."""
+    few = pairwise(*axes)
+    return few + swept(each for each in itertools.product(*axes) if each not in few)
+
+
+@pytest.mark.parametrize("case", cases(FUNCTIONS, SECOND_ORDER, POLICIES), ids=" ".join)
+def test_second_derivatives_by_torch_func(case: tuple[str, str, str]) -> None:
+    """Of smooth operators, of draws, of what changes in place, and of the user's own rules."""
+    name, nest, policy = case
+
+    assert_alike(lambda f: NESTS[nest](TORCH, f, W, X), FUNCTIONS[name], policy)
+
+
+def of_pull(read: Callable[[Any, Tensor], Tensor]) -> Callable[[Unit], Any]:
+    """A gradient of what is read from a pullback of the function at some weights."""
+
+    def run(f: Unit) -> Any:
+        return grad(lambda w: read(vjp(lambda x: f(w, x), X)[1], w))(W)
+
+    return run
+
+
+def kept_pull(f: Unit) -> Any:
+    """A pullback that is called when the gradient around it is complete."""
+    kept: list[Any] = []
+
+    def number(w: Tensor) -> Tensor:
+        out, pull, *_ = vjp(lambda x: f(w, x), X)
+        kept.append(pull)
+        return out.square().sum()
+
+    gradient = grad(number)(W)
+    return gradient, kept[0](COTANGENT)
+
+
+def pulled_twice(f: Unit) -> Any:
+    """The same pullback for two cotangents, without anything around it."""
+    pull = vjp(f, W, X)[1]
+    return pull(COTANGENT), pull(COTANGENT.sin()), vmap(pull)(COTANGENT.repeat(2, 1, 1))
+
+
+def recorded(f: Unit, w: Tensor) -> Tensor:
+    """The squares of a gradient that plain autograd takes at some level, and records."""
+    (found,) = torch.autograd.grad(loss(f)(w, X), w, create_graph=True)
+    return found.square().sum()
+
+
+def by_leaf(number: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient by plain autograd."""
+    leaf = W.clone().requires_grad_()
+    return torch.autograd.grad(number(leaf), leaf)[0]
+
+
+PULLED: dict[str, Callable[[Unit], Any]] = {
+    "twice": pulled_twice,
+    "twice under grad": of_pull(
+        lambda pull, w: (pull(COTANGENT)[0] * pull(COTANGENT.sin() @ w)[0]).sum()
+    ),
+    "the cotangent made of the outcome": of_pull(
+        lambda pull, _: pull(pull(COTANGENT)[0])[0].square().sum()
+    ),
+    "under grad(grad)": lambda f: grad(lambda w: pulled_in_grad(f, w).square().sum())(
+        W
+    ),
+    "after the gradient": kept_pull,
+    "outside of torch.func": lambda f: by_leaf(
+        lambda w: vjp(lambda x: f(w, x), X)[1](COTANGENT)[0].square().sum()
+    ),
+}
+
+
+def pulled_in_grad(f: Unit, w: Tensor) -> Tensor:
+    """A gradient of a pullback's squares, at weights that may be differentiated further."""
+    return grad(lambda w: vjp(lambda x: f(w, x), X)[1](COTANGENT)[0].square().sum())(w)
+
+
+def recorded_gradient(f: Unit, w: Tensor) -> Tensor:
+    """The same of the squares of torch.func's gradient."""
+    first = grad(loss(f))(w, X).square().sum()
+    return torch.autograd.grad(first, w, create_graph=True)[0].square().sum()
+
+
+def recorded_by_a_leaf(f: Unit, w: Tensor) -> Tensor:
+    """A gradient by a leaf that no level of torch.func knows."""
+    x = X.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(f)(w, x), x, create_graph=True)
+    return found.square().sum()
+
+
+RECORDED: dict[str, Callable[[Unit], Any]] = {
+    "in grad": lambda f: grad(lambda w: recorded(f, w))(W),
+    "in grad(grad)": lambda f: grad(
+        lambda w: grad(lambda w: recorded(f, w))(w).square().sum()
+    )(W),
+    "in vmap(grad)": lambda f: vmap(
+        lambda x: grad(lambda w: recorded(f, w) * (x @ w).sum())(W)
+    )(X),
+    "around grad": lambda f: by_leaf(lambda w: grad(loss(f))(w, X).square().sum()),
+    "around grad, twice": lambda f: by_leaf(lambda w: recorded_gradient(f, w)),
+    "around grad(grad)": lambda f: by_leaf(
+        lambda w: NESTS["grad(grad)"](TORCH, f, w, X).square().sum()
+    ),
+    "by a leaf": lambda f: by_leaf(lambda w: recorded_by_a_leaf(f, w)),
+}
+
+
+SMOOTH = ["attention", "in_place", "autograd.Function", "detach"]
+
+
+@pytest.mark.parametrize("case", cases(PULLED, SMOOTH, POLICIES), ids=", ".join)
+def test_pullbacks(case: tuple[str, str, str]) -> None:
+    """Called more than once, under a gradient, and after it."""
+    way, name, policy = case
+
+    assert_alike(PULLED[way], FUNCTIONS[name], policy)
+
+
+@pytest.mark.parametrize("case", cases(RECORDED, SMOOTH, POLICIES), ids=", ".join)
+def test_gradients_that_plain_autograd_records(case: tuple[str, str, str]) -> None:
+    """Inside of torch.func's, or around it."""
+    way, name, policy = case
+
+    assert_alike(RECORDED[way], FUNCTIONS[name], policy)

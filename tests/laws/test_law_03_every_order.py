@@ -1,0 +1,145 @@
+"""Law 3 at every order: what a nest of transforms computes beyond what plain torch does.
+
+Where a region is differentiated again, its policy is asked about the values of the backward
+and of the tangents too. So a nest under `everything_saveable` computes what plain torch does,
+and under another policy at most as much more as `jax.checkpoint` adds to JAX without it. JAX's
+figures stand in `jax_counts.json`, which `tests/benchmarks/jax_counts.py` prints.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remat import policies, remat
+from tests.laws.derivatives import TORCH, weights
+from tests.laws.nests import BATCH, NESTS, WIDTH, Function, functions
+from tests.support import PRODUCTS, count_operators, seeded, swept
+
+pytestmark = [
+    pytest.mark.contract,
+    # Small stacks keep as much under some policies as plain torch does.
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+#: Matrix products, hyperbolic tangents, sines and cosines.
+Counts = tuple[int, int, int]
+#: The names of a function, of a nest and of a policy.
+Case = tuple[str, str, str]
+
+JAX: Mapping[str, Any] = json.loads(
+    Path(__file__).with_name("jax_counts.json").read_text()
+)
+FUNCTIONS = functions(TORCH)
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "matmuls": policies.save_matmul_outputs,
+    "everything": policies.everything_saveable,
+}
+X = seeded(BATCH, WIDTH, seed=99)
+
+#: A backward is differentiated as a region of its own beside the forward's: in an outer
+#: backward both recompute the forward. JAX differentiates one program, which does so once.
+BOTH_RECOMPUTE: dict[Case, Counts] = {
+    ("stack", "grad(grad)", "nothing"): (53, 16, 0),
+    ("stack", "grad(grad)", "matmuls"): (31, 16, 0),
+    ("stack", "grad(grad) by x", "nothing"): (35, 16, 0),
+    ("stack", "grad(grad) by x", "matmuls"): (16, 16, 0),
+    ("stack", "grad(vmap(grad))", "nothing"): (53, 16, 0),
+    ("stack", "grad(vmap(grad))", "matmuls"): (31, 16, 0),
+    ("stack", "grad(grad(grad))", "nothing"): (189, 32, 0),
+    ("stack", "grad(grad(grad))", "matmuls"): (89, 32, 0),
+    ("stack", "grad(laplacian)", "nothing"): (88, 16, 0),
+    ("stack", "grad(laplacian)", "matmuls"): (44, 16, 0),
+    ("gated", "grad(grad)", "nothing"): (16, 4, 9),
+    ("gated", "grad(grad)", "matmuls"): (8, 4, 9),
+    ("gated", "grad(grad) by x", "nothing"): (16, 4, 9),
+    ("gated", "grad(grad) by x", "matmuls"): (8, 4, 9),
+    ("gated", "grad(vmap(grad))", "nothing"): (16, 4, 9),
+    ("gated", "grad(vmap(grad))", "matmuls"): (8, 4, 9),
+    ("gated", "grad(grad(grad))", "nothing"): (42, 8, 27),
+    ("gated", "grad(grad(grad))", "matmuls"): (16, 8, 27),
+    ("gated", "grad(laplacian)", "nothing"): (32, 4, 18),
+    ("gated", "grad(laplacian)", "matmuls"): (16, 4, 18),
+}
+#: `jacrev` returns no value. JAX removes a forward that only the value needs, for the
+#: recomputation gives the backward all that it reads; an eager forward has run by then.
+NO_VALUE_IS_READ: dict[Case, Counts] = {
+    ("stack", "vmap(jacrev)", "nothing"): (12, 8, 0),
+    ("stack", "vmap(jacrev)", "matmuls"): (8, 8, 0),
+    ("stack", "vmap(jacrev(jacrev))", "nothing"): (27, 12, 0),
+    ("stack", "vmap(jacrev(jacrev))", "matmuls"): (16, 15, 0),
+    ("gated", "vmap(jacrev)", "nothing"): (6, 2, 3),
+    ("gated", "vmap(jacrev)", "matmuls"): (4, 2, 3),
+    ("gated", "vmap(jacrev(jacrev))", "nothing"): (12, 3, 7),
+    ("gated", "vmap(jacrev(jacrev))", "matmuls"): (8, 3, 7),
+}
+#: Cases in which the law does not hold yet, each with what it comes to, and no more.
+NOT_YET = BOTH_RECOMPUTE | NO_VALUE_IS_READ
+
+CASES: list[Case] = [
+    (name, nest, policy) for name in FUNCTIONS for nest in NESTS for policy in POLICIES
+]
+#: These take the longest to trace.
+SLOW = [case for case in CASES if case[:2] == ("gated", "grad(laplacian)")]
+
+
+def run(nest: str, name: str, f: Function) -> Any:
+    """What a nest gives of a function."""
+    return NESTS[nest](TORCH, f, weights(name), X)
+
+
+def counts(nest: str, name: str, f: Function) -> Counts:
+    """What one run computes, once everything is traced."""
+    run(nest, name, f)
+    found = count_operators(run, nest, name, f)
+    products = sum(found[each] for each in PRODUCTS)
+    return products, found["aten.tanh"], found["aten.sin"] + found["aten.cos"]
+
+
+def law(nest: str, name: str, policy: str) -> Counts:
+    """The most that a nest may compute: plain's, and what JAX adds to its own plain."""
+    jax, plain = JAX[name][nest], counts(nest, name, FUNCTIONS[name])
+    added = zip(plain, jax[policy], jax["plain"], strict=True)
+    products, tanhs, sines = (
+        own + with_it - without for own, with_it, without in added
+    )
+    return products, tanhs, sines
+
+
+def is_within(found: Counts, most: Counts) -> bool:
+    """Whether none of the counts is greater than its bound."""
+    return all(each <= bound for each, bound in zip(found, most, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case", [*(case for case in CASES if case not in SLOW), *swept(SLOW)], ids=" ".join
+)
+def test_no_more_is_computed_than_jax_adds(case: Case) -> None:
+    """Or, where that does not hold yet, than the tables above say."""
+    name, nest, policy = case
+    most = NOT_YET.get(case) or law(nest, name, policy)
+
+    found = counts(nest, name, remat(FUNCTIONS[name], policy=POLICIES[policy]))
+
+    assert is_within(found, most), f"{found} is more than {most}"
+
+
+def test_jax_adds_nothing_where_everything_is_saved() -> None:
+    """So there the bound is what plain torch computes, in every nest."""
+    for name in FUNCTIONS:
+        assert set(JAX[name]) == set(NESTS)
+        for found in JAX[name].values():
+            assert found["everything"] == found["plain"]
+
+
+@pytest.mark.parametrize("case", NOT_YET, ids=" ".join)
+def test_no_case_is_excused_that_the_law_allows(case: Case) -> None:
+    """A figure within the law has no place in the tables."""
+    name, nest, policy = case
+
+    assert not is_within(NOT_YET[case], law(nest, name, policy))
