@@ -84,6 +84,8 @@ def _is_zero(value: Value, zeros: set[int]) -> bool:
         read = [index in zeros for index in value.uses]
         return any(read) if value.op in _PRODUCTS else all(read) and len(read) == 2
     is_first = value.uses[0] in zeros
+    if operators.short_name(value.op) == "aten._to_copy":
+        return is_first
     return is_first and (value.op in _LINEAR or operators.viewed(value) is not None)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
@@ -50,6 +51,18 @@ def is_differentiated_alike(
     return same_outputs(own, of_program)
 
 
+def unmapped_outputs(joint: Joint, dims: Sequence[int | None]) -> frozenset[int]:
+    """Which outputs a map over these dimensions of the operands leaves as they are."""
+    graph = joint.graph
+    reached = {index for index, dim in enumerate(dims) if dim is not None}
+    for index, value in enumerate(graph.values):
+        if reached.intersection(value.uses) or operators.draws(value):
+            reached.add(index)
+    return frozenset(
+        place for place, ref in enumerate(joint.outputs) if ref.index not in reached
+    )
+
+
 def operands_of(graph: Graph, wants: tuple[bool, ...]) -> tuple[TensorMeta, ...]:
     """The metadata of what a program takes, where these are to be differentiated."""
     inputs = [value.meta for value in graph.values[: graph.num_inputs]]
@@ -84,6 +97,9 @@ def opened_call(
         return None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))
     has_tangent = tuple(tangent is not None for tangent in tangents)
+    if levels.is_pushed_below():
+        # Which tensors have a tangent there is not known here.
+        has_tangent = tuple(tensor.is_floating_point() for tensor in tensors)
     opened = region.opened(call.roots, wants, has_tangent)
     if opened is None:
         return None

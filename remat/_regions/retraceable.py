@@ -12,7 +12,7 @@ from remat._graph.meta import TensorMeta, is_open
 from remat._graph.values import Graph
 from remat._programs.inside_traces import interpret
 from remat._switches.numerics import Numerics
-from remat._torch import tracer
+from remat._torch import autograd, tracer
 from remat._tracing.open_sizes import Templates
 from remat._tracing.trace import Flat, Request, trace, with_states
 
@@ -108,3 +108,18 @@ class Function:
             else:
                 joints = self.templates.joints(self.key, request)
         return tuple(with_states(joint, states) for joint in joints)
+
+    def outline(
+        self, roots: Roots, operands: tuple[TensorMeta, ...], states: tuple[int, ...]
+    ) -> tuple[Joint, ...]:
+        """The same for a derived function: with its backward where a gradient is wanted.
+
+        Without one where an operator lacks a derivative: who needs it then traces again.
+        """
+        wants = any(meta.requires_grad for meta in operands)
+        try:
+            return self.traced(roots, operands, states, gradients=wants)
+        except RuntimeError as error:
+            if not wants or not autograd.has_no_formula(error):
+                raise
+        return self.traced(roots, operands, states, gradients=False)

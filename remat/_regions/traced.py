@@ -47,7 +47,11 @@ from remat._regions.derived_forwards import (
 )
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
-from remat._regions.opening import is_differentiated_alike, operands_of
+from remat._regions.opening import (
+    is_differentiated_alike,
+    operands_of,
+    unmapped_outputs,
+)
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import Tangents, moved_outputs, push, tangent_metas
@@ -288,7 +292,7 @@ class TracedRegion:
         function, operands = self.function.of_program(graph), operands_of(graph, wants)
         policy = for_derived(self.policy_above)
         try:
-            joints = self._outline_of(function, roots, operands)
+            joints = function.traced(roots, operands, (), gradients=any(wants))
             region = TracedRegion(function, operands, policy, joints, calls=self.calls)
             if any(has_tangent):
                 region.pushed(roots, has_tangent, save=False)
@@ -487,7 +491,7 @@ class TracedRegion:
         origin = (
             self._pushed_forward(roots, has_tangent, save)
             if is_given
-            else self._outline_of(function, roots, operands)
+            else function.outline(roots, operands, self.states)
         )
         region = TracedRegion(
             function,
@@ -515,13 +519,6 @@ class TracedRegion:
         )
         origins = self.given.origins if self.given else None
         return DerivedForward(*push(forward, tangents, origins), origins)
-
-    def _outline_of(
-        self, function: Function, roots: Roots, operands: tuple[TensorMeta, ...]
-    ) -> tuple[Joint, ...]:
-        """The trace of a derived function; with its backward where a gradient is wanted."""
-        wants = any(meta.requires_grad for meta in operands)
-        return function.traced(roots, operands, self.states, gradients=wants)
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
@@ -551,8 +548,11 @@ class TracedRegion:
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
-        function = self._mapped(self.chosen, batch, 0)
-        joints = self._outline_of(function, roots, batch.metas)
+        unmapped: frozenset[int] = frozenset()
+        if self.function.is_program and self.outline is not None:
+            unmapped = unmapped_outputs(self.outline, batch.dims)
+        function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
+        joints = function.outline(roots, batch.metas, self.states)
         region = TracedRegion(
             function,
             batch.metas,
@@ -563,8 +563,8 @@ class TracedRegion:
             calls=self.calls,
         )
         written = [operand for operand, _ in joints[0].mutations]
-        dims = [0] * len(self.chosen) + [batch.dims[operand] for operand in written]
-        return Batched(region, tuple(dims))
+        dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
+        return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))
 
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         """The region of the mapped function, each result mapped over its first dimension.
@@ -589,9 +589,11 @@ class TracedRegion:
         skip: int,
         *,
         are_apart: bool = False,
+        unmapped: frozenset[int] = frozenset(),
     ) -> Function:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
+        kinds = (skip, are_apart, unmapped)
         return self.function.derive(
-            lambda f: mapped(f, outputs, batch, skip, are_apart=are_apart),
-            *("vmap", outputs, size, randomness, dims, skip, are_apart),
+            lambda f: mapped(f, outputs, batch, *kinds),
+            *("vmap", outputs, size, randomness, dims, *kinds),
         )

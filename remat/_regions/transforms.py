@@ -225,8 +225,8 @@ def mapped(
     outputs: tuple[int, ...] | None,
     batch: Batch,
     skip: int,
-    *,
     are_apart: bool = False,
+    unmapped: frozenset[int] = frozenset(),
 ) -> Flat:
     """The physical operands -> these outputs, each mapped over its first dimension.
 
@@ -237,6 +237,7 @@ def mapped(
         skip: how many leading tensors of `batch` are not among the operands.
         are_apart: whether each result gets memory of its own, as the outputs of a program
             have: torch maps some operators by others, whose result may be an operand.
+        unmapped: the places of outputs that no mapped tensor reaches, which are not mapped.
     """
 
     def of(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -247,8 +248,8 @@ def mapped(
         over = levels.restore_vmap(of, dims, batch.size, batch.randomness)
         found, found_dims = over(*tensors)
         firsts = [
-            mapped_first(tensor, dim, batch.size)
-            for tensor, dim in zip(found, found_dims, strict=True)
+            tensor if k in unmapped else mapped_first(tensor, dim, batch.size)
+            for k, (tensor, dim) in enumerate(zip(found, found_dims, strict=True))
         ]
         return [each.clone() for each in firsts] if are_apart else firsts
 

@@ -204,10 +204,13 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
 
 def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
     """Whether a level from this one down may differentiate what is computed of tensors."""
-    if any(map(requires_grad_anywhere, tensors)):
-        return True
-    stack = functorch.get_interpreter_stack() or ()
-    return any(each.key() == functorch_c.TransformType.Jvp for each in stack)
+    return any(map(requires_grad_anywhere, tensors)) or is_pushed_below()
+
+
+def is_pushed_below() -> bool:
+    """Whether a level below this one is one of forward mode."""
+    stack: Any = functorch.get_interpreter_stack() or ()
+    return any(each.key() == functorch_c.TransformType.Jvp for each in stack[:-1])
 
 
 def is_followed(tensor: Tensor) -> bool:
