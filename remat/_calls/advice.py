@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from remat import _captures
 from remat._calls.call_site import CallSite
-from remat._messages import warn
 from remat._partition.analysis import Analysis
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._everything_or_nothing import idle_storage
 

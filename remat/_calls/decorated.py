@@ -28,7 +28,7 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.protocol import Asked
 from remat._regions.retraceable import Roots
-from remat._rerun import call
+from remat._rerun import flat_call
 from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
@@ -80,7 +80,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
-            return call.call(self._fun, args, kwargs, self._rng)
+            return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = self._lookup.site(args, kwargs)
         signature = site.signature

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from remat._calls.cache_miss import OpenEntry, Options
 from remat._calls.call_site import CallSite
-from remat._calls.compile import OpenEntry, Options
 from remat._calls.entry import Entry
 from remat._calls.signature import Signature
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._tracing.open_sizes import Fixed
+from remat._user_lines import warn
 
 _Dimension = tuple[int, int]
 _MANY_TRACES = 5  # a heuristic: branches on sizes make fewer

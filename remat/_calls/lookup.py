@@ -11,8 +11,8 @@ from torch import Tensor
 from remat import _captures
 from remat._calls.advice import advise_of_inputs, advise_of_statics
 from remat._calls.cache import Cache
+from remat._calls.cache_miss import Options, compile_call
 from remat._calls.call_site import CallSite
-from remat._calls.compile import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings

@@ -25,9 +25,9 @@ from torch import Tensor, fx
 
 from remat._calls.entry import Entry
 from remat._errors import RematError, refusal
-from remat._messages import with_lines
 from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
+from remat._user_lines import with_lines
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat._generators import recorded
+from remat._generators import device_states
 from remat._graph import operators
 from remat._torch import schemas, tracer
 
@@ -88,11 +88,11 @@ def _drawing(op: Any) -> Any:
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         del rng_before
-        state = recorded.get(rng_device)
+        state = device_states.get(rng_device)
         return (*_drawn(op, args, kwargs, rng_in_place), state)
 
     def fake(*args: Any, rng_device: torch.device, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (*_faked(op, args, kwargs), recorded.fake_state(rng_device))
+        return (*_faked(op, args, kwargs), device_states.fake_state(rng_device))
 
     return schemas.define(
         f"draw_{_draw_name(op)}",
@@ -115,12 +115,12 @@ def _redrawing(op: Any) -> Any:
         rng_in_place: bool,
         **kwargs: Any,
     ) -> Any:
-        found = recorded.get(rng_device)
-        recorded.put(state, rng_device)
+        found = device_states.get(rng_device)
+        device_states.put(state, rng_device)
         try:
             return _draw_result(op, _drawn(op, args, kwargs, rng_in_place))
         finally:
-            recorded.put(found, rng_device)
+            device_states.put(found, rng_device)
 
     def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _draw_result(op, _faked(op, args, kwargs))

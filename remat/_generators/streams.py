@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
-from remat._generators import recorded, trackers
+from remat._generators import device_states, trackers
 from remat._generators.trackers import Tracker
 from remat._torch import schemas
 
@@ -167,7 +167,11 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         SideEffectError: the body left a tracker or a generator changed.
     """
     with trackers.plainly():
-        found = {each: recorded.get(each) for each in {*devices} if recorded.has(each)}
+        found = {
+            each: device_states.get(each)
+            for each in {*devices}
+            if device_states.has(each)
+        }
         base = {device: _seed(state) for device, state in found.items()}
         replaced = _stand_ins.enter()
     outer, _thread.base = _thread.base, base
@@ -197,9 +201,9 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
 
 def _restored(state: Tensor, device: torch.device) -> bool:
     """Puts a generator back if it was set; other threads' draws leave its seed."""
-    is_set = _seed(recorded.get(device)) != _seed(state)
+    is_set = _seed(device_states.get(device)) != _seed(state)
     if is_set:
-        recorded.put(state, device)
+        device_states.put(state, device)
     return is_set
 
 
@@ -209,10 +213,10 @@ def current(device: torch.device) -> str:
     UNKNOWN if the generator has been set to a state that is nobody's.
     """
     base = _thread.base
-    if base is None or not recorded.has(device):
+    if base is None or not device_states.has(device):
         return ""
     with trackers.plainly():
-        seed = _seed(recorded.get(device))
+        seed = _seed(device_states.get(device))
     if seed == base.get(device):
         return ""
     stream = _stand_ins.at(seed)
@@ -224,7 +228,9 @@ def take(device: torch.device) -> str:
     stream = current(device)
     if stream not in ("", UNKNOWN):
         with trackers.plainly():
-            recorded.put(_stand_ins.advanced(stream, recorded.get(device)), device)
+            device_states.put(
+                _stand_ins.advanced(stream, device_states.get(device)), device
+            )
     return stream
 
 
@@ -274,21 +280,21 @@ def unregistered(where: str) -> ImplicitRandomnessError:
 
 def looks_like_state(tensor: Tensor) -> bool:
     """Whether a tensor has the shape of the state of a CPU's or an accelerator's generator."""
-    sizes = [recorded.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
+    sizes = [device_states.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
     return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel() in sizes
 
 
 def enter(stream: str, device: torch.device) -> Tensor:
     """Sets a generator to the state of a stream; returns the state that it had."""
-    found = recorded.get(device)
-    recorded.put(read(stream), device)
+    found = device_states.get(device)
+    device_states.put(read(stream), device)
     return found
 
 
 def leave(stream: str, found: Tensor, device: torch.device) -> None:
     """Writes the generator's state back to the stream, and restores the old state."""
-    write(stream, recorded.get(device))
-    recorded.put(found, device)
+    write(stream, device_states.get(device))
+    device_states.put(found, device)
 
 
 def _fake_state(stream: str) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._generators import compiled_draws, recorded, streams
+from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._torch import levels, modes, tracer
@@ -40,17 +40,17 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = tracer.active_graph()
     before = len(traced.nodes)
-    handles_state = value.state is not None or value.op is recorded.STATE
+    handles_state = value.state is not None or value.op is device_states.STATE
     if handles_state and tracer.is_in_compiler():
         out = _whole_draw(value, args, dict(kwargs), env)
     elif value.is_redraw:
         assert value.state is not None
-        found = recorded.swap(env[value.state.index], device_of(value))
+        found = device_states.swap(env[value.state.index], device_of(value))
         out = _draw(value, args, dict(kwargs))
-        recorded.swap(found, device_of(value))
+        device_states.swap(found, device_of(value))
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
-    elif value.op is recorded.STATE:
+    elif value.op is device_states.STATE:
         out = _state_around(*args)
     else:
         out = _batchable(value.op)(*args, **dict(kwargs))
@@ -92,7 +92,7 @@ def _state_around(device: torch.device) -> torch.Tensor:
     """The state of a generator, which may be that of a tracker in the outer trace."""
     stream = streams.current(device)
     is_own = stream in ("", streams.UNKNOWN)
-    return recorded.STATE(device) if is_own else streams.STATE(stream)
+    return device_states.STATE(device) if is_own else streams.STATE(stream)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
-from remat._generators import recorded, streams
+from remat._generators import device_states, streams
 from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref, Value
@@ -197,7 +197,7 @@ class Imported:
         elif target is _aten.copy_.default and args[0] in self.inputs:
             self.mutations[self.inputs[args[0]]] = self.env[args[1]]
             self.env[node] = self.env[args[1]]
-        elif target is recorded.SWAP or operators.is_rng_state(target):
+        elif target is device_states.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
             self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
@@ -285,7 +285,7 @@ class Imported:
             self.values[ref.index] = dataclasses.replace(value, names=names)
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        if node.target is not recorded.SWAP:
+        if node.target is not device_states.SWAP:
             self._add(node, node.target, args, {})
             self.recorded = self.env[node]
             return
@@ -347,9 +347,9 @@ class Imported:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
             device = _device_of_meta(value.meta)
-            size = recorded.size_bytes(device)
+            size = device_states.size_bytes(device)
             state = Value(
-                op=streams.STATE if stream else recorded.STATE,
+                op=streams.STATE if stream else device_states.STATE,
                 args=(stream or device,),
                 meta=TensorMeta((size,), (1,), torch.uint8, torch.device("cpu")),
                 is_backward=value.is_backward,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from remat._errors import TraceError, refusal
-from remat._messages import user_line
 from remat._torch import fakes
+from remat._user_lines import user_line
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 

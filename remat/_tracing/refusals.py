@@ -16,9 +16,9 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._messages import came_through, line_of, user_line
 from remat._torch import tracer
 from remat._torch.fakes import met_a_tensor_outside, needs_values
+from remat._user_lines import came_through, line_of, user_line
 from remat.policies._operators import function_name
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison

@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from remat._errors import RematError, out_of_reach
 from remat._generators import streams, trackers
 from remat._graph.meta import TensorMeta
-from remat._messages import user_line
 from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
 from remat._tracing import importing, refusals
 from remat._tracing.indexing import LookUps
+from remat._user_lines import user_line
 from remat.policies._operators import function_name
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast, final
 from remat._errors import refusal
 from remat._regions import prefetch
 from remat._torch import dynamo
-from remat.interop._calls import (
+from remat.interop._shared import (
     call_as_region,
     preserve_that_of,
     shard_over,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat._errors import refusal
-from remat._messages import warn
 from remat._torch import dynamo
-from remat.interop._calls import call_as_region, preserve, shard_over
+from remat._user_lines import warn
+from remat.interop._shared import call_as_region, preserve, shard_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,8 +19,8 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.options import PolicyLike
-from remat._messages import warn
 from remat._torch import dynamo
+from remat._user_lines import warn
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]

@@ -20,10 +20,10 @@ from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import CarryError, refusal
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
+from remat._user_lines import warn
 from remat.layers import _unrolled
 from remat.layers._links import laid_densely, relaid, resolved, stand_ins
 from remat.layers._run_stack import (

@@ -14,8 +14,8 @@ from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
-from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.live_bytes import allocator_peaks
+from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.traced import Foretold, RegionTrace, Waits, foretold
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher

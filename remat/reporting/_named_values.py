@@ -20,11 +20,11 @@ from torch import Tensor
 from remat._errors import RematError, refusal
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph
-from remat._messages import user_line
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
+from remat._user_lines import user_line
 from remat.reporting._held import graph_of
-from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.watch import ProgramRun, StepListener
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from remat._errors import NotReplicatedError, refusal
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._torch import distributed, dtensor
+from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
 from remat.storage._contract import AbstractStorage

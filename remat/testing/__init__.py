@@ -6,7 +6,7 @@
 from remat.testing._compare import NotEquivalentError
 from remat.testing._difference import Difference, first_difference
 from remat.testing._equivalent import Equivalence, Excuse, assert_equivalent
-from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
+from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
 
 __all__ = [
     "COMPOSITIONS",

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._messages import user_line
 from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
-from remat.testing._calls import CallArguments, FlatFunction
+from remat._user_lines import user_line
+from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import Gap, mismatched, same_bits
+from remat.testing._named_transforms import contiguous_cotangents, gradients
 from remat.testing._state import State, captured
-from remat.testing._transforms import contiguous_cotangents, gradients
 
 _AFTER = " after the call"
 

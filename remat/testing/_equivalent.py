@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from remat._calls.decorated import is_region
 from remat._errors import refusal
 from remat._torch.tensors import storage_key
-from remat.testing._calls import CallArguments, FlatFunction
+from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import NotEquivalentError, require_same
-from remat.testing._state import State, captured
-from remat.testing._transforms import (
+from remat.testing._named_transforms import (
     USUAL,
     Cotangents,
     Flat,
@@ -24,6 +23,7 @@ from remat.testing._transforms import (
     gradients,
     parse_transform,
 )
+from remat.testing._state import State, captured
 
 # What torch raises if it has no rule for an operator under a transform; there is no
 # separate class for that.

@@ -21,9 +21,9 @@ from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
 from remat._errors import ImplicitRandomnessError, refusal
-from remat._messages import warn
 from remat._torch import dynamo
-from remat.interop._calls import warn_without_effect
+from remat._user_lines import warn
+from remat.interop._shared import warn_without_effect
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 

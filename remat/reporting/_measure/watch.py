@@ -17,10 +17,10 @@ from torch import Tensor
 
 from remat._graph import flops, operators
 from remat._graph.values import Graph
-from remat._messages import user_line
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
 from remat._torch import modes, tensors, trees
+from remat._user_lines import user_line
 
 
 @final

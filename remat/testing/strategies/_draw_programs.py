@@ -19,7 +19,7 @@ from torch import Tensor
 from remat import policies as _policies
 from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
-from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
+from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
 from remat.testing.strategies._program import (

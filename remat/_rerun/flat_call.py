@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _captures
 from remat._errors import MutationError, SavedTensorModifiedError, refusal
-from remat._messages import user_line
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
@@ -33,6 +32,7 @@ from remat._tracing import engines
 from remat._tracing.refusals import mutates, uninitialized
 from remat._tracing.thread import depth, lift, running_again
 from remat._tracing.trace import Flat
+from remat._user_lines import user_line
 
 
 def call(

@@ -21,9 +21,9 @@ from remat._calls.decorated import DecoratedFunction, is_region, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
-from remat._messages import warn
 from remat._torch import dynamo, isolation, modes, trees
 from remat._tracing.thread import is_running
+from remat._user_lines import warn
 from remat.storage import AbstractStorage, Keep, Shard
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from remat._messages import warn
+from remat._user_lines import warn
 
 _said: set[str] = set()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from remat._calls.signature import labels
 from remat._torch import trees
 from remat._torch.tensors import storage_key
-from remat.testing._transforms import is_differentiable
+from remat.testing._named_transforms import is_differentiable
 
 
 def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
