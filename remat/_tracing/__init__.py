@@ -1,6 +1,7 @@
 """A pure function and metadata -> its joint graph.
 
-In comes a function over flat tensors with the metadata of its arguments; out comes the
-graph of its forward and its backward, with names, the user's lines and aliases, or an
-error that says why there is none. Reads `_graph`, `_generators`, `_captures`.
+In come a function over flat tensors and metadata; out comes the graph of forward and backward, as
+`importing` reads it, or an error of `refusals`. The user's code meets what `thread`, `like_numbers`
+and `indexing` put in its way; `aliases` chooses outputs, `engines` drive modules, `side_effects` are
+put back. Reads `_graph`, `_generators`, `_captures`.
 """

@@ -1,5 +1,6 @@
 """For tests: are two functions equivalent, and if not, where do they first differ?
 
+`_equivalent` runs both under `_named_transforms` such as grad and vmap; `_difference` finds where.
 `remat.testing.strategies` makes random functions; only it needs hypothesis.
 """
 
