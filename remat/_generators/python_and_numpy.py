@@ -28,7 +28,7 @@ def states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
-    """Inside, draws start from these states; the old ones are back afterwards. None: no-op."""
+    """Inside, Python and numpy draw from these states, then from the old ones. None: no-op."""
     if found is None:
         yield
         return

@@ -145,7 +145,7 @@ _stand_ins = _StandIns()
 
 
 def _seed(state: Tensor) -> int:
-    """The seed with which the state of a generator begins."""
+    """The seed with which a stream's state, or a generator's, begins."""
     return int(state[:_SEED_BYTES].clone().view(torch.int64))
 
 
@@ -167,11 +167,8 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         SideEffectError: the body left a tracker or a generator changed.
     """
     with trackers.plainly():
-        found = {
-            each: device_states.get(each)
-            for each in {*devices}
-            if device_states.has(each)
-        }
+        known = filter(device_states.has, {*devices})
+        found = {each: device_states.get(each) for each in known}
         base = {device: _seed(state) for device, state in found.items()}
         replaced = _stand_ins.enter()
     outer, _thread.base = _thread.base, base
@@ -200,7 +197,7 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
 
 
 def _restored(state: Tensor, device: torch.device) -> bool:
-    """Puts a generator back if it was set; other threads' draws leave its seed."""
+    """After a trace, puts a generator back if a stream set it; other draws leave its seed."""
     is_set = _seed(device_states.get(device)) != _seed(state)
     if is_set:
         device_states.put(state, device)
@@ -228,9 +225,8 @@ def take(device: torch.device) -> str:
     stream = current(device)
     if stream not in ("", UNKNOWN):
         with trackers.plainly():
-            device_states.put(
-                _stand_ins.advanced(stream, device_states.get(device)), device
-            )
+            moved = _stand_ins.advanced(stream, device_states.get(device))
+            device_states.put(moved, device)
     return stream
 
 
@@ -279,7 +275,7 @@ def unregistered(where: str) -> ImplicitRandomnessError:
 
 
 def looks_like_state(tensor: Tensor) -> bool:
-    """Whether a tensor has the shape of the state of a CPU's or an accelerator's generator."""
+    """Whether a tensor has the shape of a state that a stream on some device could have."""
     sizes = [device_states.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
     return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel() in sizes
 

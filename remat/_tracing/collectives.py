@@ -29,7 +29,7 @@ def functional_twins() -> Mapping[Any, Callable[..., Any]]:
         namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
     }
     others = set(namespace.values()) - set(found)
-    return {**found, **{op: _refusal(op) for op in others}}
+    return {**found, **{op: _refusal_of_collective(op) for op in others}}
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
@@ -126,7 +126,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _refusal(op: Any) -> Callable[..., Any]:
+def _refusal_of_collective(op: Any) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise refusal(
             TraceError,

@@ -79,7 +79,7 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             continue
         node.meta["remat"] = note
         if note.stream is None and operators.may_draw(node.target):
-            stream = streams.take(_device_of_meta(_meta_of_node(node)))
+            stream = streams.take(_imported_device(_meta_of_node(node)))
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
@@ -109,7 +109,7 @@ class _Annotated(fx.Interpreter):
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
-    """Replaces the in-place operators of a graph; its views are kept."""
+    """Replaces the in-place operators of a graph to be imported; its views are kept."""
     graph = module.graph
     # The graph holds its casts: autocast would add others around them.
     with Numerics.current().settled(), torch.no_grad(), forward_ad.no_dual_level():
@@ -126,7 +126,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return tracer.make_fx(pure, detached)
 
 
-def _within(bound: int, size: int) -> int:
+def _imported_slice_end(bound: int, size: int) -> int:
     """Where a slice starts or ends, counted from the front."""
     return min(bound, size) if bound >= 0 else max(bound + size, 0)
 
@@ -238,8 +238,8 @@ class Imported:
         dim: int = args[place - 1]
         size = meta.shape[dim]
         start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
-        first = _within(0 if start is None else start, size)
-        last = _within(size if end is None else end, size)
+        first = _imported_slice_end(0 if start is None else start, size)
+        last = _imported_slice_end(size if end is None else end, size)
         return (*args[:place], first, max(first, last), *rest)
 
     def _source(self, written: Ref) -> Ref:
@@ -346,7 +346,7 @@ class Imported:
         if self.forced is not None:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
-            device = _device_of_meta(value.meta)
+            device = _imported_device(value.meta)
             size = device_states.size_bytes(device)
             state = Value(
                 op=streams.STATE if stream else device_states.STATE,
@@ -414,14 +414,14 @@ def _is_cut(node: Any) -> bool:
 def _meta_of_node(node: fx.Node) -> Meta:
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
-        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return _tensor_meta(val)
+        return tuple(_imported_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return _imported_meta(val)
 
 
-def _tensor_meta(val: object) -> TensorMeta | None:
+def _imported_meta(val: object) -> TensorMeta | None:
     return TensorMeta.of(val) if isinstance(val, Tensor) else None
 
 
-def _device_of_meta(meta: Meta) -> torch.device:
+def _imported_device(meta: Meta) -> torch.device:
     metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)
