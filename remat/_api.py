@@ -160,16 +160,16 @@ def remat(
     if fun is None:
         if is_dynamo_compiling():
             return functools.partial(decorated_in_graph.with_options, remat, options)
-        return functools.partial(_decorate, settings=settings_of(**options))
+        return functools.partial(_remat_with, settings=settings_of(**options))
     if is_dynamo_compiling():
         return decorated_in_graph.with_options(remat, options, fun)
-    return _decorate(fun, settings_of(**options))
+    return _remat_with(fun, settings_of(**options))
 
 
 @dynamo.unseen_by_dynamo
-def _decorate(fun: Any, settings: Settings) -> Any:
+def _remat_with(fun: Any, settings: Settings) -> Any:
     if is_dynamo_compiling():
-        return decorated_in_graph.with_settings(_decorate, settings, fun)
+        return decorated_in_graph.with_settings(_remat_with, settings, fun)
     require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):

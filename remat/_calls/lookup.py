@@ -141,7 +141,7 @@ class Lookup:
         return Options(self.settings, self.cache.calls, self.where)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _leaf_to_look_up(tensor: Tensor) -> Tensor:
     if not fakes.is_fake(tensor):
         return tensor.detach().requires_grad_()
     # A stand-in was made outside the transforms and the trace around this call.
@@ -150,9 +150,9 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _all_wanted(signature: Signature) -> Signature:
-    """The signature with every floating tensor to be differentiated."""
+    """The signature to look up, with every floating tensor to be differentiated."""
     tensors = tuple(
-        _as_leaf(tensor)
+        _leaf_to_look_up(tensor)
         if tensor.is_floating_point() or tensor.is_complex()
         else tensor
         for tensor in signature.tensors
