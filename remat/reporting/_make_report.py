@@ -208,8 +208,8 @@ class _Measurement:
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(history),
             allocator_peak_bytes=self.allocator.peak_bytes,
-            parameter_bytes=_bytes_of(self.leaves),
-            argument_bytes=_bytes_of(self.step.arguments, less=self.leaves),
+            parameter_bytes=_reported_bytes(self.leaves),
+            argument_bytes=_reported_bytes(self.step.arguments, less=self.leaves),
             gradient_bytes=sum(each.size_bytes for each in self.gradients),
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
@@ -489,8 +489,8 @@ def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
     return sorted(kept)
 
 
-def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
-    """The bytes of the storages of some tensors, less those of others."""
+def _reported_bytes(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
+    """The bytes that a report counts for some tensors, less those of others."""
     others = {storage_key(each) for each in less}
     found = {
         key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
@@ -499,7 +499,7 @@ def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
 
 
 def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ...]:
-    """Equal layers as one."""
+    """Equal layers of a report as one."""
     kinds = list(zip(held, flops, strict=True))
     return tuple(
         Layer(kinds.index(kind), count, *kind) for kind, count in Counter(kinds).items()

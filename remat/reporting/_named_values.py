@@ -250,7 +250,7 @@ class _Again:
         # What runs again in Python has no ranks: its names come in the forward's order.
         self._in_order: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
         for node, each in sorted(by_node, key=lambda pair: pair[0]):
-            row = self._in_order.setdefault(_match_key(each), deque())
+            row = self._in_order.setdefault(_key_of_named(each), deque())
             row.append((each.tensor, calls.at[node]))
 
     def of(
@@ -261,9 +261,9 @@ class _Again:
             return self._by_rank.get((call.place, seen.rank, seen.name)), None
         if seen.run is not None:
             return None, None
-        row = self._in_order.get(_match_key(seen))
+        row = self._in_order.get(_key_of_named(seen))
         return row.popleft() if row else (None, None)
 
 
-def _match_key(seen: _Seen) -> Hashable:
+def _key_of_named(seen: _Seen) -> Hashable:
     return seen.name, seen.source, seen.tensor.shape

@@ -91,9 +91,9 @@ class CheckpointOptions:
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
-        policy = policy_of(self.context_fn)
+        policy = policy_for(policy_of(self.context_fn), self.engine)
         rng = "preserve" if self.preserve_rng_state else "keys"
-        return DecoratedFunction(function, _settings(policy, rng, self.engine))
+        return DecoratedFunction(function, Settings(policy, rng, self.engine))
 
     def run(
         self,
@@ -126,15 +126,12 @@ class CheckpointOptions:
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
-    return Settings(policy_for(policy, engine), rng, engine)
-
-
 @dynamo.constant_for_dynamo
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
+    policy = policy_for(policy_of(context_fn), engine)
     rng = "preserve" if preserve_rng_state else "keys"
-    return kind_of(_settings(policy_of(context_fn), rng, engine), "checkpoint(...)")
+    return kind_of(Settings(policy, rng, engine), "checkpoint(...)")
 
 
 @dynamo.unseen_by_dynamo
@@ -282,19 +279,19 @@ def checkpoint_sequential(
     size = len(parts) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
-        segment = functools.partial(_run_in_turn, parts[start : start + size])
+        segment = functools.partial(_run_segment, parts[start : start + size])
         input = options.run(segment, (input,), {})
-    return _run_in_turn(parts[last:], input)
+    return _run_segment(parts[last:], input)
 
 
-def _run_in_turn(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
+def _run_segment(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
     for function in functions:
         value = function(value)
     return value
 
 
 def policy_of(context_fn: ContextFn) -> AbstractPolicy:
-    """The policy that two contexts carry; refuses other contexts."""
+    """The policy that a `context_fn` of `checkpoint` carries; refuses other contexts."""
     if context_fn is noop_context_fn:
         return nothing_saveable
     first, second = context_fn()

@@ -89,7 +89,7 @@ def programs(
     arguments = tuple(
         draw(tensors(shape=shape, seed=seed)) for seed in range(draw(st.integers(1, 2)))
     )
-    choices = draw(st.lists(_choices(statements), min_size=1, max_size=max_steps))
+    choices = draw(st.lists(_drawn_choices(statements), min_size=1, max_size=max_steps))
     outputs = draw(st.lists(_NUMBERS, max_size=2))
     spans = draw(
         st.lists(st.builds(_Span, _NUMBERS, _NUMBERS, policies()), max_size=max_inner)
@@ -124,7 +124,7 @@ class _Span:
     policy: AbstractPolicy
 
 
-def _choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
+def _drawn_choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
     return st.builds(
         _Choice,
         st.sampled_from(statements),
