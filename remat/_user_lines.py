@@ -67,10 +67,10 @@ def _shown_line(filename: str, line: int | str) -> str:
 
 
 def _is_users_file(filename: str) -> bool:
-    return not _is_file_of_library(filename) and "/einops/" not in filename
+    return not _hides_its_lines(filename) and "/einops/" not in filename
 
 
-def _is_file_of_library(filename: str) -> bool:
+def _hides_its_lines(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) and not filename.startswith(_TYPED)
 
 
@@ -101,7 +101,7 @@ def line_of(error: Exception) -> str:
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """
     frames = [*_frames(error)]
-    users = [frame for frame in frames if not _is_file_of_library(frame[0])]
+    users = [frame for frame in frames if not _hides_its_lines(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown_line(*found[-1]) if found else ""
 

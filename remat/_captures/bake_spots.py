@@ -156,7 +156,7 @@ class _Baker:
             return
         if name in slots(kind):
             self.write(node, index, ("attr", name), Absent())
-        if not _has_dict_to_cover(node.value) or (name[:2] == "__" == name[-2:]):
+        if not _has_dict_to_bake(node.value) or (name[:2] == "__" == name[-2:]):
             return
         for base in kind.__mro__:
             if name in base.__dict__:
@@ -224,7 +224,7 @@ class _Baker:
         return len(self.spots) - 1
 
 
-def _has_dict_to_cover(value: object) -> bool:
+def _has_dict_to_bake(value: object) -> bool:
     return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
 
 
@@ -248,7 +248,7 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
         return (("attr", "args"), ("attr", "keywords"))
     shapes: list[Step] = []
     # Every hook dictionary is an OrderedDict, which gets no attributes of its own.
-    own_dict = _has_dict_to_cover(value) and node.kind.__module__ != "collections"
+    own_dict = _has_dict_to_bake(value) and node.kind.__module__ != "collections"
     if node.look in WATCHED and own_dict:
         shapes.append(("attr", "__dict__"))
     if isinstance(value, nn.Module):

@@ -312,7 +312,7 @@ def hides_contents(value: object) -> bool:
 
 @cached_weakly
 def shows_contents(kind: type) -> bool:
-    """Whether the walk sees all that the values of a class hold, whatever they are."""
+    """Whether all contents of the values of a class are seen by the walk, whatever they are."""
     if not {set, frozenset}.isdisjoint(kind.__mro__):
         return False
     if not hasattr(kind, "__iter__") or type in kind.__mro__:

@@ -33,14 +33,14 @@ def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
         yield
         return
     before = states()
-    _put_host_states(found)
+    _set_python_and_numpy(found)
     try:
         yield
     finally:
-        _put_host_states(before)
+        _set_python_and_numpy(before)
 
 
-def _put_host_states(found: tuple[Any, ...]) -> None:
+def _set_python_and_numpy(found: tuple[Any, ...]) -> None:
     python, numpy = found
     random.setstate(python)
     if numpy is not None:

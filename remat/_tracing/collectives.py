@@ -99,15 +99,15 @@ def _exchange(
     group = distributed.group_of(group)
     found = _functional.all_to_all_single(
         whole.contiguous(),
-        _part_sizes(out, out_sizes, group.size()),
-        _part_sizes(whole, sizes, group.size()),
+        _sizes_sent(out, out_sizes, group.size()),
+        _sizes_sent(whole, sizes, group.size()),
         group.group_name,
     )
     _write(out, found)
     return distributed.finished_work()
 
 
-def _part_sizes(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
+def _sizes_sent(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
     return sizes or [tensor.shape[0] // num_ranks] * num_ranks
 
 

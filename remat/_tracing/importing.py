@@ -395,10 +395,10 @@ def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:
     makes views again and forgets which were detached.
     """
     (output,) = graph.find_nodes(op="output")
-    return tuple(map(_is_cut, output.args[0]))
+    return tuple(map(_is_cut_output, output.args[0]))
 
 
-def _is_cut(node: Any) -> bool:
+def _is_cut_output(node: Any) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         if _detaches(node):
             return True

@@ -173,7 +173,7 @@ class _ChainStage:
         """The function on a copy of its argument."""
         keeps_draws = self._policy is None and is_of_module(self._f)
         return remat(
-            functools.partial(_call_on_copies, self._f),
+            functools.partial(_call_chained_on_copies, self._f),
             policy=self._policy,
             rng="preserve" if keeps_draws else "keys",
         )
@@ -203,7 +203,7 @@ def _call_chained(state: Any, region: AnyStage) -> Any:
     return region(state)
 
 
-def _call_on_copies(f: Callable[[Any], Any], state: Any) -> Any:
+def _call_chained_on_copies(f: Callable[[Any], Any], state: Any) -> Any:
     return f(trees.map_tensors(Tensor.clone, state))
 
 

@@ -47,7 +47,7 @@ def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
 
 @contextmanager
 def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
-    """Stand-ins for tensors, and a context in which operators run without data."""
+    """A link's stand-ins for tensors, and a context in which operators run without data."""
     home = metas[0].device if metas else torch.device("cpu")
     with isolation.isolated(), fake_mode(home):
         yield [meta.empty() for meta in metas]
@@ -58,13 +58,13 @@ def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
     if any(meta.placement is not None for meta in metas):
         with on_fakes(metas) as fakes:
             return fakes
-    pairs = zip(metas, _stand_ins(tuple(metas)), strict=True)
+    pairs = zip(metas, _stage_stand_ins(tuple(metas)), strict=True)
     return [meta.cast_alike(each) for meta, each in pairs]
 
 
 # Entering a mode and making a tensor without data takes longer than a small stage.
 @functools.lru_cache(maxsize=256)
-def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
+def _stage_stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
     with on_fakes(metas) as fakes:
         return tuple(fakes)
 

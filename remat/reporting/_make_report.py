@@ -267,7 +267,7 @@ class _Measurement:
             if traced
             else None,
             recompute_flops=sum(each or 0 for each in flops) if traced else None,
-            recompute_s=sum(map(_repeated_s, known)) if is_timed else None,
+            recompute_s=sum(map(_reported_repeat_s, known)) if is_timed else None,
             backward_s=sum(sum(run.times_s.values()) for run in known)
             if is_timed
             else None,
@@ -477,7 +477,7 @@ class _Measurement:
 
 
 def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
-    """About `_MOST_POINTS` places at most: of each stretch the highest and the last."""
+    """About `_MOST_POINTS` places of a timeline: of each stretch the highest and the last."""
     places = range(len(history))
     if len(places) <= _MOST_POINTS:
         return places
@@ -506,6 +506,6 @@ def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ..
     )
 
 
-def _repeated_s(run: ProgramRun) -> float:
+def _reported_repeat_s(run: ProgramRun) -> float:
     values = run.graph.values
     return sum(time_s for step, time_s in run.times_s.items() if values[step].is_repeat)

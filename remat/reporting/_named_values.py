@@ -186,7 +186,7 @@ def named_values(
         (tensor([0., 0.]), tensor([0., 0.]), True)
     """
     step = MeasuredStep(f, args, kwargs)
-    _check_has_numbers(step)
+    _require_named_numbers(step)
     with step.kept(), naming.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
@@ -218,7 +218,7 @@ def named_values(
     return tuple(found)
 
 
-def _check_has_numbers(step: MeasuredStep) -> None:
+def _require_named_numbers(step: MeasuredStep) -> None:
     if any(device.type == "meta" for device in step.devices):
         raise refusal(
             RematError,

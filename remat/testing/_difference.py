@@ -154,8 +154,8 @@ def first_difference(
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
         state = State((f, g), {each.device for each in tensors})
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
-        one, results = _record(f, arguments, state, wanted)
-        other, found = _record(g, arguments, state, wanted)
+        one, results = _record_operators(f, arguments, state, wanted)
+        other, found = _record_operators(g, arguments, state, wanted)
         result = _first_result(results, found)
         if result is None:
             return None
@@ -172,7 +172,7 @@ def first_difference(
 _Results = dict[str, Tensor | None]
 
 
-def _record(
+def _record_operators(
     function: Callable[..., Any],
     arguments: CallArguments,
     state: State,

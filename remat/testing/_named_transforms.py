@@ -46,7 +46,7 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
     return scattered_like(output, 1009 + index)
 
 
-def _smooth_outputs(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
+def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = tuple(
             out for out in f(*tensors) if out is not None and is_differentiable(out)
@@ -67,12 +67,12 @@ def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _random_sum(_smooth_outputs(f)(*tensors), 1009)
+    return lambda *tensors: _random_sum(_outputs_to_transform(f)(*tensors), 1009)
 
 
 def _random_sums(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
-        outputs = _smooth_outputs(f)(*tensors)
+        outputs = _outputs_to_transform(f)(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
         return torch.stack([_random_sum(outputs, 100 * seed) for seed in seeds])
 
@@ -102,7 +102,7 @@ def _under_grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _under_vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    made: Any = torch.func.vjp(_smooth_outputs(f), *tensors)
+    made: Any = torch.func.vjp(_outputs_to_transform(f), *tensors)
     outputs, pull = made
     given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
     return (*outputs, *pull(tuple(given)))
@@ -110,7 +110,7 @@ def _under_vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _under_jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     tangents = tuple(tensor.cos() for tensor in tensors)
-    made: Any = torch.func.jvp(_smooth_outputs(f), tensors, tangents)
+    made: Any = torch.func.jvp(_outputs_to_transform(f), tensors, tangents)
     outputs, pushed = made
     return (*outputs, *pushed)
 
@@ -119,7 +119,7 @@ def _under_linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():
         # torch's own, of the constants that it folds.
         warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-        outputs, push = torch.func.linearize(_smooth_outputs(f), *tensors)
+        outputs, push = torch.func.linearize(_outputs_to_transform(f), *tensors)
     return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
 
 
@@ -133,7 +133,7 @@ def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_smooth_outputs(f), tensors)
+    moved, start = _along(_outputs_to_transform(f), tensors)
     return torch.func.jacfwd(moved)(start)
 
 

@@ -91,9 +91,9 @@ class CheckpointOptions:
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
-        policy = policy_for(policy_of(self.context_fn), self.engine)
+        policy = policy_of(self.context_fn)
         rng = "preserve" if self.preserve_rng_state else "keys"
-        return DecoratedFunction(function, Settings(policy, rng, self.engine))
+        return DecoratedFunction(function, _peer_settings(policy, rng, self.engine))
 
     def run(
         self,
@@ -126,12 +126,16 @@ class CheckpointOptions:
 
 
 @functools.lru_cache(maxsize=256)
+def _peer_settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
+    return Settings(policy_for(policy, engine), rng, engine)
+
+
 @dynamo.constant_for_dynamo
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
-    policy = policy_for(policy_of(context_fn), engine)
     rng = "preserve" if preserve_rng_state else "keys"
-    return kind_of(Settings(policy, rng, engine), "checkpoint(...)")
+    settings = _peer_settings(policy_of(context_fn), rng, engine)
+    return kind_of(settings, "checkpoint(...)")
 
 
 @dynamo.unseen_by_dynamo
