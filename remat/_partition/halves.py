@@ -69,20 +69,16 @@ def _with_cloned_outputs(
     seen: dict[int, int | None] = {}
     cloned: list[Ref] = []
     for ref in outputs:
-        owner, split = owners[ref.index], _split_of_output(values[ref.index])
+        owner, value = owners[ref.index], values[ref.index]
+        # The outputs of one split, chunk or unbind do not overlap.
+        split = value.args[0].index if value.op is operator.getitem else None
         if owner not in seen:
             seen[owner] = split
         elif split is None or split != seen[owner] or ref in cloned:
-            value = values[ref.index]
             values.append(dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=()))
             ref = Ref(len(values) - 1)
         cloned.append(ref)
     return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
-
-
-def _split_of_output(value: Value) -> int | None:
-    # The outputs of one split, chunk or unbind do not overlap.
-    return value.args[0].index if value.op is operator.getitem else None
 
 
 def backward_graph(

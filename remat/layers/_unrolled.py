@@ -43,7 +43,7 @@ def scan(
     leaves, tree = trees.flatten(xs)
     sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
     count = _scan_length(sizes, len(leaves), length)
-    if count == 0 or unroll != 1 or not _is_unrollable_carry(init):
+    if count == 0 or unroll != 1 or not _is_unrollable(init):
         dynamo.end_graph(_OTHERWISE)
     carry: Any = init
     rows: list[Any] = []
@@ -51,7 +51,7 @@ def scan(
         place = count - 1 - step if reverse else step
         x = trees.unflatten([_unrolled_leaf(leaf, place) for leaf in leaves], tree)
         new, y = _call_unrolled(f, carry, x)
-        if not _are_carries_alike(carry, new) or not _is_unrollable_carry(y):
+        if not _are_carries_alike(carry, new) or not _is_unrollable(y):
             dynamo.end_graph(_OTHERWISE)
         carry = new
         rows.append(y)
@@ -66,9 +66,12 @@ def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
     _require_plain_stack("chain", None, stack.schedule)
     for f in stack.fs:
-        is_region = isinstance(f, (DecoratedFunction, RematModule))
-        x = f(x) if is_region else _call_unrolled(f, x)
+        x = f(x) if _is_region_to_unroll(f) else _call_unrolled(f, x)
     return x
+
+
+def _is_region_to_unroll(f: object) -> bool:
+    return isinstance(f, (DecoratedFunction, RematModule))
 
 
 def _call_unrolled(f: Callable[..., Any], *args: Any) -> Any:
@@ -114,7 +117,7 @@ def _unrolled_leaf(leaf: Any, place: int) -> Any:
     return leaf[place] if isinstance(leaf, Tensor) else leaf
 
 
-def _is_unrollable_carry(tree: Any) -> bool:
+def _is_unrollable(tree: Any) -> bool:
     leaves = trees.flatten(tree)[0]
     return all(each is None or isinstance(each, Tensor) for each in leaves)
 
@@ -123,7 +126,7 @@ def _are_carries_alike(one: Any, other: Any) -> bool:
     """Whether two carries have one structure of tensors, with the same metadata."""
     leaves, tree = trees.flatten(one)
     others, other_tree = trees.flatten(other)
-    if tree != other_tree or not _is_unrollable_carry(other):
+    if tree != other_tree or not _is_unrollable(other):
         return False
     return all(_carried(a) == _carried(b) for a, b in zip(leaves, others, strict=True))
 
