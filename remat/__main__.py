@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from remat._errors import RematError
-from remat._messages import line_of
 from remat._plans.plan import plan
+from remat._user_lines import line_of
 from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load_target
 from remat.reporting._demo.gpt import one_layer
 from remat.reporting._demo.run import run_demo
-from remat.reporting._demo.text import demo_json, demo_table, first_loss_difference
+from remat.reporting._demo.summary import demo_json, demo_table, first_loss_difference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,20 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after the program's name, by default those of the process.
     """
-    options = _parser().parse_args(arguments)
+    options = _command_parser().parse_args(arguments)
     try:
         with _one_line_warnings():
             return options.run(options)
     # By the user's code: the result is missing all the same.
     except SystemExit as error:
-        return _fail(
+        return _fail_command(
             f"the code that was named called sys.exit({error.code!r}): guard what a "
             'script runs by if __name__ == "__main__"'
         )
     except Exception as error:  # noqa: BLE001  # what the user's code raises may be any
-        return _fail(_told(error))
+        return _fail_command(_told(error))
     except KeyboardInterrupt:
-        return _fail("interrupted", code=130)
+        return _fail_command("interrupted", code=130)
 
 
 @final
@@ -61,7 +61,7 @@ def _demo(options: argparse.Namespace) -> int:
     rows = run_demo(options.steps, options.seed)
     print(demo_json(rows) if options.json else demo_table(rows))
     difference = first_loss_difference(rows)
-    return 0 if difference is None else _fail(difference)
+    return 0 if difference is None else _fail_command(difference)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -103,7 +103,7 @@ def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, An
 
 
 def _give(result: Any, options: argparse.Namespace) -> int:
-    """Writes a result where it is wanted: to a file, a terminal, or a pipe."""
+    """Writes a command's result where it is wanted: to a file, a terminal, or a pipe."""
     is_figure = options.out is not None and options.out.suffix.lower() in _DRAWN
     if is_figure and hasattr(result, "figure"):
         result.figure().savefig(options.out)
@@ -142,7 +142,7 @@ def _printing_apart() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def patience(what: str, after_s: float = 2.0) -> Generator[None]:
-    """Says on standard error what takes so long, if it does."""
+    """Says on standard error what a command takes so long for, if it does."""
 
     def say() -> None:
         print(f"remat: {what} ...", file=sys.stderr, flush=True)
@@ -158,7 +158,7 @@ def patience(what: str, after_s: float = 2.0) -> Generator[None]:
 
 @contextlib.contextmanager
 def _one_line_warnings() -> Generator[None]:
-    """Shows each warning as one line without the place that raised it."""
+    """Shows each warning of a command as one line without the place that raised it."""
     with warnings.catch_warnings():
 
         def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -169,18 +169,18 @@ def _one_line_warnings() -> Generator[None]:
 
 
 def _told(error: Exception) -> str:
-    """An error in one line; of one of the user's own, where it was raised."""
+    """An error as a command prints it: one line, with the place for one of the user's own."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     line = "" if isinstance(error, RematError) else line_of(error)
     return f"{text} ({line})" if line else text
 
 
-def _fail(message: str, code: int = 1) -> int:
+def _fail_command(message: str, code: int = 1) -> int:
     print(f"remat: {message}", file=sys.stderr)
     return code
 
 
-def _writable_path(text: str) -> Path:
+def _path_option(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -231,7 +231,7 @@ _ARGUMENTS = _cli_argument(
 )
 
 
-def _device(on_meta: str = "") -> _Argument:
+def _device_option(on_meta: str = "") -> _Argument:
     """Where the tensors are; `on_meta` says what the device `meta` does to them."""
     text = f"where the tensors are{on_meta} (default: %(default)s)"
     return _cli_argument("--device", default="cpu", help=text)
@@ -248,7 +248,7 @@ def _number_option(name: str, default: int, text: str, least: int = 1) -> _Argum
 
 
 def _file_option(name: str, text: str) -> _Argument:
-    return _cli_argument(name, type=_writable_path, metavar="FILE", help=text)
+    return _cli_argument(name, type=_path_option, metavar="FILE", help=text)
 
 
 _OUT = _file_option("--out", "write to this file instead of printing")
@@ -281,7 +281,7 @@ _COMMANDS: dict[str, _Command] = {
         (
             _FUNCTION,
             _ARGUMENTS,
-            _device("; on meta nothing is computed"),
+            _device_option("; on meta nothing is computed"),
             _json_option("print JSON instead of the tables"),
             _DRAWN_OUT,
             _file_option("--html", "also write the report to this file as a page"),
@@ -292,7 +292,7 @@ _COMMANDS: dict[str, _Command] = {
         "ask seven questions of a step, answered by measurement",
         "Runs a few steps of a function, with its regions and without, and says for each "
         "question whether it passes. The exit code is 1 if one fails.",
-        (_FUNCTION, _ARGUMENTS, _device(), _json_option(), _OUT),
+        (_FUNCTION, _ARGUMENTS, _device_option(), _json_option(), _OUT),
     ),
     "plan": (
         _plan,
@@ -316,7 +316,7 @@ _COMMANDS: dict[str, _Command] = {
                 default="cut",
                 help="milp is exact if it finishes within a minute (default: %(default)s)",
             ),
-            _device("; on meta they need no memory"),
+            _device_option("; on meta they need no memory"),
             _json_option("print JSON for Plan.from_json instead of the table"),
             _OUT,
         ),
@@ -343,7 +343,7 @@ _COMMANDS: dict[str, _Command] = {
                 help="a callable that takes the function and returns it as another library "
                 "would run it; may be given several times",
             ),
-            _device(),
+            _device_option(),
             _json_option(),
             _DRAWN_OUT,
         ),
@@ -351,7 +351,7 @@ _COMMANDS: dict[str, _Command] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m remat",
         description="Recomputes activations where memory is short.",

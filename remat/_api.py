@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from remat._calls import made_in_graph
+from remat._calls import decorated_in_graph
 from remat._calls.decorated import (
     DecoratedFunction,
     MethodRegion,
@@ -159,17 +159,17 @@ def remat(
     }
     if fun is None:
         if is_dynamo_compiling():
-            return functools.partial(made_in_graph.with_options, remat, options)
-        return functools.partial(_decorate, settings=settings_of(**options))
+            return functools.partial(decorated_in_graph.with_options, remat, options)
+        return functools.partial(_remat_with, settings=settings_of(**options))
     if is_dynamo_compiling():
-        return made_in_graph.with_options(remat, options, fun)
-    return _decorate(fun, settings_of(**options))
+        return decorated_in_graph.with_options(remat, options, fun)
+    return _remat_with(fun, settings_of(**options))
 
 
 @dynamo.unseen_by_dynamo
-def _decorate(fun: Any, settings: Settings) -> Any:
+def _remat_with(fun: Any, settings: Settings) -> Any:
     if is_dynamo_compiling():
-        return made_in_graph.with_settings(_decorate, settings, fun)
+        return decorated_in_graph.with_settings(_remat_with, settings, fun)
     require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):

@@ -90,17 +90,3 @@ def refusal(
 ) -> _E:
     """An error of a kind, with the four parts of its message."""
     return kind(explain(where=where, what=what, why=why, do=do))
-
-
-def out_of_reach(where: str, why: str) -> CapturedTensorError:
-    """The error for a tensor to which nothing leads that the function names or is given."""
-    return refusal(
-        CapturedTensorError,
-        where=where,
-        what="is reached in a way that cannot be followed at the next call.",
-        why=why,
-        do="Pass it as an argument, or keep it in a closure, a global, a list, a dict "
-        "or an attribute that the function names. If a function under "
-        "functools.cache returned it, call that function outside, or call its "
-        "`__wrapped__`, which makes the tensor anew.",
-    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from remat._generators import recorded
+from remat._generators import device_states
 from tests.support import FakeDevice
 
 # One thread: the tensors are small, and a sum is split in the same way on every machine.
@@ -89,5 +89,5 @@ def _fixed_seeds() -> None:
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Stands in for `torch.cuda` where generator states are read and set."""
     device = FakeDevice()
-    monkeypatch.setattr(recorded, "_module", lambda kind: device)
+    monkeypatch.setattr(device_states, "_module", lambda kind: device)
     return device

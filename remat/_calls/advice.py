@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from remat import _captures
 from remat._calls.call_site import CallSite
-from remat._messages import warn
 from remat._partition.analysis import Analysis
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._everything_or_nothing import idle_storage
 
@@ -118,13 +118,13 @@ def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> N
 _Advice = Iterator[tuple[Hashable, str, str, str]]
 
 
-def _names(analysis: Analysis) -> tuple[str, ...]:
+def _names_to_advise_on(analysis: Analysis) -> tuple[str, ...]:
     values = analysis.joint.graph.values
     return tuple(dict.fromkeys(name for value in values for name in value.names))
 
 
 def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
-    names = _names(analysis)
+    names = _names_to_advise_on(analysis)
     for glob in policy.globs:
         if any(policy.glob_matches(glob, name) for name in names):
             _matched.add((policy, glob))
@@ -170,7 +170,7 @@ def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:
 
 
 def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
-    """Whether another output of the same operator is saved, or named for its sake."""
+    """Whether no advice is due: a sibling of the value is saved, or named for its sake."""
     values = analysis.joint.graph.values
     member = analysis.members[number]
     maker = values[member].args[0] if len(values[member].args) == 2 else None

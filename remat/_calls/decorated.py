@@ -28,7 +28,7 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.protocol import Asked
 from remat._regions.retraceable import Roots
-from remat._rerun import call
+from remat._rerun import flat_call
 from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
@@ -80,7 +80,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if is_inert():
             return self._fun(*args, **kwargs)
         if self.settings.engine == "rerun":
-            return call.call(self._fun, args, kwargs, self._rng)
+            return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = self._lookup.site(args, kwargs)
         signature = site.signature
@@ -88,7 +88,7 @@ class DecoratedFunction(Generic[_P, _R]):
             return self._call_inside(site)
         wants = signature.wants_gradient
         if not wants and not self._lookup.reaches_gradient(site):
-            return _plain(site)
+            return _call_plainly(site)
         signature.require_traceable()
         entry, captured = self._lookup.find(site)
         if tracer.is_in_compiler():
@@ -98,7 +98,7 @@ class DecoratedFunction(Generic[_P, _R]):
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(levels.requires_grad_anywhere, tensors)):
-            return _plain(site)
+            return _call_plainly(site)
         # A route tells objects apart by their type alone: too little for static arguments.
         if not (signature.objects and self.settings.statics.are_given):
             self._cache.learn(site)
@@ -110,7 +110,7 @@ class DecoratedFunction(Generic[_P, _R]):
         entry, captured = self._lookup.find_inside(site)
         tensors = list(map(lift, [*site.signature.tensors, *captured]))
         if not any(map(levels.requires_grad_anywhere, tensors)):
-            return _plain(site)
+            return _call_plainly(site)
         return entry.call(site.roots, tensors, site.numerics)
 
     @functools.cached_property
@@ -205,13 +205,13 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles a decorated function by its name, another region by its parts."""
-        if _by_name(self) is self:
+        if _decorated_by_name(self) is self:
             return self._fun.__qualname__
         return type(self), (self._fun, self.settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecoratedFunction[_P, _R]:
         """Copies what is wrapped; options are values, and may hold a device mesh."""
-        if _by_name(self) is self:
+        if _decorated_by_name(self) is self:
             return self
         return type(self)(copy.deepcopy(self._fun, memo), self.settings)
 
@@ -220,8 +220,8 @@ class DecoratedFunction(Generic[_P, _R]):
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
 
 
-def _plain(site: CallSite) -> Any:
-    """Runs the function as it is: nothing that the region sees needs a gradient."""
+def _call_plainly(site: CallSite) -> Any:
+    """Runs a decorated function as it is: nothing that the region sees needs a gradient."""
     returned = site.function(*site.args, **site.kwargs)
     require_nothing_hidden(returned, site.roots)
     return returned
@@ -251,7 +251,7 @@ _numbers: dict[tuple[object, ...], int] = {}
 
 
 def kind_of(settings: Settings, where: str, *classes: type) -> str:
-    """Registers a kind of regions for graphs of torch.compile, and returns its key.
+    """Registers a kind of decorated functions for graphs of torch.compile; returns its key.
 
     Args:
         settings: their options, `rng` among them.
@@ -260,15 +260,15 @@ def kind_of(settings: Settings, where: str, *classes: type) -> str:
     """
     number = _numbers.setdefault((settings, *classes), len(_numbers))
     key = f"{where}, kind {number}"
-    around = functools.partial(_around_graph, settings, where)
+    around = functools.partial(_decorated_graph, settings, where)
     torch_compile.register(key, where, around, why_out_of_graphs(settings, where))
     return key
 
 
-def _around_graph(
+def _decorated_graph(
     settings: Settings, where: str, function: Callable[..., Any]
 ) -> DecoratedFunction[..., Any]:
-    """A region around a graph of torch.compile, with a cache that it shares with no other."""
+    """A graph of torch.compile, decorated, with a cache that it shares with no other."""
     # Dynamo has guarded what is static; a graph takes tensors alone.
     settings = dataclasses.replace(settings, statics=Statics())
     region = DecoratedFunction(function, settings, where)
@@ -277,7 +277,7 @@ def _around_graph(
 
 
 def _where(function: Callable[..., Any]) -> str:
-    """What messages call the region of a function."""
+    """What messages call a decorated function."""
     fun = inspect.unwrap(function)
     name = getattr(fun, "__qualname__", type(fun).__name__)
     code = getattr(fun, "__code__", None)
@@ -290,7 +290,7 @@ def _where(function: Callable[..., Any]) -> str:
     return f"the region {name} ({file}:{code.co_firstlineno})"
 
 
-def _by_name(region: DecoratedFunction[..., Any]) -> object:
+def _decorated_by_name(region: DecoratedFunction[..., Any]) -> object:
     found: Any = sys.modules.get(getattr(region, "__module__", ""))
     for name in getattr(region, "__qualname__", "<none>").split("."):
         found = getattr(found, name, None)
@@ -403,7 +403,7 @@ def undecided(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
 
 
 def is_of_module(fun: object) -> bool:
-    """Whether a function is an nn.Module or a method of one."""
+    """Whether what is to be decorated is an nn.Module or a method of one."""
     if isinstance(fun, types.MethodType):  # which Dynamo does not find by a name
         return isinstance(fun.__self__, nn.Module)
     return isinstance(getattr(fun, "__self__", fun), nn.Module)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from remat._calls.cache_miss import OpenEntry, Options
 from remat._calls.call_site import CallSite
-from remat._calls.compile import OpenEntry, Options
 from remat._calls.entry import Entry
 from remat._calls.signature import Signature
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._tracing.open_sizes import Fixed
+from remat._user_lines import warn
 
 _Dimension = tuple[int, int]
 _MANY_TRACES = 5  # a heuristic: branches on sizes make fewer
@@ -60,7 +60,7 @@ class Family:
             dimension for known in self.entries for dimension in known.fixed_for(site)
         }
         for place, dim in sorted(found - self._fixed):
-            _warn_of_dimension(
+            _warn_of_fixed_size(
                 f"dimension {dim} of `{site.tensor_names[place]}`", where
             )
         served = sum(
@@ -68,7 +68,7 @@ class Family:
         )
         if not found and not self._is_told and served + 1 == _MANY_TRACES:
             self._is_told = True
-            _warn_of_many(where)
+            _warn_of_many_sizes(where)
         self._fixed |= found
         is_open = self._varied - self._fixed
         return tuple(
@@ -92,7 +92,7 @@ class Family:
         )
 
 
-def _warn_of_dimension(dimension: str, where: str) -> None:
+def _warn_of_fixed_size(dimension: str, where: str) -> None:
     warn(
         where=where,
         what=f"is traced for each size of {dimension}, in spite of "
@@ -103,7 +103,7 @@ def _warn_of_dimension(dimension: str, where: str) -> None:
     )
 
 
-def _warn_of_many(where: str) -> None:
+def _warn_of_many_sizes(where: str) -> None:
     warn(
         where=where,
         what="is traced for a fifth time, in spite of dynamic_shapes=True.",

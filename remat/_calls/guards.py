@@ -81,7 +81,7 @@ def is_simple(
     if static_key(tree) is not None:
         return True
     is_object = any(tree is each for each in objects) and not isinstance(tree, type)
-    return is_object and _captures.shows_contents(_type_of(tree))
+    return is_object and _captures.shows_contents(_guarded_type(tree))
 
 
 @final
@@ -131,7 +131,7 @@ class _Writer:
             self._require(f"static_key({place}) == {self._constant(key)}")
         else:
             self._objects.append(place)
-            self._require(f"type({place}) is {self._constant(_type_of(tree))}")
+            self._require(f"type({place}) is {self._constant(_guarded_type(tree))}")
 
     def _items(self, place: str, source: str, items: Sequence[Any]) -> None:
         if not items:
@@ -150,7 +150,7 @@ class _Writer:
         return name
 
 
-def _type_of(thing: object) -> type[object]:
+def _guarded_type(thing: object) -> type[object]:
     return type(thing)
 
 

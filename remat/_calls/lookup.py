@@ -11,8 +11,8 @@ from torch import Tensor
 from remat import _captures
 from remat._calls.advice import advise_of_inputs, advise_of_statics
 from remat._calls.cache import Cache
+from remat._calls.cache_miss import Options, compile_call
 from remat._calls.call_site import CallSite
-from remat._calls.compile import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
@@ -141,7 +141,7 @@ class Lookup:
         return Options(self.settings, self.cache.calls, self.where)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _leaf_to_look_up(tensor: Tensor) -> Tensor:
     if not fakes.is_fake(tensor):
         return tensor.detach().requires_grad_()
     # A stand-in was made outside the transforms and the trace around this call.
@@ -150,9 +150,9 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _all_wanted(signature: Signature) -> Signature:
-    """The signature with every floating tensor to be differentiated."""
+    """The signature to look up, with every floating tensor to be differentiated."""
     tensors = tuple(
-        _as_leaf(tensor)
+        _leaf_to_look_up(tensor)
         if tensor.is_floating_point() or tensor.is_complex()
         else tensor
         for tensor in signature.tensors

@@ -212,16 +212,16 @@ def require_function(fun: Any) -> None:
             "regions with modules.apply.",
         )
     if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
-        raise _works_later(fun, "generator", "Return a list of what it yields.")
+        raise _unfit_function(fun, "generator", "Return a list of what it yields.")
     if inspect.iscoroutinefunction(fun):
-        raise _works_later(
+        raise _unfit_function(
             fun,
             "coroutine",
             "Decorate the function that computes, and call it from there.",
         )
 
 
-def _works_later(fun: Any, made: str, do: str) -> TypeError:
+def _unfit_function(fun: Any, made: str, do: str) -> TypeError:
     name = getattr(fun, "__qualname__", repr(fun))
     return refusal(
         TypeError,

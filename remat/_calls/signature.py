@@ -107,21 +107,21 @@ class Signature(NamedTuple):
         again: list[int] = []
         values: list[Any] = []
         for leaf in leaves:
-            kind = _kind_of_leaf(leaf)
+            kind = _kind_of_argument(leaf)
             if kind == TENSOR and id(leaf) in places:
                 kind = AGAIN
                 again.append(places[id(leaf)])
             elif kind == TENSOR:
                 places[id(leaf)] = len(places)
             elif kind == STATIC:
-                values.append(_value(leaf))
+                values.append(_static_value(leaf))
             kinds.append(kind)
         return Layout(spec, tuple(kinds), tuple(again), tuple(values))
 
     @property
     def general_key(self) -> Hashable:
         """The key without the sizes of tensors, but with their number of dimensions."""
-        return _Leaves(_without_sizes).read(self.arguments)
+        return _Leaves(_key_without_sizes).read(self.arguments)
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
@@ -164,7 +164,7 @@ def sign(
             raise refused(leaf, labels(function, args, kwargs)[index])
     untraceable = None
     if leaves.has_unstrided:
-        untraceable = functools.partial(_unstrided_among, function, args, kwargs)
+        untraceable = functools.partial(_unstrided_argument, function, args, kwargs)
     elif leaves.overrides is not None:
         untraceable = functools.partial(overriding, leaves.overrides)
     return Signature(
@@ -177,7 +177,7 @@ def sign(
     )
 
 
-def _unstrided_among(
+def _unstrided_argument(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> TraceError:
     flat = trees.flatten((args, dict(kwargs)))[0]
@@ -188,7 +188,7 @@ def _unstrided_among(
     )
 
 
-def _kind_of_leaf(leaf: object) -> str:
+def _kind_of_argument(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return TENSOR
     return ROOT if static_key(leaf) is None else STATIC
@@ -256,7 +256,7 @@ class _Leaves:
         return (spec, *map(self.read, leaves))
 
 
-def _without_sizes(tensor: Tensor) -> Hashable:
+def _key_without_sizes(tensor: Tensor) -> Hashable:
     return (tensor.dim(), tensor.dtype, tensor.device)
 
 
@@ -330,7 +330,7 @@ def static_key(leaf: object) -> Hashable | None:
     if kind in _BY_VALUE:
         return (kind, leaf)
     if isinstance(leaf, _Static):
-        return _whole_key(leaf.value)
+        return _key_of_static(leaf.value)
     if isinstance(leaf, type):
         # A class of the user may change.
         return None if _captures.user_bases(leaf) else (kind, leaf)
@@ -348,14 +348,14 @@ def static_key(leaf: object) -> Hashable | None:
     return None
 
 
-def _value(leaf: Any) -> Any:
+def _static_value(leaf: Any) -> Any:
     """The value of a static leaf at the call; a set is copied, because it may change."""
     if isinstance(leaf, _Static):
         return leaf.value
     return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _whole_key(value: object) -> Hashable:
+def _key_of_static(value: object) -> Hashable:
     if type(value) in (float, complex):
         return (type(value), repr(value))
     return (type(value), value)
@@ -404,7 +404,7 @@ _BY_POSITION = (
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that take arguments by position, in order."""
+    """For the labels: the parameters that take arguments by position, in order."""
     # A module's own signature is (*args, **kwargs): what it is called with goes to forward.
     called = function.forward if isinstance(function, nn.Module) else function
     try:

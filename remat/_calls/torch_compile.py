@@ -25,9 +25,9 @@ from torch import Tensor, fx
 
 from remat._calls.entry import Entry
 from remat._errors import RematError, refusal
-from remat._messages import with_lines
 from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
+from remat._user_lines import with_lines
 
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -66,7 +66,7 @@ class _NotRecordable(RematError):
 
 
 def register(key: str, where: str, around: _Around, why_apart: str) -> None:
-    """Makes a kind of region known.
+    """Makes a kind of region known to graphs of torch.compile.
 
     Args:
         key: what tells it from others.
@@ -145,13 +145,13 @@ def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]
 def _settled(where: str, argument: Any) -> Any:
     """The argument with sizes that are numbers: the graph then holds for these alone."""
     if not isinstance(argument, Tensor):
-        return _size_of(where, argument)
+        return _size_in_graph(where, argument)
     if any(isinstance(size, torch.SymInt) for size in argument.shape):
-        return argument.expand([_size_of(where, size) for size in argument.shape])
+        return argument.expand([_size_in_graph(where, size) for size in argument.shape])
     return argument
 
 
-def _size_of(where: str, symbol: Any) -> Any:
+def _size_in_graph(where: str, symbol: Any) -> Any:
     why = sizes.why_open(symbol)
     if why:
         raise refusal(

@@ -19,7 +19,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.signature import Layout
 from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
-from remat._generators import host, streams
+from remat._generators import python_and_numpy, streams
 from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
@@ -130,7 +130,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     require_no_engine(roots[0])
     survey = _captures.Survey(roots)
     flattened = Flattened(signature.layout, len(signature.tensors))
-    with undone_on_error(survey), host.told(where):
+    with undone_on_error(survey), python_and_numpy.told(where):
         traced, reads, template = _run_trace(site, survey, flattened, fixed)
         output = flattened.output
         assert output is not None, "a trace calls the function"

@@ -204,7 +204,7 @@ def _of_nothing(_owner: object, _: set[str]) -> Content:
 
 @cached_weakly
 def slots(kind: type) -> tuple[str, ...]:
-    """The slots that the Python classes among the bases of a class declare."""
+    """Contents of objects: the slots that the Python classes among the bases of a class declare."""
     return tuple(
         name
         for base in kind.__mro__
@@ -277,7 +277,7 @@ def look_for(value: object, step: Step) -> Look:
 
 
 def code_key(fun: object) -> Hashable:
-    """What functions that may share a trace have in common.
+    """What functions that may share a trace have in common, whatever their contents.
 
     Values in defaults and cells are not part of it: they are checked at each call.
     """
@@ -312,7 +312,7 @@ def hides_contents(value: object) -> bool:
 
 @cached_weakly
 def shows_contents(kind: type) -> bool:
-    """Whether the walk sees all that the values of a class hold, whatever they are."""
+    """Whether all contents of the values of a class are seen by the walk, whatever they are."""
     if not {set, frozenset}.isdisjoint(kind.__mro__):
         return False
     if not hasattr(kind, "__iter__") or type in kind.__mro__:
@@ -323,7 +323,7 @@ def shows_contents(kind: type) -> bool:
 
 
 def is_class_of_an_object(step: Step) -> bool:
-    """Whether a class was met as the type of something, and not as a value."""
+    """Whether the contents of a class are asked as those of an object's type, not of a value."""
     return step[0] in {"type", "base"}
 
 

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat._captures.generating import generate_check
+from remat._captures.generated_check import generate_check
 from remat._captures.places import MISSING, NOT_THERE, fill, in_words, put
 from remat._captures.spot_rules import (
     Absent,

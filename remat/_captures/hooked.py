@@ -22,7 +22,7 @@ from remat._torch import tensors
 
 
 def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
-    """Removes the stand-ins of a trace from such attributes.
+    """Removes the stand-ins of a trace from the attributes that hooks compute.
 
     Returns:
         The steps from the roots to each module that has any.
@@ -31,7 +31,7 @@ def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
     for node in survey.nodes.values():
         if not isinstance(node.value, nn.Module):
             continue
-        names = [name for name, _ in _made(node.value)]
+        names = [name for name, _ in _made_by_hooks(node.value)]
         for name in names:
             put(node.value, ("var", name), node.content["var", name])
         if names:
@@ -40,14 +40,14 @@ def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
 
 
 def refresh(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
-    """Makes the attributes again, in the module that stands at the end of `way`."""
+    """Computes what hooks compute again, in the module that stands at the end of `way`."""
     module = functools.reduce(look, way, roots)
     assert isinstance(module, nn.Module)
-    for name, make in _made(module):
+    for name, make in _made_by_hooks(module):
         setattr(module, name, make())
 
 
-def _made(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _made_by_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The attributes that hooks set, and what computes them, without a power iteration."""
     for hook in tensors.forward_pre_hooks(module):
         match hook:

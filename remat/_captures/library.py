@@ -53,7 +53,7 @@ def is_library_module(name: str) -> bool:
 
 
 def cached_weakly(fun: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
-    """Remembers the answers of `fun` for as long as each class, or code, lives.
+    """Remembers what `fun` says of a class, or of code, for as long as that lives.
 
     A class holds its methods' closures, and so whatever the user's code holds.
     """

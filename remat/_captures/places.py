@@ -253,7 +253,7 @@ def put(owner: Any, step: Step, value: object) -> None:
     """
     kind, key = step
     if value is MISSING:
-        _remove(owner, step)
+        _remove_place(owner, step)
     elif kind == "attr":
         object.__setattr__(owner, cast("str", key), value)
     elif kind == "cell":
@@ -274,7 +274,7 @@ def put(owner: Any, step: Step, value: object) -> None:
         _HOLDERS[kind](owner)[key] = value
 
 
-def _remove(owner: Any, step: Step) -> None:
+def _remove_place(owner: Any, step: Step) -> None:
     kind, key = step
     if kind == "attr":
         object.__delattr__(owner, cast("str", key))

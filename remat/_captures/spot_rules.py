@@ -160,7 +160,7 @@ _LITERAL = (type(None), bool, type(...))
 
 
 def _equality(value: str, const: object, constants: Constants) -> str:
-    """`same(value, const)` as an expression, by identity where it is likely to hold."""
+    """The clause `same(value, const)` of a rule, by identity where it is likely to hold."""
     if isinstance(const, _LITERAL):
         return f"{value} is {const!r}"
     name = constants.name(const)
@@ -204,9 +204,9 @@ def visit(
     for index, spot in enumerate(spots):
         name = f"v{index}"
         owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
-        value = values[name] = _look_or_missing(owner, spot.step)
+        value = values[name] = _look_at_spot(owner, spot.step)
         yield spot, owner, value, _rule_holds(spot.rule, name, constants)
-        values[name] = _look_or_missing(owner, spot.step)
+        values[name] = _look_at_spot(owner, spot.step)
 
 
 def _rule_holds(rule: Rule, name: str, constants: Constants) -> bool:
@@ -218,7 +218,7 @@ def _rule_holds(rule: Rule, name: str, constants: Constants) -> bool:
         return False
 
 
-def _look_or_missing(owner: object, step: Step) -> object:
+def _look_at_spot(owner: object, step: Step) -> object:
     try:
         return look(owner, step)
     except NOT_THERE:

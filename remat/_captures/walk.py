@@ -171,14 +171,14 @@ class Survey:
         """
         for node, step, before, after in self._differences():
             if reads is None or step[0] not in {"var", "attr"}:
-                return _changed(node, step, before, after)
+                return _change_since_survey(node, step, before, after)
             names = reads.get(id(node.value), (EVERYTHING,))
             name = cast("str", step[1])
             is_found = before is MISSING and is_simple(after)
             is_kept = is_found and is_kept_property(node.kind, name)
             is_read = EVERYTHING in names or (name in names and not is_kept)
             if node.look in BY_NAME or is_read or self._leaks(after):
-                return _changed(node, step, before, after)
+                return _change_since_survey(node, step, before, after)
         return None
 
     def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -276,6 +276,6 @@ def _refill(node: Node) -> None:
     fill(node.value, [*before.values()] if isinstance(node.value, list) else before)
 
 
-def _changed(node: Node, step: Step, before: object, after: object) -> str:
+def _change_since_survey(node: Node, step: Step, before: object, after: object) -> str:
     label = node.label.then(node.value, step)
     return f"{label} was {in_words(before)} and became {in_words(after)}"

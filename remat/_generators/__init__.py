@@ -1,6 +1,6 @@
 """Where random numbers come from: states of generators as values, trackers and streams.
 
-In come generators of torch, of Python and of the trackers that Megatron and
-TransformerEngine use; out go recorded states, and operators that draw from them again.
-Reads `_graph` and what is below it.
+In come generators, torch's (`device_states`) and those of `python_and_numpy`, and the `trackers` of
+Megatron and TransformerEngine, whose states are `streams`; out go recorded states, and operators
+that draw from them again (`compiled_draws`). Reads `_graph` and what is below it.
 """

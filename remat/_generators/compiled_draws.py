@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat._generators import recorded
+from remat._generators import device_states
 from remat._graph import operators
 from remat._torch import schemas, tracer
 
@@ -88,14 +88,14 @@ def _drawing(op: Any) -> Any:
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         del rng_before
-        state = recorded.get(rng_device)
-        return (*_drawn(op, args, kwargs, rng_in_place), state)
+        state = device_states.get(rng_device)
+        return (*_results_of_draw(op, args, kwargs, rng_in_place), state)
 
     def fake(*args: Any, rng_device: torch.device, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (*_faked(op, args, kwargs), recorded.fake_state(rng_device))
+        return (*_fake_draws(op, args, kwargs), device_states.fake_state(rng_device))
 
     return schemas.define(
-        f"draw_{_draw_name(op)}",
+        f"draw_{_compiled_draw_name(op)}",
         f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
         draw,
         fake,
@@ -115,25 +115,25 @@ def _redrawing(op: Any) -> Any:
         rng_in_place: bool,
         **kwargs: Any,
     ) -> Any:
-        found = recorded.get(rng_device)
-        recorded.put(state, rng_device)
+        found = device_states.get(rng_device)
+        device_states.put(state, rng_device)
         try:
-            return _draw_result(op, _drawn(op, args, kwargs, rng_in_place))
+            return _draw_result(op, _results_of_draw(op, args, kwargs, rng_in_place))
         finally:
-            recorded.put(found, rng_device)
+            device_states.put(found, rng_device)
 
     def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _draw_result(op, _faked(op, args, kwargs))
+        return _draw_result(op, _fake_draws(op, args, kwargs))
 
     return schemas.define(
-        f"redraw_{_draw_name(op)}",
+        f"redraw_{_compiled_draw_name(op)}",
         f"(Tensor rng_state, {given}) -> ({returned})",
         redraw,
         fake,
     )
 
 
-def _draw_name(op: Any) -> str:
+def _compiled_draw_name(op: Any) -> str:
     return operators.full_name(op).replace("::", "_").replace(".", "_")
 
 
@@ -146,12 +146,14 @@ def _declared(op: Any) -> tuple[str, str]:
     return given, returned.removeprefix("(").removesuffix(")")
 
 
-def _faked(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _fake_draws(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
     own = {name: each for name, each in kwargs.items() if not name.startswith("rng_")}
-    return _drawn(op, args, own, False)
+    return _results_of_draw(op, args, own, False)
 
 
-def _drawn(
+def _results_of_draw(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool
 ) -> list[Tensor]:
     if in_place:

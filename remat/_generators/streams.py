@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
-from remat._generators import recorded, trackers
+from remat._generators import device_states, trackers
 from remat._generators.trackers import Tracker
 from remat._torch import schemas
 
@@ -145,7 +145,7 @@ _stand_ins = _StandIns()
 
 
 def _seed(state: Tensor) -> int:
-    """The seed with which the state of a generator begins."""
+    """The seed with which a stream's state, or a generator's, begins."""
     return int(state[:_SEED_BYTES].clone().view(torch.int64))
 
 
@@ -167,7 +167,8 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         SideEffectError: the body left a tracker or a generator changed.
     """
     with trackers.plainly():
-        found = {each: recorded.get(each) for each in {*devices} if recorded.has(each)}
+        known = filter(device_states.has, {*devices})
+        found = {each: device_states.get(each) for each in known}
         base = {device: _seed(state) for device, state in found.items()}
         replaced = _stand_ins.enter()
     outer, _thread.base = _thread.base, base
@@ -196,10 +197,10 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
 
 
 def _restored(state: Tensor, device: torch.device) -> bool:
-    """Puts a generator back if it was set; other threads' draws leave its seed."""
-    is_set = _seed(recorded.get(device)) != _seed(state)
+    """After a trace, puts a generator back if a stream set it; other draws leave its seed."""
+    is_set = _seed(device_states.get(device)) != _seed(state)
     if is_set:
-        recorded.put(state, device)
+        device_states.put(state, device)
     return is_set
 
 
@@ -209,10 +210,10 @@ def current(device: torch.device) -> str:
     UNKNOWN if the generator has been set to a state that is nobody's.
     """
     base = _thread.base
-    if base is None or not recorded.has(device):
+    if base is None or not device_states.has(device):
         return ""
     with trackers.plainly():
-        seed = _seed(recorded.get(device))
+        seed = _seed(device_states.get(device))
     if seed == base.get(device):
         return ""
     stream = _stand_ins.at(seed)
@@ -224,7 +225,8 @@ def take(device: torch.device) -> str:
     stream = current(device)
     if stream not in ("", UNKNOWN):
         with trackers.plainly():
-            recorded.put(_stand_ins.advanced(stream, recorded.get(device)), device)
+            moved = _stand_ins.advanced(stream, device_states.get(device))
+            device_states.put(moved, device)
     return stream
 
 
@@ -273,22 +275,22 @@ def unregistered(where: str) -> ImplicitRandomnessError:
 
 
 def looks_like_state(tensor: Tensor) -> bool:
-    """Whether a tensor has the shape of the state of a CPU's or an accelerator's generator."""
-    sizes = [recorded.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
+    """Whether a tensor has the shape of a state that a stream on some device could have."""
+    sizes = [device_states.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
     return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel() in sizes
 
 
 def enter(stream: str, device: torch.device) -> Tensor:
     """Sets a generator to the state of a stream; returns the state that it had."""
-    found = recorded.get(device)
-    recorded.put(read(stream), device)
+    found = device_states.get(device)
+    device_states.put(read(stream), device)
     return found
 
 
 def leave(stream: str, found: Tensor, device: torch.device) -> None:
     """Writes the generator's state back to the stream, and restores the old state."""
-    write(stream, recorded.get(device))
-    recorded.put(found, device)
+    write(stream, device_states.get(device))
+    device_states.put(found, device)
 
 
 def _fake_state(stream: str) -> Tensor:

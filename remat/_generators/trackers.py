@@ -123,19 +123,19 @@ def register_tracker(tracker: Tracker) -> TrackerHandle:
 
 
 def is_tracker(value: object) -> bool:
-    """Whether an object is registered."""
+    """Whether an object is a registered tracker."""
     return number_of(value) is not None
 
 
 def number_of(value: object) -> int | None:
-    """The number of an object's registration, None of one that is not registered."""
+    """The number of a tracker's registration, None of what is not registered."""
     held = (number for number, each in registered.items() if each is value)
     return next(held, None)
 
 
 @contextlib.contextmanager
 def plainly() -> Generator[None]:
-    """Runs the body outside transforms, traces and modes: it handles states."""
+    """Runs the body, which handles a tracker's states, outside transforms, traces and modes."""
     with isolation.isolated(), modes.without_torch_function():
         yield
 

@@ -166,16 +166,16 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
 def _taken(graph: Graph, tree: Any) -> Any:
     """An operator's arguments as a policy sees them."""
     if isinstance(tree, Ref):
-        return _operands(graph.values[tree.index].meta)
+        return _operands_for_policy(graph.values[tree.index].meta)
     if isinstance(tree, (tuple, list)):
         return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
     return sizes.hint(tree)
 
 
-def _operands(meta: Meta) -> Any:
+def _operands_for_policy(meta: Meta) -> Any:
     if isinstance(meta, TensorMeta):
         return policies.Operand(meta.hints, meta.dtype, meta.device)
-    return None if meta is None else tuple(map(_operands, meta))
+    return None if meta is None else tuple(map(_operands_for_policy, meta))
 
 
 def forward_flops(analysis: Analysis) -> int:

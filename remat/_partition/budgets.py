@@ -86,7 +86,7 @@ class Model:
 
 
 def is_recomputed(analysis: Analysis, index: int) -> bool:
-    """Whether a step of a backward makes a value that the forward had made."""
+    """For what a budget counts: whether a backward makes a value that the forward had made."""
     value = analysis.joint.graph.values[index]
     return not is_free(value) and analysis.numbers[index] in analysis.members
 
@@ -99,7 +99,8 @@ def model_of(
     """The planner's problem of a joint graph; `storages` are the ways a value may wait."""
     joint, graph = analysis.joint, analysis.joint.graph
     whole = cut(analysis, frozenset(), joint.gradients).steps
-    certain = set(cut(analysis, _all_members(analysis), joint.gradients).steps)
+    members = _members_without_budget(analysis)
+    certain = set(cut(analysis, members, joint.gradients).steps)
     steps = [index for index in whole if index not in certain]
     place = {index: k for k, index in enumerate(steps)}
     saved_as = _saved_as(analysis, steps)
@@ -133,11 +134,11 @@ def model_of(
 
 
 def _saved_as(analysis: Analysis, steps: Sequence[int]) -> dict[int, int]:
-    """For each step that a saved value can replace: the class of that value.
+    """For a budget's model: the class of the saved value that can replace each step.
 
     The last view of matmul is saved instead of the product.
     """
-    members = _all_members(analysis)
+    members = _members_without_budget(analysis)
     found: dict[int, int] = {}
     for index in steps:
         member = analysis.members.get(analysis.numbers[index])
@@ -146,7 +147,7 @@ def _saved_as(analysis: Analysis, steps: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def _all_members(analysis: Analysis) -> frozenset[int]:
+def _members_without_budget(analysis: Analysis) -> frozenset[int]:
     return permitted_members(analysis, dict.fromkeys(analysis.views, Save()))
 
 
@@ -155,9 +156,8 @@ def _options(
 ) -> tuple[tuple[Option, ...], ...]:
     """The bytes and the cost of each way in which each item may wait."""
     values = analysis.joint.graph.values
-    saved = {
-        product_of(values, member): member for member in sorted(_all_members(analysis))
-    }
+    members = sorted(_members_without_budget(analysis))
+    saved = {product_of(values, member): member for member in members}
     options: list[tuple[Option, ...]] = []
     for item in items:
         meta = values[saved[analysis.members[item.number]]].meta
@@ -168,19 +168,20 @@ def _options(
 
 
 def _fixed_bytes(analysis: Analysis) -> int:
-    """Bytes of generator states and copies of changed buffers, which are always held."""
+    """Bytes that any budget holds: generator states and copies of changed buffers."""
     joint = analysis.joint
     states = [state.index for state in joint.states]
-    return _bytes_of(analysis, [*states, *(operand for operand, _ in joint.mutations)])
+    changed = [operand for operand, _ in joint.mutations]
+    return _budgeted_bytes(analysis, [*states, *changed])
 
 
 def no_remat_bytes(analysis: Analysis) -> int:
     """Bytes of intermediate values that are saved where all may be."""
-    whole = cut(analysis, _all_members(analysis), analysis.joint.gradients)
-    return _bytes_of(analysis, whole.saved)
+    whole = cut(analysis, _members_without_budget(analysis), analysis.joint.gradients)
+    return _budgeted_bytes(analysis, whole.saved)
 
 
-def _bytes_of(analysis: Analysis, indices: Sequence[int]) -> int:
+def _budgeted_bytes(analysis: Analysis, indices: Sequence[int]) -> int:
     metas = [analysis.joint.graph.values[index].meta for index in indices]
     return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
@@ -206,7 +207,7 @@ def _solve_for_memory(
     model: Model, memory: Memory, solver: Solver, where: str
 ) -> tuple[int, Solution]:
     """Saves as much as leaves the predicted peak within what is free."""
-    device = _device(model.analysis)
+    device = _device_of_budget(model.analysis)
     free = memory(device)
     usable = int(free * (1 - _RESERVE))
     peaks: list[int] = []
@@ -229,7 +230,7 @@ def _solve_for_memory(
     )
 
 
-def _device(analysis: Analysis) -> torch.device:
+def _device_of_budget(analysis: Analysis) -> torch.device:
     metas = [value.meta for value in analysis.joint.graph.values]
     devices = [meta.device for meta in metas if isinstance(meta, TensorMeta)]
     others = [each for each in devices if each.type != "cpu"]

@@ -30,7 +30,7 @@ _ROUNDS = 5
 
 
 def is_free(value: Value) -> bool:
-    """Whether a step makes nothing: an input, a constant, a view, one of several outputs."""
+    """Whether a step costs nothing: an input, a constant, a view, one of several outputs."""
     op = value.op
     if op is None or op is operators.constant or op is operator.getitem:
         return True
@@ -50,14 +50,14 @@ def _moved_bytes(graph: Graph, value: Value) -> int:
     # Without the state of a generator, which is small.
     read = set(refs((value.args, value.kwargs)))
     metas = [graph.values[use].meta for use in read]
-    tensors = [each for meta in [*metas, value.meta] for each in _tensors(meta)]
+    tensors = [each for meta in [*metas, value.meta] for each in _moved(meta)]
     return sum(each.once.size_bytes for each in tensors)
 
 
-def _tensors(meta: Any) -> list[TensorMeta]:
+def _moved(meta: Any) -> list[TensorMeta]:
     if isinstance(meta, TensorMeta):
         return [meta]
-    return [each for part in meta or () for each in _tensors(part)]
+    return [each for part in meta or () for each in _moved(part)]
 
 
 def measured(metas: list[TensorMeta]) -> Costs:
@@ -94,26 +94,26 @@ def measured(metas: list[TensorMeta]) -> Costs:
 def _time_ns(value: Value, args: Any, kwargs: Any) -> int:
     op: Any = value.op
     given: Any = _with_tensors((args, dict(kwargs)))
-    drawn = {meta.device for meta in _tensors(value.meta) if meta.device.type == "cuda"}
+    drawn = {meta.device for meta in _moved(value.meta) if meta.device.type == "cuda"}
     fork: Any = torch.random.fork_rng  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     rounds: list[int] = []
     with fork(drawn), isolation.isolated(), torch.no_grad():
         for _ in range(_ROUNDS):
-            _wait_for_device()
+            _finish_timed_work()
             started = time.perf_counter_ns()
             op(*given[0], **given[1])
-            _wait_for_device()
+            _finish_timed_work()
             rounds.append(time.perf_counter_ns() - started)
     return max(1, round(statistics.median(rounds)))
 
 
-def _wait_for_device() -> None:
+def _finish_timed_work() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def _with_tensors(tree: Any) -> Any:
-    """The arguments with tensors of zeros, which are indices and numbers alike."""
+    """The arguments to time a step with: tensors of zeros, indices and numbers alike."""
     match tree:
         case TensorMeta():
             empty = torch.empty_strided(

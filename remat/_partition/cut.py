@@ -42,7 +42,7 @@ class Cut:
 
 
 def product_of(values: Sequence[Value], member: int) -> int:
-    """The product that a value is a view of; any other value itself.
+    """What a cut saves for a value: of a view of a product the product, else the value itself.
 
     matmul of more dimensions than two ends with `_unsafe_view`: a view in all but name.
     """

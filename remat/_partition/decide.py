@@ -90,20 +90,20 @@ def fingerprint(analysis: Analysis) -> str:
         value = joint.graph.values[index]
         line = (
             operators.full_name(value.op),
-            _described((value.args, value.kwargs), number),
-            _metas(value.meta),
+            _fingerprinted((value.args, value.kwargs), number),
+            _fingerprinted_meta(value.meta),
         )
         digest.update(repr(line).encode())
     return digest.hexdigest()[:16]
 
 
-def _described(tree: Any, number: dict[int, int]) -> Any:
+def _fingerprinted(tree: Any, number: dict[int, int]) -> Any:
     """Literals and places in a form that is the same in every process."""
     match tree:
         case Ref():
             return f"%{number[tree.index]}"
         case tuple() | list():
-            return [_described(each, number) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+            return [_fingerprinted(each, number) for each in tree]  # pyright: ignore[reportUnknownVariableType]
         case torch.device() | torch.Generator():
             return type(tree).__name__
         case torch.Tensor():
@@ -112,7 +112,7 @@ def _described(tree: Any, number: dict[int, int]) -> Any:
             return f"{type(tree).__name__} {tree!r}"
 
 
-def _metas(meta: Meta) -> Any:
+def _fingerprinted_meta(meta: Meta) -> Any:
     if isinstance(meta, TensorMeta):
         return meta.shape, meta.stride, str(meta.dtype)
-    return None if meta is None else [_metas(each) for each in meta]
+    return None if meta is None else [_fingerprinted_meta(each) for each in meta]

@@ -36,7 +36,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
         for index, value in enumerate(graph.values)
         if not value.is_backward and has_effect(value)
     ]
-    graph, outputs = _with_clones(graph, joint.outputs)
+    graph, outputs = _with_cloned_outputs(graph, joint.outputs)
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
     graph = dataclasses.replace(graph, outputs=(*outputs, *held, *joint.states))
     owners = roots(graph)
@@ -50,7 +50,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
 
 
 def _ranked(graph: Graph) -> Graph:
-    """The graph whose forward values say which they are."""
+    """The graph to be halved, whose forward values say which they are."""
     ranks = itertools.count()
     values = [
         value
@@ -61,7 +61,7 @@ def _ranked(graph: Graph) -> Graph:
     return dataclasses.replace(graph, values=tuple(values))
 
 
-def _with_clones(
+def _with_cloned_outputs(
     graph: Graph, outputs: tuple[Ref, ...]
 ) -> tuple[Graph, tuple[Ref, ...]]:
     owners = roots(graph)
@@ -69,20 +69,16 @@ def _with_clones(
     seen: dict[int, int | None] = {}
     cloned: list[Ref] = []
     for ref in outputs:
-        owner, split = owners[ref.index], _split_of(values[ref.index])
+        owner, value = owners[ref.index], values[ref.index]
+        # The outputs of one split, chunk or unbind do not overlap.
+        split = value.args[0].index if value.op is operator.getitem else None
         if owner not in seen:
             seen[owner] = split
         elif split is None or split != seen[owner] or ref in cloned:
-            value = values[ref.index]
             values.append(dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=()))
             ref = Ref(len(values) - 1)
         cloned.append(ref)
     return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
-
-
-def _split_of(value: Value) -> int | None:
-    # The outputs of one split, chunk or unbind do not overlap.
-    return value.args[0].index if value.op is operator.getitem else None
 
 
 def backward_graph(
@@ -124,7 +120,7 @@ def backward_graph(
 
 
 def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
-    """The steps, with each step of the forward moved to just before its first reader.
+    """The steps of a backward, each of the forward's moved to just before its first reader.
 
     The outputs of one operator are unpacked where it runs: their tuple would keep each
     alive until the last of them is read.
@@ -153,7 +149,7 @@ def late(values: Sequence[Value], steps: Sequence[int]) -> list[int]:
 def unique_outputs(
     graph: Graph, skip: int, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()
 ) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
-    """Each output once, and none that is only a view of an input after the first `skip`.
+    """Each output of a half once, and none that is only a view of an input after `skip`.
 
     `autograd.Function` can return neither a tensor twice nor one of its inputs.
 

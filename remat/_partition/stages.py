@@ -82,9 +82,9 @@ class Stages:
         return "\n".join(
             (
                 "joint graph:", str(graph),
-                "decisions: may be saved", *_indented(permitted),
-                "cut: is saved", *_indented(saved),
-                "cut: is recomputed", *_indented(again),
+                "decisions: may be saved", *_indented_stage(permitted),
+                "cut: is saved", *_indented_stage(saved),
+                "cut: is recomputed", *_indented_stage(again),
             )
         )  # fmt: skip
 
@@ -95,5 +95,5 @@ def cut_by(analysis: Analysis, decisions: Decisions) -> Cut:
     return cut(analysis, members, analysis.joint.gradients)
 
 
-def _indented(lines: list[str]) -> list[str]:
+def _indented_stage(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines] or ["  nothing"]

@@ -16,7 +16,7 @@ from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
 from remat._partition.decide import fingerprint
-from remat._plans.text import (
+from remat._plans.json_parts import (
     from_problem,
     from_storage,
     name_of,

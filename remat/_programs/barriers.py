@@ -43,17 +43,17 @@ def _hold(value: Tensor, until: Tensor) -> Tensor:
 HOLD = schemas.define("hold", "(Tensor value, Tensor until) -> Tensor", _hold, _hold)
 
 
-def _mapped(
+def _hold_mapped(
     _: object, dims: tuple[int | None, ...], value: Tensor, until: Tensor
 ) -> tuple[Tensor, int | None]:
     return HOLD(value, until), dims[0]
 
 
-schemas.register_vmap("hold", _mapped)
+schemas.register_vmap("hold", _hold_mapped)
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that is about to be overwritten, for the backward to read.
+    """A copy, which a compiler cannot undo, of a tensor that is about to be overwritten.
 
     A compiler could move a `clone` into the backward, where the tensor is overwritten.
     """

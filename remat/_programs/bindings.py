@@ -52,13 +52,13 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
             continue
-        if _are_same(wanted, operators.arguments(*heard)):
+        if _heard_the_same(wanted, operators.arguments(*heard)):
             return binding
     return None
 
 
 def stand_in(meta: Any) -> torch.Tensor:
-    """A tensor of this metadata without data."""
+    """A tensor of this metadata without data, with which a binding is rehearsed."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
 
@@ -99,11 +99,11 @@ def _rehearse(
     return None
 
 
-def _are_same(first: Any, second: Any) -> bool:
+def _heard_the_same(first: Any, second: Any) -> bool:
     if isinstance(first, dict) and isinstance(second, dict):
         first, second = list(first.items()), list(second.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
-        return len(first) == len(second) and all(map(_are_same, first, second))  # pyright: ignore[reportUnknownArgumentType]
+        return len(first) == len(second) and all(map(_heard_the_same, first, second))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return first is second
     return type(first) is type(second) and first == second  # pyright: ignore[reportUnknownArgumentType]

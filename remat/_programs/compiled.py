@@ -29,7 +29,7 @@ def can_compile(graph: Graph) -> bool:
 
 
 def _is_for_eager(value: Value) -> bool:
-    """Whether a step does more than to compute, or computes nothing."""
+    """Whether a step is not for a compiler: it does more than to compute, or computes nothing."""
     is_meta = isinstance(value.meta, TensorMeta) and value.meta.device.type == "meta"
     return (
         is_meta
@@ -69,7 +69,7 @@ class Compiled:
 
 
 def exported(graph: Graph) -> fx.GraphModule:
-    """The steps of a graph in torch.fx."""
+    """The steps of a graph in torch.fx, for the compiler."""
     made, constants = fx.Graph(), torch.nn.Module()
     env: dict[int, fx.Node] = {}
     for index, value in enumerate(graph.values):

@@ -26,7 +26,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def fold(graph: Graph) -> Graph:
-    """The graph with such calls in it; not to be traced or differentiated."""
+    """The graph with products of views as one call each; not to be traced or differentiated."""
     num_uses = Counter(use for value in graph.values for use in value.uses)
     num_uses.update(ref.index for ref in graph.outputs if ref is not None)
     values = list(graph.values)
@@ -72,7 +72,7 @@ def _is_same(graph: Graph, args: tuple[Ref, Ref], product: Value, value: Value) 
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
-    """Shape, strides and dtype of a tensor or of its metadata; stand-ins share no device."""
+    """Shape, strides, dtype of a product or of its metadata; stand-ins share no device."""
     whole = tensor.layout if isinstance(tensor, TensorMeta) else layout_of(tensor)
     return whole[:3]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._generators import compiled_draws, recorded, streams
+from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._torch import levels, modes, tracer
@@ -27,7 +27,7 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     with modes.without_torch_function():
         for index, value in enumerate(graph.values):
             if value.op is not None:
-                env[index] = _step(value, env)
+                env[index] = _run_inside_trace(value, env)
             for name in value.names:
                 naming.mark(env[index], name)
             for freed in last.get(index, ()):
@@ -35,22 +35,22 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     return [None if ref is None else env[ref.index] for ref in graph.outputs]
 
 
-def _step(value: Value, env: dict[int, Any]) -> Any:
+def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     assert value.op is not None
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = tracer.active_graph()
     before = len(traced.nodes)
-    handles_state = value.state is not None or value.op is recorded.STATE
+    handles_state = value.state is not None or value.op is device_states.STATE
     if handles_state and tracer.is_in_compiler():
         out = _whole_draw(value, args, dict(kwargs), env)
     elif value.is_redraw:
         assert value.state is not None
-        found = recorded.swap(env[value.state.index], device_of(value))
+        found = device_states.swap(env[value.state.index], device_of(value))
         out = _draw(value, args, dict(kwargs))
-        recorded.swap(found, device_of(value))
+        device_states.swap(found, device_of(value))
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
-    elif value.op is recorded.STATE:
+    elif value.op is device_states.STATE:
         out = _state_around(*args)
     else:
         out = _batchable(value.op)(*args, **dict(kwargs))
@@ -67,7 +67,7 @@ def _step(value: Value, env: dict[int, Any]) -> Any:
 def _whole_draw(
     value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
 ) -> Any:
-    """A draw as a compiler may take it; its state comes with it, not before."""
+    """A draw inside the trace of a compiler; its state comes with it, not before."""
     if value.state is None:
         return None
     place, device = value.state.index, device_of(value)
@@ -92,11 +92,11 @@ def _state_around(device: torch.device) -> torch.Tensor:
     """The state of a generator, which may be that of a tracker in the outer trace."""
     stream = streams.current(device)
     is_own = stream in ("", streams.UNKNOWN)
-    return recorded.STATE(device) if is_own else streams.STATE(stream)
+    return device_states.STATE(device) if is_own else streams.STATE(stream)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a draw in place where the user's was.
+    """Runs a draw in the outer trace, in place where the user's was.
 
     Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
     argument such a draw reads only the shape.
@@ -113,7 +113,7 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def device_of(value: Value) -> torch.device:
-    """The device of what a step makes."""
+    """The device of what a step inside another trace makes."""
     metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
     return next(meta.device for meta in metas if meta is not None)
 
@@ -122,7 +122,7 @@ _aten = torch.ops.aten
 
 
 def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    """index_fill by a mask. Torch's rule writes one example's value over the others."""
+    """For vmap in a trace, index_fill by a mask: torch's rule writes one example's over others."""
     if not tensor.dim():
         return value.clone()
     mask = torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
@@ -132,7 +132,7 @@ def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tenso
 
 
 def _copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """copy, in its functional form: the source in the other's shape and dtype, carried out."""
+    """For vmap in a trace, copy in functional form: in the other's shape and dtype, carried out."""
     del non_blocking
     plain = source.to(tensor).resolve_conj().resolve_neg()
     return plain.expand(tensor.shape).contiguous()
@@ -145,7 +145,7 @@ def _as_strided_scatter(
     stride: Sequence[int],
     offset: int | None = None,
 ) -> Tensor:
-    """as_strided_scatter by indices, where memory is in the order of the elements."""
+    """For vmap in a trace, as_strided_scatter by indices, where memory is in elements' order."""
     if not tensor.is_contiguous():
         return torch.as_strided_scatter(tensor, source, size, stride, offset)
     order = torch.arange(tensor.numel(), device=tensor.device)

@@ -79,7 +79,7 @@ def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
 
 
 def _is_sure(value: Value) -> bool:
-    """Whether a step is an operator that draws nothing and fails for no numbers."""
+    """Whether the interpreter may run a step: it draws nothing and fails for no numbers."""
     if value.op in (operator.getitem, operators.constant):
         return True
     op: Any = value.op
@@ -112,12 +112,12 @@ def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
         else:
-            made[index] = _call(steps, value, made)
+            made[index] = _interpret_step(steps, value, made)
     outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
     return steps.function(outputs), [graph.values[index].args[0] for index in fixed]
 
 
-def _call(
+def _interpret_step(
     steps: runners.Interpreted, value: Value, made: dict[int, list[Any]]
 ) -> list[Any]:
     op: Any = value.op

@@ -70,7 +70,7 @@ def reusing(graph: Graph) -> Graph:
 
 
 def _last_reads(graph: Graph, owners: Sequence[int]) -> list[int]:
-    """For each value the last step that reads its memory; one past all for an output.
+    """The last step that reads, and may overwrite, each value's memory; past all for an output.
 
     Operators that are not torch's own may read on beyond their step, as a collective does
     until its result is waited for.
@@ -122,7 +122,7 @@ def _may_take(graph: Graph, owners: Sequence[int], value: Value, use: int) -> bo
 
 
 def _is_whole(graph: Graph, owner: int, use: int) -> bool:
-    """Whether a value has all elements of the one in whose memory it is."""
+    """Whether what is overwritten has all elements of the value in whose memory it is."""
     while use != owner:
         view = graph.values[use]
         if view.op not in _OF_ALL:
@@ -132,7 +132,7 @@ def _is_whole(graph: Graph, owner: int, use: int) -> bool:
 
 
 def _is_alone(made: Value, graph: Graph) -> bool:
-    """Whether a step makes memory for its result that nothing else is in."""
+    """Whether what is overwritten is in memory that its step made, and that nothing else is in."""
     if made.op is operator.getitem:
         made = graph.values[made.uses[0]]
     if operators.short_name(made.op) in _MAKERS:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from remat._generators import recorded, streams
+from remat._generators import device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
@@ -193,7 +193,7 @@ class _Writer:
         self.graph = graph
         self._bindings = bindings
         self.bound: dict[str, Any] = {
-            "rng_swap": recorded.swap,
+            "rng_swap": device_states.swap,
             "stream_enter": streams.enter,
             "stream_leave": streams.leave,
         }

@@ -41,7 +41,7 @@ def watcher() -> Watcher | None:
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
-    """The tensors in what an operator returned: one, or a nested sequence of them."""
+    """The tensors in what a watched operator returned: one, or a nested sequence of them."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from remat import _captures
-from remat._errors import CapturedTensorError, out_of_reach, refusal
+from remat._errors import CapturedTensorError, refusal
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import isolation, levels, trees
+from remat._tracing.refusals import out_of_reach
 
 #: The bits of all outputs.
 ALL = -1
@@ -73,7 +74,7 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
             yield each, 1 << index
     for node in nodes_behind([*bits]):
         own = bits[node]
-        for edge in _next_nodes(node):
+        for edge in _nodes_it_depends_on(node):
             bits[edge] = bits.get(edge, 0) | own
         if _is_held(node) or _is_guarded(node):
             yield node.variable, own
@@ -112,11 +113,11 @@ def nodes_behind(roots: Sequence[Any]) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             pending.append((node, True))
-            pending.extend((edge, False) for edge in _next_nodes(node))
+            pending.extend((edge, False) for edge in _nodes_it_depends_on(node))
     return ended[::-1]
 
 
-def _next_nodes(node: Any) -> list[Any]:
+def _nodes_it_depends_on(node: Any) -> list[Any]:
     return [edge for edge, _ in node.next_functions if edge is not None]
 
 
@@ -176,7 +177,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     held = [node for node in nodes if _is_held(node)]
     if not held:
         return
-    seen = _captures.Survey((result, *roots)).tensors.keys() | _kept_by(nodes)
+    seen = _captures.Survey((result, *roots)).tensors.keys() | _hidden_in(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held
@@ -189,7 +190,7 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
 
 
 def _wanted(tensor: Tensor) -> Iterator[Tensor]:
-    """The levels of a tensor at which some reverse mode wants a gradient."""
+    """Of what a run returned, the levels at which some reverse mode wants a gradient."""
     while True:
         if tensor.requires_grad:
             yield tensor
@@ -199,7 +200,7 @@ def _wanted(tensor: Tensor) -> Iterator[Tensor]:
         tensor = below
 
 
-def _kept_by(nodes: Iterable[Any]) -> set[int]:
+def _hidden_in(nodes: Iterable[Any]) -> set[int]:
     """The ids of all that nodes written in Python keep for their backward."""
     seen: set[int] = set()
     pending: list[object] = [

@@ -84,7 +84,7 @@ class Rerun(WithoutProgram):
                     for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
                 ]
                 with self.state.around(), torch.enable_grad():
-                    # None, which `Flat` allows, is not an output: `_zeros_for_none`, `_Result`.
+                    # None, which `Flat` allows, is not an output: `_rerun_with_zeros`, `_Result`.
                     outputs = [each for each in self.run(leaves) if each is not None]
             bits = dependent_outputs(outputs, leaves, self.state.engine)
             guard_against_others(leaves)
@@ -124,8 +124,8 @@ class Rerun(WithoutProgram):
             for index in wanted
         )
         return Rerun(
-            _zeros_for_none(first, pull),
-            _zeros_for_none(again, pull),
+            _rerun_with_zeros(first, pull),
+            _rerun_with_zeros(again, pull),
             (*self.requires_grad, *(True for _ in pull.outputs)),
             self.state,
             returned=views,
@@ -166,7 +166,7 @@ def rerun_of(
     return Rerun(function, function, requires_grad, state)
 
 
-def _zeros_for_none(function: Flat, pull: Pull) -> Flat:
+def _rerun_with_zeros(function: Flat, pull: Pull) -> Flat:
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         found = function(tensors)
         return [

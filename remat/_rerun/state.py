@@ -14,13 +14,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._generators import recorded, streams
-from remat._generators.host import set_to, states
+from remat._generators import device_states, streams
+from remat._generators.python_and_numpy import set_to, states
 from remat._generators.trackers import Snapshot
-from remat._messages import user_line
 from remat._rerun import fully_shard
 from remat._torch import isolation, modes, tensors, tracer
 from remat._tracing.thread import is_running
+from remat._user_lines import user_line
 from remat.policies._operators import function_name
 
 
@@ -42,14 +42,14 @@ class _Randomness:
     ) -> _Randomness:
         """As they are now."""
         return cls(
-            {device: recorded.record(device) for device in devices},
+            {device: device_states.record(device) for device in devices},
             Snapshot.take(),
             {each: each.get_state() for each in explicit},
         )
 
     def has_moved(self) -> bool:
         """Whether some generator has been drawn from, or set, since."""
-        now = [recorded.get(each) for each in self.devices]
+        now = [device_states.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
         with isolation.isolated(), modes.without_torch_function():
@@ -58,7 +58,7 @@ class _Randomness:
     def put_back(self) -> None:
         """Sets all of them to these states."""
         for device, state in self.devices.items():
-            recorded.swap(state, device)
+            device_states.swap(state, device)
         self.trackers.put_back()
         for generator, state in self.explicit.items():
             generator.set_state(state)
@@ -109,7 +109,7 @@ class RunState:
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a user's generator before the first draw from it."""
-        if generator not in self.explicit and not recorded.is_default(generator):
+        if generator not in self.explicit and not device_states.is_default(generator):
             self.explicit[generator] = generator.get_state()
 
     @property

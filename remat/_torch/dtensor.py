@@ -22,7 +22,7 @@ def placement(tensor: Tensor) -> Any:
     None under vmap too, whose wrappers hide it: a DTensor is traced as a whole there.
     Obsolete, with the two below, when DTensor makes its spec public.
     """
-    kind = _kind_of_parts()
+    kind = _dtensor_class()
     if kind is None:
         return None
     innermost: Any = unwrapped(tensor)
@@ -33,7 +33,7 @@ def placement(tensor: Tensor) -> Any:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, once it has arrived; any other tensor as it is."""
-    kind = _kind_of_parts()
+    kind = _dtensor_class()
     if kind is None or not isinstance(tensor, kind):
         return tensor
     parts: Any = tensor
@@ -42,12 +42,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def in_place_of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> Tensor:
     """The DTensor of which this rank holds `local`, as a leaf."""
-    kind = _kind_of_parts()
+    kind = _dtensor_class()
     assert kind is not None, "there is a spec, and no DTensor"
     return kind(local, spec, requires_grad=requires_grad)
 
 
-def _kind_of_parts() -> Any:
+def _dtensor_class() -> Any:
     # Importing it is slow, and a class that is not imported has no instances.
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 

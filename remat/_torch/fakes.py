@@ -94,7 +94,7 @@ class _FakeMode(FakeTensorMode):
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         source = _LAID_OUT_BY.get(func)
         if source is not None and args[source].device.type == "cpu":
-            return (_in_format_of(found[0], args[source]), *found[1:])
+            return (_fake_in_format_of(found[0], args[source]), *found[1:])
         like = _LAID_OUT_LIKE.get(func)
         if like is None:
             return found
@@ -116,23 +116,23 @@ _LAID_OUT_BY: dict[Any, int] = {
 aten: Any = torch.ops.aten
 
 
-def _sum_of_two(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _fake_like_sum(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return first + second
 
 
-def _sum_turned(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _fake_like_turned_sum(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return second + first
 
 
-def _first(_: Tensor, first: Tensor, *__: Tensor) -> Tensor:
+def _fake_like_first(_: Tensor, first: Tensor, *__: Tensor) -> Tensor:
     return first
 
 
-def _second(_: Tensor, __: Tensor, second: Tensor, *___: Tensor) -> Tensor:
+def _fake_like_second(_: Tensor, __: Tensor, second: Tensor, *___: Tensor) -> Tensor:
     return second
 
 
-def _dense(found: Tensor, *_: Tensor) -> Tensor:
+def _dense_fake(found: Tensor, *_: Tensor) -> Tensor:
     return torch.empty_like(found, memory_format=torch.contiguous_format)
 
 
@@ -140,25 +140,25 @@ def _dense(found: Tensor, *_: Tensor) -> Tensor:
 #: among their arguments. A fake mode decomposes these operators, and where inputs are laid
 #: out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
 _LAID_OUT_LIKE: dict[Any, Callable[..., Tensor]] = {
-    aten.softplus_backward.default: _sum_of_two,
-    aten.elu_backward.default: _sum_of_two,
-    aten.hardtanh_backward.default: _sum_of_two,
-    aten.hardswish_backward.default: _sum_of_two,
-    aten.hardsigmoid_backward.default: _sum_of_two,
-    aten.logit_backward.default: _sum_of_two,
-    aten.binary_cross_entropy_backward.default: _second,
-    aten.mse_loss_backward.default: _dense,
-    aten.smooth_l1_loss_backward.default: _dense,
-    aten.huber_loss_backward.default: _dense,
-    aten._log_softmax_backward_data.default: _dense,
-    aten.pow.Scalar: _dense,
-    aten.threshold_backward.default: _sum_turned,
-    aten.leaky_relu_backward.default: _sum_turned,
-    aten.log_sigmoid_backward.default: _first,
+    aten.softplus_backward.default: _fake_like_sum,
+    aten.elu_backward.default: _fake_like_sum,
+    aten.hardtanh_backward.default: _fake_like_sum,
+    aten.hardswish_backward.default: _fake_like_sum,
+    aten.hardsigmoid_backward.default: _fake_like_sum,
+    aten.logit_backward.default: _fake_like_sum,
+    aten.binary_cross_entropy_backward.default: _fake_like_second,
+    aten.mse_loss_backward.default: _dense_fake,
+    aten.smooth_l1_loss_backward.default: _dense_fake,
+    aten.huber_loss_backward.default: _dense_fake,
+    aten._log_softmax_backward_data.default: _dense_fake,
+    aten.pow.Scalar: _dense_fake,
+    aten.threshold_backward.default: _fake_like_turned_sum,
+    aten.leaky_relu_backward.default: _fake_like_turned_sum,
+    aten.log_sigmoid_backward.default: _fake_like_first,
 }
 
 
-def _in_format_of(output: Tensor | None, source: Tensor) -> Tensor | None:
+def _fake_in_format_of(output: Tensor | None, source: Tensor) -> Tensor | None:
     if output is None:
         return None
     return torch.empty_like(output, memory_format=suggest_memory_format(source))

@@ -29,7 +29,7 @@ def isolated() -> Generator[None]:
         dual_levels._set_fwd_grad_enabled(True),
         # Its checks for nan read numbers, which fake tensors do not have.
         torch.autograd.set_detect_anomaly(False),
-        _quiet_fakes(),
+        _without_logs_of_fakes(),
         _without_saving_hooks(),
     ):
         yield
@@ -64,7 +64,7 @@ def _without_saving_hooks() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_fakes() -> Generator[None]:
+def _without_logs_of_fakes() -> Generator[None]:
     # Fake tensors log a traceback of each failure before they raise it.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

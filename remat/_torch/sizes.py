@@ -83,8 +83,8 @@ class OpenSizes:
         )
         self._ranks.append(len(sizes))
         for number in (*sizes, *strides):
-            self._symbols.append(expression_of(number))
-            self.given.append(self._text(expression_of(number)))
+            self._symbols.append(symbol_expression(number))
+            self.given.append(self._text(symbol_expression(number)))
         return tuple(sizes), tuple(strides)
 
     def symbol(self, place: int) -> str | None:
@@ -151,7 +151,7 @@ def node_of(number: Any) -> Any:
     return number.node
 
 
-def expression_of(number: Any) -> Any:
+def symbol_expression(number: Any) -> Any:
     return node_of(number).expr if isinstance(number, torch.SymInt) else number
 
 
@@ -162,7 +162,7 @@ def is_exact(number: Any) -> bool:
     """
     if not isinstance(number, torch.SymInt):
         return False
-    return not any(each.is_Float for each in expression_of(number).atoms())
+    return not any(each.is_Float for each in symbol_expression(number).atoms())
 
 
 def is_whole(node: Any) -> bool:
@@ -215,7 +215,7 @@ def why_open(symbol: Any) -> str:
             is_asked = constraint is not None and not constraint.warn_only
             size: Any = tracked.fake.shape[dim] if is_asked else None
             if is_asked and not node.expr.free_symbols.isdisjoint(
-                expression_of(size).free_symbols
+                symbol_expression(size).free_symbols
             ):
                 return f"dimension {dim} of {tracked.source.name}, marked as dynamic"
     return ""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from remat._torch.fakes import are_shapes_alone
 from remat._torch.modes import is_watched
-from remat._torch.sizes import expression_of, is_exact, is_open
+from remat._torch.sizes import is_exact, is_open, symbol_expression
 
 _torch: Any = torch
 
@@ -42,13 +42,13 @@ def traceable(func: Any) -> Any:
     that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
     fake tensor. Obsolete when it can.
     """
-    return _one_hot if func is _ONE_HOT else func
+    return _traceable_one_hot if func is _ONE_HOT else func
 
 
 _ONE_HOT: Any = torch.nn.functional.one_hot
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0 or tensor.dtype != torch.int64:
         return _ONE_HOT(tensor, num_classes)
     # What torch itself computes for a fake tensor.
@@ -151,8 +151,8 @@ class _SizesTracked(TorchDispatchMode):
 
 
 def _tracked_size(number: Any) -> Any:
-    if expression_of(number).is_number:
-        return int(expression_of(number))
+    if symbol_expression(number).is_number:
+        return int(symbol_expression(number))
     if is_exact(number):
         tracer = active_tracer()
 

@@ -91,25 +91,25 @@ def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
     Parts of a type that was registered without names get numbers; torch's own function raises.
     """
     leaves, spec = pytree.tree_flatten(tree)
-    return list(zip(_paths(tree, spec), leaves, strict=True))
+    return list(zip(_paths_of_leaves(tree, spec), leaves, strict=True))
 
 
-def _paths(tree: Any, spec: Any) -> list[list[str]]:
+def _paths_of_leaves(tree: Any, spec: Any) -> list[list[str]]:
     if spec.is_leaf():
         return [[]]
     node = pytree.SUPPORTED_NODES[spec.type]
     parts: list[Any] = list(node.flatten_fn(tree)[0])
     keys = [str(index) for index in range(len(parts))]
     if node.flatten_with_keys_fn is not None:
-        keys = [_key_text(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+        keys = [_path_key_text(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
     return [
         [key, *path]
         for key, part, inner in zip(keys, parts, spec.children(), strict=True)
-        for path in _paths(part, inner)
+        for path in _paths_of_leaves(part, inner)
     ]
 
 
-def _key_text(key: Any) -> str:
+def _path_key_text(key: Any) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

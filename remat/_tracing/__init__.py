@@ -1,6 +1,6 @@
 """A pure function and metadata -> its joint graph.
 
-In comes a function over flat tensors with the metadata of its arguments; out comes the
-graph of its forward and its backward, with names, the user's lines and aliases, or an
-error that says why there is none. Reads `_graph`, `_generators`, `_captures`.
+In come a function over flat tensors and metadata; out comes the graph of forward and backward, read
+by `importing`, or an error (`refusals`). User code meets `thread`, `like_numbers` and `indexing`;
+`aliases` chooses outputs, `side_effects` are put back. Reads `_graph`, `_generators`, `_captures`.
 """

@@ -27,16 +27,16 @@ def copy_custom_aliases(
     A tensor is left alone if nothing but view operators lies between it and the owner of
     its memory, and if it is the owner itself or there is none.
     """
-    plain = [each for each in operands if _is_plain(each)]
+    plain = [each for each in operands if _may_have_aliases(each)]
     nodes = {storage_key(each): each.grad_fn for each in plain}
     hooked = {storage_key(each) for each in plain if _is_hooked(each)}
     found = list(returned)
     for index, tensor in _owners_first(returned):
-        if not _is_plain(tensor):
+        if not _may_have_aliases(tensor):
             continue
         key = storage_key(tensor)
         if key not in nodes:
-            if not _is_part(tensor):
+            if not _is_aliasing(tensor):
                 nodes[key] = tensor.grad_fn
         elif (
             key in hooked
@@ -48,7 +48,7 @@ def copy_custom_aliases(
 
 
 def _is_hooked(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on it in the trace, where all tensors are new."""
+    """Whether `register_hook` was called on what is returned, in the trace, where all is new."""
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
@@ -64,12 +64,12 @@ def _comes_of_users(node: Any, base: Any) -> bool:
 def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
     """Sorts owners of memory before views, and owners before their detached aliases."""
     tensors = [(index, each) for index, each in enumerate(returned) if each is not None]
-    tensors.sort(key=lambda pair: (_is_part(pair[1]), not pair[1].requires_grad))
+    tensors.sort(key=lambda pair: (_is_aliasing(pair[1]), not pair[1].requires_grad))
     return tensors
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has a storage of its own; a DTensor, which is a wrapper, has none."""
+def _may_have_aliases(tensor: Tensor) -> bool:
+    """Whether a returned tensor has a storage of its own; a DTensor, a wrapper, has none."""
     return dtensor.placement(tensor) is None
 
 
@@ -94,11 +94,11 @@ def choose_outputs(
             same[index] = places.setdefault(id(each), ("output", index))
     plain = [each if index not in same else None for index, each in enumerate(returned)]
     spread = {place for kind, place in same.values() if kind == "output"}
-    return tuple(sorted({*_choose_plain(operands, plain), *spread})), same
+    return tuple(sorted({*_plain_outputs(operands, plain), *spread})), same
 
 
-def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
-    owned = {storage_key(operand) for operand in operands if _is_plain(operand)}
+def _plain_outputs(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
+    owned = {storage_key(operand) for operand in operands if _may_have_aliases(operand)}
     chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in _owners_first(returned):
@@ -107,12 +107,12 @@ def _choose_plain(operands: list[Tensor], returned: list[Tensor | None]) -> list
             continue
         taken.add(id(tensor))
         chosen.append(index)
-        if not _is_part(tensor):
+        if not _is_aliasing(tensor):
             owned.add(key)
     return chosen
 
 
-def _is_part(tensor: Tensor) -> bool:
+def _is_aliasing(tensor: Tensor) -> bool:
     # An inner region returns the parts of a split as separate tensors. None of them is the
     # owner, although no one is a view: the other parts cannot be made from it.
     size = tensor.numel() * tensor.element_size()

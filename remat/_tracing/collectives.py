@@ -29,7 +29,7 @@ def functional_twins() -> Mapping[Any, Callable[..., Any]]:
         namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
     }
     others = set(namespace.values()) - set(found)
-    return {**found, **{op: _refusal(op) for op in others}}
+    return {**found, **{op: _refusal_of_collective(op) for op in others}}
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
@@ -99,15 +99,15 @@ def _exchange(
     group = distributed.group_of(group)
     found = _functional.all_to_all_single(
         whole.contiguous(),
-        _part_sizes(out, out_sizes, group.size()),
-        _part_sizes(whole, sizes, group.size()),
+        _sizes_sent(out, out_sizes, group.size()),
+        _sizes_sent(whole, sizes, group.size()),
         group.group_name,
     )
     _write(out, found)
     return distributed.finished_work()
 
 
-def _part_sizes(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
+def _sizes_sent(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
     return sizes or [tensor.shape[0] // num_ranks] * num_ranks
 
 
@@ -126,7 +126,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _refusal(op: Any) -> Callable[..., Any]:
+def _refusal_of_collective(op: Any) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise refusal(
             TraceError,

@@ -55,12 +55,12 @@ def refused() -> Generator[None]:
 def require_no_engine(function: object) -> None:
     """Raises where a function is the `forward` of a module that drives others by it."""
     module: Any = getattr(function, "__self__", None)
-    if is_distributed() and isinstance(module, _imported_classes(_BY_FORWARD)):
+    if is_distributed() and isinstance(module, _imported_engines(_BY_FORWARD)):
         raise driven(module)
 
 
 def is_distributed() -> bool:
-    """Whether this process is in a world of `torch.distributed`."""
+    """Whether engines may drive modules: this process is in a world of `torch.distributed`."""
     distributed: Any = sys.modules.get("torch.distributed")
     return bool(
         distributed and distributed.is_available() and distributed.is_initialized()
@@ -76,7 +76,7 @@ def around_driven(
     `enter` goes before the engine's own hooks, and `leave` before those that let go of the
     gathered parameters.
     """
-    kinds = _imported_classes(_BY_FORWARD) + _imported_classes(_BY_HOOKS)
+    kinds = _imported_engines(_BY_FORWARD) + _imported_engines(_BY_HOOKS)
     thread = threading.get_ident()
 
     def is_meant(module: nn.Module) -> bool:
@@ -100,7 +100,7 @@ def around_driven(
             handle.remove()
 
 
-def _imported_classes(classes: dict[str, str]) -> tuple[type, ...]:
+def _imported_engines(classes: dict[str, str]) -> tuple[type, ...]:
     return tuple(
         getattr(sys.modules[module], name)
         for module, name in classes.items()

@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
-from remat._generators import recorded, streams
+from remat._generators import device_states, streams
 from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref, Value
@@ -79,7 +79,7 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             continue
         node.meta["remat"] = note
         if note.stream is None and operators.may_draw(node.target):
-            stream = streams.take(_device_of_meta(_meta_of_node(node)))
+            stream = streams.take(_imported_device(_meta_of_node(node)))
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
@@ -109,7 +109,7 @@ class _Annotated(fx.Interpreter):
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
-    """Replaces the in-place operators of a graph; its views are kept."""
+    """Replaces the in-place operators of a graph to be imported; its views are kept."""
     graph = module.graph
     # The graph holds its casts: autocast would add others around them.
     with Numerics.current().settled(), torch.no_grad(), forward_ad.no_dual_level():
@@ -126,7 +126,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return tracer.make_fx(pure, detached)
 
 
-def _within(bound: int, size: int) -> int:
+def _imported_slice_end(bound: int, size: int) -> int:
     """Where a slice starts or ends, counted from the front."""
     return min(bound, size) if bound >= 0 else max(bound + size, 0)
 
@@ -197,7 +197,7 @@ class Imported:
         elif target is _aten.copy_.default and args[0] in self.inputs:
             self.mutations[self.inputs[args[0]]] = self.env[args[1]]
             self.env[node] = self.env[args[1]]
-        elif target is recorded.SWAP or operators.is_rng_state(target):
+        elif target is device_states.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
             self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
@@ -238,8 +238,8 @@ class Imported:
         dim: int = args[place - 1]
         size = meta.shape[dim]
         start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
-        first = _within(0 if start is None else start, size)
-        last = _within(size if end is None else end, size)
+        first = _imported_slice_end(0 if start is None else start, size)
+        last = _imported_slice_end(size if end is None else end, size)
         return (*args[:place], first, max(first, last), *rest)
 
     def _source(self, written: Ref) -> Ref:
@@ -285,7 +285,7 @@ class Imported:
             self.values[ref.index] = dataclasses.replace(value, names=names)
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        if node.target is not recorded.SWAP:
+        if node.target is not device_states.SWAP:
             self._add(node, node.target, args, {})
             self.recorded = self.env[node]
             return
@@ -346,10 +346,10 @@ class Imported:
         if self.forced is not None:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
-            device = _device_of_meta(value.meta)
-            size = recorded.size_bytes(device)
+            device = _imported_device(value.meta)
+            size = device_states.size_bytes(device)
             state = Value(
-                op=streams.STATE if stream else recorded.STATE,
+                op=streams.STATE if stream else device_states.STATE,
                 args=(stream or device,),
                 meta=TensorMeta((size,), (1,), torch.uint8, torch.device("cpu")),
                 is_backward=value.is_backward,
@@ -395,10 +395,10 @@ def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:
     makes views again and forgets which were detached.
     """
     (output,) = graph.find_nodes(op="output")
-    return tuple(map(_is_cut, output.args[0]))
+    return tuple(map(_is_cut_output, output.args[0]))
 
 
-def _is_cut(node: Any) -> bool:
+def _is_cut_output(node: Any) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         if _detaches(node):
             return True
@@ -414,14 +414,14 @@ def _is_cut(node: Any) -> bool:
 def _meta_of_node(node: fx.Node) -> Meta:
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
-        return tuple(_tensor_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return _tensor_meta(val)
+        return tuple(_imported_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return _imported_meta(val)
 
 
-def _tensor_meta(val: object) -> TensorMeta | None:
+def _imported_meta(val: object) -> TensorMeta | None:
     return TensorMeta.of(val) if isinstance(val, Tensor) else None
 
 
-def _device_of_meta(meta: Meta) -> torch.device:
+def _imported_device(meta: Meta) -> torch.device:
     metas = meta if isinstance(meta, tuple) else (meta,)
     return next(meta.device for meta in metas if meta is not None)

@@ -61,26 +61,26 @@ def _pure_variant(op: Any) -> Any | None:
     if not operators.is_mutable(op):
         return None
     schema = schemas.schema_of(op)
-    writes = [_writes(each) for each in schema.arguments]
+    writes = [_in_place(each) for each in schema.arguments]
     name = op.overloadpacket.__name__
     writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
         return None
-    return operators.PURE_OF.get(op) or _same_arguments(schema, name[:-1])
+    return operators.PURE_OF.get(op) or _pure_overload(schema, name[:-1])
 
 
-def _same_arguments(schema: Any, name: str) -> Any | None:
-    """The overload of an operator that takes what this one takes."""
+def _pure_overload(schema: Any, name: str) -> Any | None:
+    """The overload of a pure operator that takes what this one takes."""
     packet: Any = getattr(_aten, name, None)
     keys: list[str] = [] if packet is None else packet.overloads()
     for key in keys:
         overload: Any = getattr(packet, key)
-        if _argument_types(schemas.schema_of(overload)) == _argument_types(schema):
+        if _pure_arguments(schemas.schema_of(overload)) == _pure_arguments(schema):
             return overload
     return None
 
 
-def _argument_types(schema: Any) -> list[tuple[str, str, bool]]:
+def _pure_arguments(schema: Any) -> list[tuple[str, str, bool]]:
     return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
 
 
@@ -129,7 +129,7 @@ def runs_on_copies(op: Any) -> bool:
     """Whether an operator writes to single tensors, and torch has no pure form of it."""
     if not operators.is_mutable(op) or schemas.has_kernel(op.name(), "Functionalize"):
         return False
-    written = filter(_writes, schemas.schema_of(op).arguments)
+    written = filter(_in_place, schemas.schema_of(op).arguments)
     return all("List" not in str(each.type) for each in written)
 
 
@@ -139,7 +139,7 @@ def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     written = tuple(
         each.name
         for each in schemas.schema_of(op).arguments
-        if _writes(each) and given.get(each.name) is not None
+        if _in_place(each) and given.get(each.name) is not None
     )
     made = _on_copies(op, written)(**given)
     returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
@@ -183,7 +183,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
         return []
     given = operators.arguments(op, node.args, dict(node.kwargs))
-    names = [each.name for each in schemas.schema_of(op).arguments if _writes(each)]
+    names = [each.name for each in schemas.schema_of(op).arguments if _in_place(each)]
     found: list[fx.Node] = []
     fx.map_arg([given.get(name) for name in names], found.append)
     return found
@@ -205,12 +205,12 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
         functionalization.put_for(tensor, laid)
 
 
-def _writes(argument: Any) -> bool:
+def _in_place(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _aliased(op: Any, returned: Any) -> str:
-    """The argument that an operator returns."""
+    """The argument that an in-place operator returns."""
     names = returned.alias_info.before_set
     return next(
         each.name

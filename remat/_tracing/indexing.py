@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from remat._errors import TraceError, refusal
-from remat._messages import user_line
 from remat._torch import fakes
+from remat._user_lines import user_line
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
@@ -41,7 +41,8 @@ class LookUps:
             return _mask_fill(*args)
         if func is Tensor.__setitem__ and _is_look_up(args[1]):
             parts = _indices(args[1])
-            if not any(isinstance(each, (Tensor, list)) for each in _no_numbers(parts)):
+            others = [each for each in parts if not _is_0d_index(each)]
+            if not any(isinstance(each, (Tensor, list)) for each in others):
                 # `x[i] += y` changes what was looked up, and puts it back here.
                 self._made = [each for each in self._made if each[0] is not args[2]]
                 return _set_item(args[0], parts, args[2])
@@ -82,10 +83,10 @@ def _indices(index: Any) -> tuple[Any, ...]:
 
 
 def _is_look_up(index: Any) -> bool:
-    return any(map(_is_number, _indices(index)))
+    return any(map(_is_0d_index, _indices(index)))
 
 
-def _is_number(part: Any) -> bool:
+def _is_0d_index(part: Any) -> bool:
     return (
         isinstance(part, Tensor)
         and part.dtype in _INTEGERS
@@ -94,12 +95,8 @@ def _is_number(part: Any) -> bool:
     )
 
 
-def _no_numbers(parts: Sequence[Any]) -> list[Any]:
-    return [part for part in parts if not _is_number(part)]
-
-
 def _item_at(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
-    place = next((k for k, part in enumerate(parts) if _is_number(part)), None)
+    place = next((k for k, part in enumerate(parts) if _is_0d_index(part)), None)
     if place is None:
         return tensor[parts] if parts else tensor
     dim = _dimension(tensor, parts, place)
@@ -125,13 +122,13 @@ def _width(part: Any) -> int:
 
 
 def _set_item(tensor: Tensor, parts: tuple[Any, ...], value: Any) -> None:
-    view = tensor[tuple(slice(None) if _is_number(part) else part for part in parts)]
+    view = tensor[tuple(slice(None) if _is_0d_index(part) else part for part in parts)]
     numbers: list[Tensor | None] = []
     for place, part in enumerate(parts):
         if part is Ellipsis:
             after = sum(map(_kept, parts[place + 1 :]))
             numbers += [None] * (view.dim() - after - len(numbers))
-        elif _is_number(part):
+        elif _is_0d_index(part):
             numbers.append(part)
         else:
             numbers += [None] * _kept(part)
@@ -140,5 +137,5 @@ def _set_item(tensor: Tensor, parts: tuple[Any, ...], value: Any) -> None:
 
 
 def _kept(part: Any) -> int:
-    """How many dimensions a part without a number leaves."""
-    return 1 if part is None or isinstance(part, slice) or _is_number(part) else 0
+    """How many dimensions a part of an index without a number leaves."""
+    return 1 if part is None or isinstance(part, slice) or _is_0d_index(part) else 0

@@ -42,7 +42,7 @@ def like_numbers(env: Any) -> Generator[None]:
     """Inside, the symbols of a shape environment look like numbers to the user's code."""
     with _lock:
         if not _answering:
-            for kind, name, hook in _symbol_methods():
+            for kind, name, hook in _methods_like_numbers():
                 setattr(kind, name, hook)
         _answering.append(env)
     try:
@@ -51,29 +51,29 @@ def like_numbers(env: Any) -> Generator[None]:
         with _lock:
             _answering.remove(env)
             if not _answering:
-                for kind, name, _ in _symbol_methods():
-                    _restore_method(kind, name)
+                for kind, name, _ in _methods_like_numbers():
+                    _restore_symbol_method(kind, name)
 
 
-def _symbol_methods() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
+def _methods_like_numbers() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
     for kind in SYMBOLIC:
-        yield kind, "__repr__", _symbol_text
-        yield kind, "__format__", _formatted_symbol
-        yield kind, "__getattribute__", _symbol_attribute
-        yield kind, "__array__", _array
+        yield kind, "__repr__", _text_like_number
+        yield kind, "__format__", _format_like_number
+        yield kind, "__getattribute__", _attribute_like_number
+        yield kind, "__array__", _array_like_number
     for kind, name in _OWN:
         if name in _COMPARISONS and kind is not torch.SymBool:
             yield kind, name, _comparing(_OWN[kind, name])
 
 
-def _restore_method(kind: type[Any], name: str) -> None:
+def _restore_symbol_method(kind: type[Any], name: str) -> None:
     if (kind, name) in _OWN:
         setattr(kind, name, _OWN[kind, name])
     else:
         delattr(kind, name)
 
 
-def _symbol_text(symbol: Any) -> str:
+def _text_like_number(symbol: Any) -> str:
     if not _is_users(symbol):
         return _OWN[type(symbol), "__repr__"](symbol)
     caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
@@ -93,19 +93,19 @@ def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return compared
 
 
-def _array(symbol: Any, *args: Any, **kwargs: Any) -> Any:
+def _array_like_number(symbol: Any, *args: Any, **kwargs: Any) -> Any:
     """The array that numpy asks for; otherwise it would make an array of objects."""
     numpy: Any = importlib.import_module("numpy")
     return numpy.asarray(number(symbol), *args, **kwargs)
 
 
-def _formatted_symbol(symbol: Any, how: str) -> str:
+def _format_like_number(symbol: Any, how: str) -> str:
     if _is_users(symbol):
         return format(number(symbol), how)
     return object.__format__(symbol, how)
 
 
-def _symbol_attribute(symbol: Any, name: str) -> Any:
+def _attribute_like_number(symbol: Any, name: str) -> Any:
     # `isinstance` looks at the type first, then at `__class__`.
     if name == "__class__" and _is_users(symbol):
         return PLAIN[type(symbol)]
@@ -113,7 +113,7 @@ def _symbol_attribute(symbol: Any, name: str) -> Any:
 
 
 def _is_users(symbol: Any) -> bool:
-    """Whether the user's code asks, and not a library."""
+    """Whether a symbol must look like a number: the user's code asks, and not a library."""
     env = getattr(symbol.node, "shape_env", None)
     if not any(each is env for each in _answering):
         return False

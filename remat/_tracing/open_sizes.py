@@ -54,7 +54,7 @@ _FIELDS = {
 
 
 def _map(tree: Any, leaf: _Leaf) -> Any:
-    """A tree with other numbers in it: graphs, values, metadata, views, containers."""
+    """A tree with other sizes in it: graphs, values, metadata, views, containers."""
     match tree:
         case Value() | TensorMeta() | Graph() | View():
             fields = _FIELDS[type(tree)]
@@ -111,7 +111,7 @@ class Template:
 
         self._joints = _map_joints(joints, hole)
         self._statics = _map(statics, static)
-        self._numbers = _function(sizes, list(numbers))
+        self._numbers = _numbers_from_sizes(sizes, list(numbers))
         self.fixed = sizes.fixed_dimensions()
 
     def at(self, metas: Sequence[TensorMeta]) -> tuple[tuple[Joint, ...], Any] | None:
@@ -131,7 +131,7 @@ class Template:
         return _map_joints(self._joints, fill), _map(self._statics, fill)
 
 
-def _function(
+def _numbers_from_sizes(
     sizes: torch_sizes.OpenSizes, numbers: Sequence[str]
 ) -> Callable[[Sequence[int]], tuple[int, ...] | None]:
     """Writes the function from the given sizes and strides to the numbers of a trace."""

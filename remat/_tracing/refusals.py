@@ -16,9 +16,9 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._messages import came_through, line_of, user_line
 from remat._torch import tracer
 from remat._torch.fakes import met_a_tensor_outside, needs_values
+from remat._user_lines import came_through, line_of, user_line
 from remat.policies._operators import function_name
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
@@ -93,6 +93,20 @@ def out_of_sight(where: str) -> CapturedTensorError:
         why="Its gradient would be lost.",
         do="Use the function or module from before torch.jit.script, or pass the "
         "tensor as an argument.",
+    )
+
+
+def out_of_reach(where: str, why: str) -> CapturedTensorError:
+    """The error for a tensor to which nothing leads that the function names or is given."""
+    return refusal(
+        CapturedTensorError,
+        where=where,
+        what="is reached in a way that cannot be followed at the next call.",
+        why=why,
+        do="Pass it as an argument, or keep it in a closure, a global, a list, a dict "
+        "or an attribute that the function names. If a function under "
+        "functools.cache returned it, call that function outside, or call its "
+        "`__wrapped__`, which makes the tensor anew.",
     )
 
 
@@ -205,10 +219,10 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "Use torch.where for a branch, call the operator between two regions, or "
             'use engine="rerun".',
         )
-    return _asks_for_values(error) if needs_values(error) else None
+    return _refused_values(error) if needs_values(error) else None
 
 
-def _asks_for_values(error: Exception) -> TraceError:
+def _refused_values(error: Exception) -> TraceError:
     checks = came_through(error, _TORCHS_DISTRIBUTIONS)
     instead = "validate_args=False for the distribution" if checks else "torch.where"
     return _refused(

@@ -76,7 +76,7 @@ def require_nothing_left(
         statics: what the function returned besides tensors.
         where: the function, as messages call it.
     """
-    leaked = _survivor(fakes)
+    leaked = _left_behind(fakes)
     if leaked is None:
         return
     for returned in statics:
@@ -94,7 +94,7 @@ def require_nothing_left(
     raise _leak(leaked, where)
 
 
-def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
+def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
     if all(fake() is None for fake in fakes):
         return None
     # What only a cycle holds was not left anywhere, nor was what only torch's own graph
@@ -102,18 +102,18 @@ def _survivor(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
     gc.collect()
     # No `:=` here: before Python 3.12 it would be a cell, which holds the last of them.
     alive = [each for each in [fake() for fake in fakes] if each is not None]
-    holders = [each for each in _referrers(alive) if each is not alive]
+    holders = [each for each in _referrers_of_left(alive) if each is not alive]
     held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
     return next((each for each in alive if id(each) in held), None)
 
 
-def _referrers(tensors: Sequence[Tensor]) -> list[Any]:
+def _referrers_of_left(tensors: Sequence[Tensor]) -> list[Any]:
     found = gc.get_referrers(*tensors) if tensors else []
     return [each for each in found if not isinstance(each, types.FrameType)]
 
 
 def _holds(thing: object, tensor: Tensor) -> bool:
-    """Whether an object holds a tensor, a few containers deep."""
+    """Whether an object holds a tensor that was left, a few containers deep."""
     held = gc.get_referents(thing)
     for _ in range(_DEPTH):
         if any(each is tensor for each in held):
@@ -125,7 +125,7 @@ def _holds(thing: object, tensor: Tensor) -> bool:
 
 def _leak(tensor: Tensor, where: str) -> SideEffectError:
     """The error for a tensor that was left; a cache of functools that has it is emptied."""
-    holder, do = _holder(tensor), "Return the tensor from the function instead."
+    holder, do = _where_left(tensor), "Return the tensor from the function instead."
     memoized = _memoized(tensor)
     if memoized is not None:
         memoized.cache_clear()
@@ -156,8 +156,8 @@ def _memoized(tensor: Tensor) -> Any:
     return None
 
 
-def _holder(tensor: Tensor) -> str:
-    for referrer in _referrers([tensor]):
+def _where_left(tensor: Tensor) -> str:
+    for referrer in _referrers_of_left([tensor]):
         if isinstance(referrer, dict):
             for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
                 if value is tensor and isinstance(key, str):

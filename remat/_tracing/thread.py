@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat._errors import RematError, out_of_reach
+from remat._errors import RematError
 from remat._generators import streams, trackers
 from remat._graph.meta import TensorMeta
-from remat._messages import user_line
 from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
 from remat._tracing import importing, refusals
 from remat._tracing.indexing import LookUps
+from remat._user_lines import user_line
 from remat.policies._operators import function_name
 
 
@@ -220,7 +220,7 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     if not running.find(tensor):
         if streams.looks_like_state(tensor):
             raise streams.unregistered(f"at {user_line()}")
-        raise out_of_reach(
+        raise refusals.out_of_reach(
             f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
             "It would become a constant of the trace: its gradient would be lost, and "
             "later changes would not be seen.",

@@ -1,6 +1,7 @@
 """Drop-ins for other projects' checkpoint functions, with their own signatures.
 
-Import `remat.interop.transformers` separately: it needs transformers.
+A file for each project, over `_shared`. Import `remat.interop.transformers` separately: it needs
+transformers.
 """
 
 from remat.interop import deepspeed, megatron, torch, transformer_engine

@@ -20,7 +20,7 @@ from typing import Any, cast, final
 from remat._errors import refusal
 from remat._regions import prefetch
 from remat._torch import dynamo
-from remat.interop._calls import (
+from remat.interop._shared import (
     call_as_region,
     preserve_that_of,
     shard_over,
@@ -104,7 +104,7 @@ class _Current:
 
 @dynamo.unseen_by_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function whose intermediate values are recomputed in the backward.
+    """Calls a function whose values are recomputed in the backward, as DeepSpeed's does.
 
     Laws: those of `remat`. Generators, registered trackers and, where DeepSpeed is
     imported, its own tracker are put back for the recomputation by value. Inputs wait as
@@ -218,13 +218,13 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
     options |= {name: each for name, each in passed.items() if each is not None}
     for name, (why, do) in _WITHOUT_EFFECT.items():
         if options.get(name):
-            _warn_of_option(name, options[name], why, do)
+            _warn_of_deepspeed_option(name, options[name], why, do)
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
     if options.get("partition_activations") and mpu is not None:
         _group_getter(mpu)
     elif options.get("partition_activations"):
-        _warn_of_option(
+        _warn_of_deepspeed_option(
             "partition_activations",
             True,
             "Without `mpu_` nothing says which ranks hold the same activations.",
@@ -290,7 +290,7 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return {_ENTRIES[name]: each for name, each in section.items() if each is not None}
 
 
-def _warn_of_option(name: str, value: object, why: str, do: str) -> None:
+def _warn_of_deepspeed_option(name: str, value: object, why: str, do: str) -> None:
     warn_without_effect(f"interop.deepspeed.configure({name}={value!r})", why, do)
 
 

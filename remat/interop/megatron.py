@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from remat._torch import dynamo
-from remat.interop._calls import call_as_region, preserve_that_of, shard_over
+from remat.interop._shared import call_as_region, preserve_that_of, shard_over
 
 __all__ = ["checkpoint"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat._errors import refusal
-from remat._messages import warn
 from remat._torch import dynamo
-from remat.interop._calls import call_as_region, preserve, shard_over
+from remat._user_lines import warn
+from remat.interop._shared import call_as_region, preserve, shard_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,7 +90,7 @@ def checkpoint(
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
-    kwargs = _without_options_of_torch(kwargs)
+    kwargs = _transformer_engine_kwargs(kwargs)
     if get_rng_state_tracker is not None:
         preserve(get_rng_state_tracker)
     storage = functools.partial(shard_over, tp_group, args, kwargs)
@@ -107,7 +107,7 @@ def _has_options_in_front(args: tuple[Any, ...]) -> bool:
     return args[2] is None or (group is not None and isinstance(args[2], group))
 
 
-def _without_options_of_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _transformer_engine_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "context_fn" in kwargs:
         raise refusal(
             ValueError,

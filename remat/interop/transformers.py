@@ -19,8 +19,8 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.options import PolicyLike
-from remat._messages import warn
 from remat._torch import dynamo
+from remat._user_lines import warn
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
@@ -127,7 +127,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a layer calls: itself, as a region."""
+    """What a layer of transformers calls: itself, as a region."""
     collected: dict[str, Any] | None = _active.get()
     if not collected:
         return decorate(function)(*args, **kwargs)
@@ -181,13 +181,13 @@ def _set(
 ) -> None:
     """Stands before the model's own hook: sets our function, whatever is passed."""
     if enable:
-        _warn_of_options(gradient_checkpointing_func, every_n_layers)
+        _warn_of_hook_options(gradient_checkpointing_func, every_n_layers)
     hook = getattr(type(owner), _HOOK)
     layers = {} if every == 1 else {"every_n_layers": every}
     hook(owner, enable=enable, gradient_checkpointing_func=function, **layers)
 
 
-def _warn_of_options(function: Callable[..., Any] | None, every: int) -> None:
+def _warn_of_hook_options(function: Callable[..., Any] | None, every: int) -> None:
     """Says what of another's wish is not followed; either variant of torch's is ours."""
     given: dict[str, Any] = dict(getattr(function, "keywords", {}))
     given.pop("use_reentrant", None)

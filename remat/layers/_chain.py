@@ -112,7 +112,7 @@ class Chain:
             first, *rest = self._stages
             state = first.region(x)
             for stage in rest:
-                run: Callable[[AnyStage], Any] = functools.partial(_call_stage, state)
+                run: Callable[[AnyStage], Any] = functools.partial(_call_chained, state)
                 state = stage.owning(run)
             return state
         return _TracedChain(self._stages, x).run(self.schedule)
@@ -173,7 +173,7 @@ class _ChainStage:
         """The function on a copy of its argument."""
         keeps_draws = self._policy is None and is_of_module(self._f)
         return remat(
-            functools.partial(_on_copies, self._f),
+            functools.partial(_call_chained_on_copies, self._f),
             policy=self._policy,
             rng="preserve" if keeps_draws else "keys",
         )
@@ -199,11 +199,11 @@ class _ChainStage:
         return returned
 
 
-def _call_stage(state: Any, region: AnyStage) -> Any:
+def _call_chained(state: Any, region: AnyStage) -> Any:
     return region(state)
 
 
-def _on_copies(f: Callable[[Any], Any], state: Any) -> Any:
+def _call_chained_on_copies(f: Callable[[Any], Any], state: Any) -> Any:
     return f(trees.map_tensors(Tensor.clone, state))
 
 

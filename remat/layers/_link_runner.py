@@ -185,7 +185,7 @@ class Runner:
         if views is None:
             return None
         flows = region.stages(roots).joint.differentiable
-        targets = tuple(_target(view, flows) for view in views)
+        targets = tuple(_target_of_cotangent(view, flows) for view in views)
         return _Flows(targets, len(flows), len(region.operands))
 
     @functools.cached_property
@@ -224,8 +224,8 @@ class Runner:
         self._pulled = _latest[link.region] = (found, *others)
 
 
-def _target(view: View, flows: Sequence[bool]) -> int | None:
-    """Where the cotangent of a view's result goes: see `_Flows`."""
+def _target_of_cotangent(view: View, flows: Sequence[bool]) -> int | None:
+    """When a link runs backward, where the cotangent of a view's result goes: see `_Flows`."""
     if view.is_cut or view.is_detached:
         return None
     if view.output is not None:

@@ -47,7 +47,7 @@ def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
 
 @contextmanager
 def on_fakes(metas: Sequence[TensorMeta]) -> Generator[list[Tensor]]:
-    """Stand-ins for tensors, and a context in which operators run without data."""
+    """A link's stand-ins for tensors, and a context in which operators run without data."""
     home = metas[0].device if metas else torch.device("cpu")
     with isolation.isolated(), fake_mode(home):
         yield [meta.empty() for meta in metas]
@@ -58,19 +58,19 @@ def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
     if any(meta.placement is not None for meta in metas):
         with on_fakes(metas) as fakes:
             return fakes
-    pairs = zip(metas, _stand_ins(tuple(metas)), strict=True)
+    pairs = zip(metas, _stage_stand_ins(tuple(metas)), strict=True)
     return [meta.cast_alike(each) for meta, each in pairs]
 
 
 # Entering a mode and making a tensor without data takes longer than a small stage.
 @functools.lru_cache(maxsize=256)
-def _stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
+def _stage_stand_ins(metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
     with on_fakes(metas) as fakes:
         return tuple(fakes)
 
 
 def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
-    """The strides that a pointwise operator gives its result: without gaps or repeats.
+    """How a link's tensors lie: the strides of a pointwise result, without gaps or repeats.
 
     Expanded dimensions, whose stride carries no information, stay in place.
     """
@@ -93,7 +93,7 @@ def dense_stride(meta: TensorMeta) -> tuple[int, ...]:
 
 
 def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor with these dense strides; a copy only if it has others."""
+    """A link's tensor with these dense strides; a copy only if it has others."""
     if tensor.stride() == stride:
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim))
@@ -102,12 +102,12 @@ def relaid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """The tensor with lazy conjugation and negation resolved."""
+    """A link's tensor with lazy conjugation and negation resolved."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def laid_densely(tensor: Tensor) -> Tensor:
-    """A tensor without gaps or repeats in memory, in its own order of dimensions."""
+    """A link's tensor without gaps or repeats in memory, in its own order of dimensions."""
     tensor = resolved(tensor)
     return relaid(tensor, dense_stride(TensorMeta.of(tensor)))
 
@@ -291,7 +291,7 @@ def pull_back(
     tensors: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of a function of tensors; None where none flows."""
+    """The gradients of a link's function of tensors; None where none flows."""
     wanted = tuple(
         index
         for index, each in enumerate(tensors)
@@ -309,12 +309,12 @@ def pull_back(
 
 
 def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are not None."""
+    """The tensors of a link that are not None."""
     return [each for each in tensors if each is not None]
 
 
 def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, None for none."""
+    """The sum of two gradients of a link, None for none."""
     if one is None or other is None:
         return other if one is None else one
     return one + other
@@ -325,7 +325,7 @@ def sum_gradients(
     direct: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The wanted gradients, each of two parts."""
+    """The wanted gradients of a link, each of two parts."""
     return [
         add_gradients(one, other) if is_wanted else None
         for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)

@@ -39,7 +39,7 @@ FLOPS_A_BYTE = 8
 
 
 def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether some reverse mode wants a gradient of a tensor or of what is captured."""
+    """Whether a stack is to record: some reverse mode wants a gradient of what it reaches."""
     if is_inert():
         return False
     # Inside a trace, looking at the captured tensors would capture all of them.

@@ -20,10 +20,10 @@ from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import CarryError, refusal
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
+from remat._user_lines import warn
 from remat.layers import _unrolled
 from remat.layers._links import laid_densely, relaid, resolved, stand_ins
 from remat.layers._run_stack import (
@@ -372,7 +372,7 @@ class _OtherDtype(CarryError):
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number that takes on dtypes; a bool has its own."""
+    """Whether a leaf of a carry is a number that takes on dtypes; a bool has its own."""
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
@@ -416,7 +416,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
 
 
 def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
-    """The tensors of a pytree, numbers as tensors, if they are where a frame has them.
+    """The tensors of a carry, numbers as tensors, if they are where a frame has them.
 
     Raises:
         CarryError: a leaf of it is not a tensor, number or None.
@@ -430,7 +430,7 @@ def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
 
 
 def _as_tensors(tree: Any, where: str) -> Any:
-    """A pytree whose Python numbers have become tensors.
+    """What `scan` is given, its Python numbers as tensors.
 
     Raises:
         CarryError: a leaf is not a tensor, number or None.
@@ -440,7 +440,7 @@ def _as_tensors(tree: Any, where: str) -> Any:
 
 
 def _as_tensor(leaf: Any, where: str) -> Tensor | None:
-    """A leaf, of a number a tensor.
+    """A leaf that `scan` is given, of a number a tensor.
 
     Raises:
         CarryError: it is not a tensor, number or None.

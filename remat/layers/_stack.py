@@ -54,7 +54,7 @@ class Stack:
     def entered(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The first state and what is scanned over."""
         given = operands[: self.num_entered]
-        return [*given] if self.enter is None else list(map(_there, self.enter(given)))
+        return [*given] if self.enter is None else [*map(_in_stack, self.enter(given))]
 
     def place(self, stage: int) -> int:
         """Which slice a stage takes."""
@@ -134,10 +134,10 @@ class Stack:
         enter = self._entering(batch)
         count, captured_dims = self.num_entered, batch.dims[self.num_entered :]
         with on_fakes(batch.metas) as fakes:
-            scanned = [_there(each) for each in enter(fakes[:count])][self.num_state :]
+            scanned = [*map(_in_stack, enter(fakes[:count]))][self.num_state :]
             parts = [TensorMeta.of(each.unbind(0)[0]) for each in scanned]
         links = {
-            id(link): _mapped(link, batch, parts, captured_dims, batch.metas[count:])
+            id(link): _map_link(link, batch, parts, captured_dims, batch.metas[count:])
             for link in self.links
         }
         return dataclasses.replace(
@@ -149,13 +149,13 @@ class Stack:
 
     def _entering(self, batch: Batch) -> Flat:
         count = self.num_entered
-        inner = self.enter or _as_given
+        inner = self.enter or _in_stack_as_given
         dims, metas = batch.dims[:count], batch.metas[:count]
         entering = Batch(batch.size, batch.randomness, dims, metas)
         over = mapped(inner, None, entering, 0)
 
         def enter(given: Sequence[Tensor]) -> Sequence[Tensor]:
-            entered = list(map(_there, over(given)))
+            entered = list(map(_in_stack, over(given)))
             scanned = [each.movedim(0, 1) for each in entered[self.num_state :]]
             return [*entered[: self.num_state], *scanned]
 
@@ -163,7 +163,7 @@ class Stack:
 
 
 def _united(bits: Sequence[int], places: int) -> int:
-    """The bits at these places, which are bits themselves."""
+    """The bits at these places of a stack, which are bits themselves."""
     united = 0
     for place, each in enumerate(bits):
         if places >> place & 1:
@@ -171,7 +171,7 @@ def _united(bits: Sequence[int], places: int) -> int:
     return united
 
 
-def _mapped(
+def _map_link(
     link: Link,
     batch: Batch,
     parts: Sequence[TensorMeta],
@@ -198,10 +198,10 @@ def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
     return dataclasses.replace(meta, shape=(size, *meta.shape), stride=(numel, *stride))
 
 
-def _as_given(given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _in_stack_as_given(given: Sequence[Tensor]) -> Sequence[Tensor | None]:
     return given
 
 
-def _there(tensor: Tensor | None) -> Tensor:
+def _in_stack(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "what enters a stack is made by views alone"
     return tensor

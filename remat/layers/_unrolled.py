@@ -39,19 +39,19 @@ def scan(
     schedule: object = None,
 ) -> Any:
     """`remat.scan` without a policy and a schedule, in a graph."""
-    _require_plain("scan", policy, schedule)
+    _require_plain_stack("scan", policy, schedule)
     leaves, tree = trees.flatten(xs)
     sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
     count = _scan_length(sizes, len(leaves), length)
-    if count == 0 or unroll != 1 or not _are_tensors(init):
+    if count == 0 or unroll != 1 or not _is_unrollable(init):
         dynamo.end_graph(_OTHERWISE)
     carry: Any = init
     rows: list[Any] = []
     for step in range(count):
         place = count - 1 - step if reverse else step
-        x = trees.unflatten([_leaf_row(leaf, place) for leaf in leaves], tree)
-        new, y = _call_region(f, carry, x)
-        if not _are_alike(carry, new) or not _are_tensors(y):
+        x = trees.unflatten([_unrolled_leaf(leaf, place) for leaf in leaves], tree)
+        new, y = _call_unrolled(f, carry, x)
+        if not _are_carries_alike(carry, new) or not _is_unrollable(y):
             dynamo.end_graph(_OTHERWISE)
         carry = new
         rows.append(y)
@@ -64,23 +64,23 @@ def scan(
 
 def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
-    _require_plain("chain", None, stack.schedule)
+    _require_plain_stack("chain", None, stack.schedule)
     for f in stack.fs:
-        x = f(x) if _is_region(f) else _call_region(f, x)
+        x = f(x) if _is_region_to_unroll(f) else _call_unrolled(f, x)
     return x
 
 
-def _is_region(f: object) -> bool:
+def _is_region_to_unroll(f: object) -> bool:
     return isinstance(f, (DecoratedFunction, RematModule))
 
 
-def _call_region(f: Callable[..., Any], *args: Any) -> Any:
+def _call_unrolled(f: Callable[..., Any], *args: Any) -> Any:
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
     return torch_compile.call(kind, f, args, {}, name)
 
 
-def _require_plain(what: str, policy: object, schedule: object) -> None:
+def _require_plain_stack(what: str, policy: object, schedule: object) -> None:
     if policy is not None or schedule is not None:
         dynamo.end_graph(_WITH_OPTIONS[what])
 
@@ -107,29 +107,29 @@ _OTHERWISE = explain(
 
 
 def _scan_length(sizes: Sequence[int], num_leaves: int, length: int | None) -> int:
-    """How many steps there are; none where the arguments do not agree."""
+    """How many steps are unrolled; none where the arguments do not agree."""
     wanted = sizes[:1] if length is None else [length]
     is_known = len(wanted) == 1 and all(size == wanted[0] for size in sizes)
     return wanted[0] if is_known and len(sizes) in (0, num_leaves) else 0
 
 
-def _leaf_row(leaf: Any, place: int) -> Any:
+def _unrolled_leaf(leaf: Any, place: int) -> Any:
     return leaf[place] if isinstance(leaf, Tensor) else leaf
 
 
-def _are_tensors(tree: Any) -> bool:
+def _is_unrollable(tree: Any) -> bool:
     leaves = trees.flatten(tree)[0]
     return all(each is None or isinstance(each, Tensor) for each in leaves)
 
 
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two pytrees of tensors have one structure, with the same metadata."""
+def _are_carries_alike(one: Any, other: Any) -> bool:
+    """Whether two carries have one structure of tensors, with the same metadata."""
     leaves, tree = trees.flatten(one)
     others, other_tree = trees.flatten(other)
-    if tree != other_tree or not _are_tensors(other):
+    if tree != other_tree or not _is_unrollable(other):
         return False
-    return all(_meta(a) == _meta(b) for a, b in zip(leaves, others, strict=True))
+    return all(_carried(a) == _carried(b) for a, b in zip(leaves, others, strict=True))
 
 
-def _meta(leaf: Tensor | None) -> Any:
+def _carried(leaf: Tensor | None) -> Any:
     return None if leaf is None else (leaf.shape, leaf.dtype, leaf.device)

@@ -19,7 +19,7 @@ from torch import nn
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import TraceError, refusal
-from remat._messages import warn
+from remat._user_lines import warn
 
 _M = TypeVar("_M", bound=nn.Module)
 Where: TypeAlias = (

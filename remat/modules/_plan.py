@@ -62,7 +62,7 @@ class ModulePlan:
         """A line for each block, and the totals."""
         lines = [
             f"{row.name}: saves {show_size(row.plan.saved_bytes)} "
-            f"({', '.join(_saved(row.plan)) or 'nothing'}), recomputes "
+            f"({', '.join(_saved_in_block(row.plan)) or 'nothing'}), recomputes "
             f"{row.plan.recompute_flops:.3g} FLOPs"
             for row in self.rows
         ]
@@ -70,8 +70,8 @@ class ModulePlan:
         return "\n".join([*lines, f"all: {total}, {self.recompute_flops:.3g} FLOPs"])
 
 
-def _saved(found: Plan) -> list[str]:
-    """What a plan saves: names, or operators."""
+def _saved_in_block(found: Plan) -> list[str]:
+    """What the plan of a block saves: names, or operators."""
     saved = [row.name or row.op for row in found.rows if row.storage is not None]
     counts = Counter(saved).items()
     return [what if count == 1 else f"{count} x {what}" for what, count in counts]

@@ -185,7 +185,7 @@ def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
 
 
 def _steps_run(problem: Problem, choice: Choice) -> list[bool]:
-    """Which steps run under a choice."""
+    """Which steps run under a choice of the search."""
     needed = [False] * len(problem.steps)
     for place in problem.wanted:
         needed[place] = True

@@ -92,13 +92,17 @@ def _require_function(candidate: object, where: str) -> None:
     if not why:
         return
     raise refusal(
-        PolicyError, where=where, what=f"got {_shown(candidate)}.", why=why, do=do
+        PolicyError,
+        where=where,
+        what=f"got {_shown_policy(candidate)}.",
+        why=why,
+        do=do,
     )
 
 
 def _diagnose(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
-    name = _shown(candidate)
+    name = _shown_policy(candidate)
     match candidate:
         case str():
             return (
@@ -146,7 +150,7 @@ def _diagnose(candidate: object) -> tuple[str, str]:
                 "goes into `create_selective_checkpoint_contexts` of "
                 "`remat.interop.torch`.",
             )
-        case _ if not _is_hashable(candidate):
+        case _ if not _is_hashable_policy(candidate):
             return (
                 "It cannot be hashed, but traced programs are looked up by their policy.",
                 "Give its class `__hash__`, or pass a function.",
@@ -167,7 +171,7 @@ def _makes_policies(candidate: object) -> bool:
 
 
 def _takes_one(candidate: Callable[..., Any]) -> bool:
-    """Whether it can be called with a value alone, as far as can be told."""
+    """Whether what is passed as a policy can be called with a value alone, if that can be told."""
     try:
         signature = inspect.signature(candidate)
     except (NameError, TypeError, ValueError):  # no signature, or none before it is run
@@ -179,7 +183,7 @@ def _takes_one(candidate: Callable[..., Any]) -> bool:
     return True
 
 
-def _is_hashable(candidate: object) -> bool:
+def _is_hashable_policy(candidate: object) -> bool:
     try:
         hash(candidate)
     except TypeError:
@@ -187,6 +191,6 @@ def _is_hashable(candidate: object) -> bool:
     return True
 
 
-def _shown(candidate: object) -> str:
+def _shown_policy(candidate: object) -> str:
     is_named = isinstance(candidate, type) or _makes_policies(candidate)
     return policy_name(candidate) if is_named else repr(candidate)

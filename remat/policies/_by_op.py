@@ -37,7 +37,7 @@ class ByOp(AbstractPolicy):
 
     def __call__(self, value: Value, /) -> bool:
         """Decides about one value."""
-        names = _names_of(value)
+        names = _op_names_of(value)
         return any(
             target.count(".") == name.count(".") and fnmatchcase(name, target)
             for target in self.targets
@@ -86,25 +86,25 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
             why="Nothing would be saved.",
             do='Pass operators, as in `by_op("aten.mm")`, or use nothing_saveable.',
         )
-    return ByOp(tuple(dict.fromkeys(map(_as_glob, targets))))
+    return ByOp(tuple(dict.fromkeys(map(_target_as_glob, targets))))
 
 
-def _names_of(value: Value) -> tuple[str, ...]:
+def _op_names_of(value: Value) -> tuple[str, ...]:
     if value.op is None:
         return ()
     names = (str(value.op), packet_name(value.op), bare_name(value.op), value.function)
     return tuple(name for name in names if name)
 
 
-def _as_glob(target: object) -> str:
+def _target_as_glob(target: object) -> str:
     match target:
         case str():
             if not _is_op_name(target):
                 raise _not_op(target, "torch has no operator or function of that name.")
             return bare_name(target) if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
-            return _as_glob(str(target))
-        case _ if _is_of_torch(target) and _is_function(function_name(target)):
+            return _target_as_glob(str(target))
+        case _ if _is_torch_target(target) and _is_target_name(function_name(target)):
             return function_name(target)
         case _:
             raise _not_op(target, "It is neither an operator nor a function of torch.")
@@ -115,12 +115,12 @@ def _is_op_name(name: str) -> bool:
         return True
     path = name.split(".")
     if len(path) == 1:
-        return _is_function(name)
-    return len(path) <= 3 and _of_torch_ops(path) is not None
+        return _is_target_name(name)
+    return len(path) <= 3 and _target_in_torch_ops(path) is not None
 
 
-def _of_torch_ops(path: Sequence[str]) -> Any:
-    """What stands at a path below `torch.ops`, or None."""
+def _target_in_torch_ops(path: Sequence[str]) -> Any:
+    """What a target of `by_op` names below `torch.ops`, or None."""
     operator: Any = torch.ops
     for name in path:
         operator = getattr(operator, name, None)
@@ -128,10 +128,10 @@ def _of_torch_ops(path: Sequence[str]) -> Any:
 
 
 def _is_taken_apart(name: str) -> bool:
-    """Whether this names an ATen operator that torch decomposes before a trace."""
+    """Whether a target names an ATen operator that torch decomposes before a trace."""
     match name.split("."):
         case ["aten", packet, *overload]:
-            operator = _of_torch_ops(["aten", packet])
+            operator = _target_in_torch_ops(["aten", packet])
             overloads = overload or getattr(operator, "overloads", list)()
             # The default one speaks for all; where there is none, as for
             # `aten.softmax`, each does.
@@ -142,16 +142,16 @@ def _is_taken_apart(name: str) -> bool:
             return False
 
 
-def _is_function(name: str) -> bool:
-    """Whether torch has an operator, a function or a method of tensors of that name."""
+def _is_target_name(name: str) -> bool:
+    """Whether torch has an operator, a function or a method of tensors of a target's name."""
     owners = (torch.ops.aten, torch.ops.higher_order, torch, functional, torch.Tensor)
     found = (getattr(owner, name, None) for owner in owners)
     is_found = any(callable(each) and not isinstance(each, type) for each in found)
     return is_found or hasattr(torch.Tensor, f"__{name}__")
 
 
-def _is_of_torch(target: object) -> bool:
-    """Whether this is a function of torch; methods of its tensors have no module."""
+def _is_torch_target(target: object) -> bool:
+    """Whether a target is a function of torch; methods of its tensors have no module."""
     if isinstance(target, type):
         return False
     owner = getattr(target, "__objclass__", target)

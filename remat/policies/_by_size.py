@@ -52,8 +52,8 @@ def by_size(
         >>> policies.by_size(max_bytes="512KiB")
         by_size(max_bytes=524288)
     """
-    low = _parsed_bound(min_bytes, "by_size(min_bytes=...)")
-    high = _parsed_bound(max_bytes, "by_size(max_bytes=...)")
+    low = _size_bound(min_bytes, "by_size(min_bytes=...)")
+    high = _size_bound(max_bytes, "by_size(max_bytes=...)")
     if low is None and high is None:
         raise refusal(
             ValueError,
@@ -73,5 +73,5 @@ def by_size(
     return BySize(low, high)
 
 
-def _parsed_bound(size: int | str | None, where: str) -> int | None:
+def _size_bound(size: int | str | None, where: str) -> int | None:
     return None if size is None else parse_size(size, where)

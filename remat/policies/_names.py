@@ -143,5 +143,5 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
 
 
 def show_call(function: str, arguments: tuple[object, ...]) -> str:
-    """Returns the code that calls a function with these arguments."""
+    """Returns the code that makes a policy of names: a call of a function with arguments."""
     return f"{function}({', '.join(map(repr, arguments))})"

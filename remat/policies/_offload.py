@@ -36,14 +36,14 @@ class SaveAndOffloadOnlyTheseNames(AbstractPolicy):
             self.offloaded, where=f"{_BOTH}(names_which_can_be_offloaded=...)"
         )
         _require_disjoint(self.saved, self.offloaded)
-        _storage_at(_BOTH, self.source, self.destination)
+        _storage_at_memory(_BOTH, self.source, self.destination)
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value."""
         if has_name(value, self.saved):
             return Save()
         if has_name(value, self.offloaded):
-            return Save(_storage_at(_BOTH, self.source, self.destination))
+            return Save(_storage_at_memory(_BOTH, self.source, self.destination))
         return Recompute()
 
     @property
@@ -70,11 +70,11 @@ class OffloadDotWithNoBatchDims(AbstractPolicy):
 
     def __post_init__(self) -> None:
         """Checks the memories."""
-        _storage_at(_DOTS, self.source, self.destination)
+        _storage_at_memory(_DOTS, self.source, self.destination)
 
     def __call__(self, value: Value, /) -> bool | Save | Recompute:
         """Decides about one value."""
-        storage = _storage_at(_DOTS, self.source, self.destination)
+        storage = _storage_at_memory(_DOTS, self.source, self.destination)
         return save_matmul_outputs_no_batch.stored(storage)(value)
 
     def __repr__(self) -> str:
@@ -121,8 +121,8 @@ def save_and_offload_only_these_names(
         JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
     return SaveAndOffloadOnlyTheseNames(
-        _list_of_names(names_which_can_be_saved, "names_which_can_be_saved"),
-        _list_of_names(names_which_can_be_offloaded, "names_which_can_be_offloaded"),
+        _names_to_offload(names_which_can_be_saved, "names_which_can_be_saved"),
+        _names_to_offload(names_which_can_be_offloaded, "names_which_can_be_offloaded"),
         offload_src,
         offload_dst,
     )
@@ -162,7 +162,7 @@ _BOTH = save_and_offload_only_these_names.__name__
 _DOTS = offload_dot_with_no_batch_dims.__name__
 
 
-def _storage_at(function: str, source: str, destination: str) -> AbstractStorage:
+def _storage_at_memory(function: str, source: str, destination: str) -> AbstractStorage:
     _require_memory(f"{function}(offload_src=...)", source, _SOURCES)
     _require_memory(f"{function}(offload_dst=...)", destination, tuple(_DESTINATIONS))
     return _DESTINATIONS[destination]
@@ -193,7 +193,7 @@ def _require_disjoint(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Non
         )
 
 
-def _list_of_names(names: object, argument: str) -> tuple[str, ...]:
+def _names_to_offload(names: object, argument: str) -> tuple[str, ...]:
     if isinstance(names, Iterable) and not isinstance(names, str):
         return tuple(names)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     raise refusal(

@@ -53,5 +53,5 @@ class Planned(WholeProgram):
 
 
 def for_derived(policy: AbstractPolicy) -> AbstractPolicy:
-    """The policy for what is derived from a function under a transform."""
+    """The policy, in place of a plan's, for what is derived from a function under a transform."""
     return Budget(policy.budget_bytes) if isinstance(policy, Planned) else policy

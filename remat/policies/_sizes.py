@@ -36,7 +36,7 @@ def parse_size(size: object, where: str) -> int:
         1536
     """
     if isinstance(size, str):
-        return _parse_text(size, where)
+        return _parse_size_text(size, where)
     if isinstance(size, bool) or not isinstance(size, int):
         raise refusal(
             PolicyError,
@@ -56,7 +56,7 @@ def parse_size(size: object, where: str) -> int:
     return size
 
 
-def _parse_text(size: str, where: str) -> int:
+def _parse_size_text(size: str, where: str) -> int:
     found = _SIZE.fullmatch(size.strip())
     if found is None or found[2] not in _UNITS:
         raise refusal(

@@ -12,9 +12,10 @@ one by one; a key that is not mapped gives all examples the same numbers. Keyed 
 what is computed from them alone, are never saved by a region, whatever its policy: the
 backward draws them again.
 
-Keys, streams and bits are those of `torch.func._random` in torch 2.15 (Philox4x32-10,
-Salmon et al., SC'11, 2011, https://doi.org/10.1145/2063384.2063405); where torch has its
-kernels they are used. The names, and what they mean, are those of `jax.random`.
+Keys, streams and bits are those of `torch.func._random` in torch 2.15 (Philox4x32-10, Salmon et al.,
+SC'11, 2011, https://doi.org/10.1145/2063384.2063405). The operators of `_ops` run its kernels
+(`_native`) or plain arithmetic (`_portable`, on words of `_philox`); `_draws` have one each, and
+`_distributions` are made from draws. The names, and what they mean, are those of `jax.random`.
 """
 
 from remat._generators.trackers import register_tracker

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from remat._errors import KeyReuseError, refusal
-from remat._messages import user_line
 from remat._switches.blocks import disabled
 from remat._torch import autograd
+from remat._user_lines import user_line
 
 # The bits of (seed, offset) -> the line that consumed them.
 _Record = dict[tuple[int, int], str]

@@ -70,7 +70,7 @@ def truncated_normal(
 
 
 def _inside(bound: Tensor, towards: float, dtype: torch.dtype) -> Tensor:
-    """The number of a dtype that comes next to a bound, in one direction."""
+    """For truncated draws: the number of a dtype that comes next to a bound, in one direction."""
     bound = bound.detach()
     rounded = bound.to(dtype)
     following = torch.nextafter(rounded, torch.full_like(rounded, towards))

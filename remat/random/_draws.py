@@ -47,9 +47,9 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int32) ->
         `torch.func._random.bits`.
     """
     require_key(key, "bits")
-    _require_dtype(dtype, _INTEGERS, "bits")
+    _require_drawn_dtype(dtype, _INTEGERS, "bits")
     info = torch.iinfo(dtype)
-    return _integers(key, shape, info.min, info.max, dtype)
+    return _draw_integers(key, shape, info.min, info.max, dtype)
 
 
 def uniform(
@@ -89,7 +89,7 @@ def uniform(
         `jax.random.uniform`; the bits are those of `torch.func._random.uniform`.
     """
     require_key(key, "uniform")
-    _require_dtype(dtype, _FLOATS, "uniform")
+    _require_drawn_dtype(dtype, _FLOATS, "uniform")
     shape = as_shape(shape)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         require_fit("uniform", shape, minval=minval, maxval=maxval)
@@ -136,7 +136,7 @@ def normal(
         `torch.func._random.normal`.
     """
     require_key(key, "normal")
-    _require_dtype(dtype, _FLOATS, "normal")
+    _require_drawn_dtype(dtype, _FLOATS, "normal")
     shape = as_shape(shape)
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
         require_fit("normal", shape, mean=mean, std=std)
@@ -216,10 +216,10 @@ def randint(
         `jax.random.randint`; the numbers are those of `torch.func._random.randint`.
     """
     require_key(key, "randint")
-    _require_dtype(dtype, _INTEGERS, "randint")
+    _require_drawn_dtype(dtype, _INTEGERS, "randint")
     minval, maxval = operator.index(minval), operator.index(maxval)
-    _require_range(minval, maxval, dtype)
-    return _integers(key, shape, minval, maxval - 1, dtype)
+    _require_randint_range(minval, maxval, dtype)
+    return _draw_integers(key, shape, minval, maxval - 1, dtype)
 
 
 def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
@@ -265,7 +265,7 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
     return x * _ops.MASK(key, x.shape, 1.0 - rate, scale, dtype)
 
 
-def _integers(
+def _draw_integers(
     key: Tensor, shape: Shape, first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Operators take int64: numbers beyond go as the int64 with their bits.
@@ -300,11 +300,11 @@ def require_fit(function: str, shape: list[int], **given: float | Tensor) -> Non
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of another are computed: 16 bits are too few."""
+    """The dtype in which draws of another are computed: 16 bits are too few."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _require_dtype(
+def _require_drawn_dtype(
     dtype: torch.dtype, known: tuple[torch.dtype, ...], function: str
 ) -> None:
     if dtype not in known:
@@ -312,7 +312,7 @@ def _require_dtype(
         raise TypeError(f"random.{function} draws {names}, not {dtype}.")
 
 
-def _require_range(minval: int, maxval: int, dtype: torch.dtype) -> None:
+def _require_randint_range(minval: int, maxval: int, dtype: torch.dtype) -> None:
     info, width = torch.iinfo(dtype), maxval - minval
     if not info.min <= minval < maxval <= info.max + 1:
         raise ValueError(

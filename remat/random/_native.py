@@ -71,23 +71,23 @@ def _agrees(device: torch.device) -> bool:
 
 
 def split(keys: Tensor, num: int) -> Tensor:
-    """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
+    """`num` keys from each by torch's kernel: uint64 (key, 2) -> uint64 (key, num, 2)."""
     halves = _aten._philox_key_split  # noqa: SLF001
     return halves(keys, num).transpose(0, 1).contiguous()
 
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
-    """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
+    """Fills `out`, floating of shape (key, number), from [low, high) by torch's kernel."""
     return _aten._philox_uniform_(out, keys[:, None], low, high)
 
 
 def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
-    """Fills `out`, floating of shape (key, number), with normal numbers."""
+    """Fills `out`, floating of shape (key, number), with normal numbers by torch's kernel."""
     return _aten._philox_normal_(out, keys[:, None], mean, std)
 
 
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
-    """Fills `out`, integers of shape (key, number), with numbers from low + [0, span)."""
+    """Fills `out`, integers of shape (key, number), from low + [0, span) by torch's kernel."""
     info = torch.iinfo(out.dtype)
     end = low + span
     # A bound goes as the int64 with its bits; None is the end of the dtype's range.

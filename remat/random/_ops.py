@@ -51,7 +51,7 @@ def _drawn(
     dtype: torch.dtype,
     draw: Callable[[ModuleType, Tensor, Tensor], object],
 ) -> Tensor:
-    """Runs `draw(implementation, out, keys)` with out (key, number), keys (key, 2)."""
+    """What an operator draws, by `draw(implementation, out, keys)`: out (key, number)."""
     keys = key.reshape(-1, 2)
     _checking.consume(keys)
     out = torch.empty(
@@ -62,7 +62,7 @@ def _drawn(
     return out.view((*key.shape[:-1], *shape))
 
 
-def _split(key: Tensor, num: int) -> Tensor:
+def _split_op(key: Tensor, num: int) -> Tensor:
     keys = key.reshape(-1, 2)
     _checking.consume(keys)
     return _derived_keys(keys, num).view(*key.shape[:-1], num, 2)
@@ -84,7 +84,7 @@ def _batch_of_keys(key: Tensor, data: Tensor | int) -> tuple[int, ...]:
     return tuple(broadcast(key.shape[:-1], shape))
 
 
-def _fold_in(key: Tensor, data: Tensor | int) -> Tensor:
+def _fold_op(key: Tensor, data: Tensor | int) -> Tensor:
     # The key that a split into more than `data` keys would give at that place.
     batch = _batch_of_keys(key, data)
     moved = advanced(key.expand(*batch, 2), data)
@@ -95,19 +95,19 @@ def _fake_fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     return key.new_empty((*_batch_of_keys(key, data), 2))
 
 
-def _uniform(
+def _uniform_op(
     key: Tensor, shape: Sequence[int], low: float, high: float, dtype: torch.dtype
 ) -> Tensor:
     return _drawn(key, shape, dtype, lambda by, out, k: by.uniform(out, k, low, high))
 
 
-def _normal(
+def _normal_op(
     key: Tensor, shape: Sequence[int], mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
     return _drawn(key, shape, dtype, lambda by, out, k: by.normal(out, k, mean, std))
 
 
-def _integers(
+def _integers_op(
     key: Tensor, shape: Sequence[int], first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Bounds come as the int64 with their bits: both ends belong to the range.
@@ -116,10 +116,10 @@ def _integers(
     return _drawn(key, shape, dtype, lambda by, out, k: by.integers(out, k, low, span))
 
 
-def _mask(
+def _mask_op(
     key: Tensor, shape: Sequence[int], p: float, value: float, dtype: torch.dtype
 ) -> Tensor:
-    """`value` with probability `p`, else 0."""
+    """The operator of masks: `value` with probability `p`, else 0."""
     is_single = dtype == torch.float32
 
     def draw(by: ModuleType, out: Tensor, keys: Tensor) -> None:
@@ -163,15 +163,15 @@ def _examples_first(tensor: Tensor, dim: int | None, num_ones: int) -> Tensor:
     return tensor.reshape(tensor.shape[0], *(1,) * num_ones, *tensor.shape[1:])
 
 
-SPLIT = _define("random_split", "Tensor key, int num", _split, _fake_split)
+SPLIT = _define("random_split", "Tensor key, int num", _split_op, _fake_split)
 FOLD_IN_INT = _define(
-    "random_fold_in_int", "Tensor key, int data", _fold_in, _fake_fold_in
+    "random_fold_in_int", "Tensor key, int data", _fold_op, _fake_fold_in
 )
 FOLD_IN = schemas.define(
-    "random_fold_in", "(Tensor key, Tensor data) -> Tensor", _fold_in, _fake_fold_in, ()
+    "random_fold_in", "(Tensor key, Tensor data) -> Tensor", _fold_op, _fake_fold_in, ()
 )
 schemas.register_vmap("random_fold_in", _batched_fold_in)
-UNIFORM = _define_draw("random_uniform", "float low, float high", _uniform)
-NORMAL = _define_draw("random_normal", "float mean, float std", _normal)
-INTEGERS = _define_draw("random_integers", "int first, int last", _integers)
-MASK = _define_draw("random_mask", "float p, float value", _mask)
+UNIFORM = _define_draw("random_uniform", "float low, float high", _uniform_op)
+NORMAL = _define_draw("random_normal", "float mean, float std", _normal_op)
+INTEGERS = _define_draw("random_integers", "int first, int last", _integers_op)
+MASK = _define_draw("random_mask", "float p, float value", _mask_op)

@@ -29,7 +29,7 @@ _FEW_KEYS = 32  # a heuristic: from here on tensors are faster than Python
 
 
 def split(keys: Tensor, num: int) -> Tensor:
-    """`num` keys from each: uint64 (key, 2) -> uint64 (key, num, 2)."""
+    """`num` keys from each by `_philox`: uint64 (key, 2) -> uint64 (key, num, 2)."""
     if keys.device.type == "cpu" and keys.shape[0] * num <= _FEW_KEYS:
         return _split_few(keys, num)
     w0, w1, w2, w3 = blocks(keys.view(torch.int64), 0, num)
@@ -47,7 +47,7 @@ def _split_few(keys: Tensor, num: int) -> Tensor:
 
 
 def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
-    """Fills `out`, floating of shape (key, number), with numbers from [low, high)."""
+    """Fills `out`, floating of shape (key, number), from [low, high) by `_philox`."""
     digits = _DIGITS[out.dtype]
     computed = torch.float64 if digits == 53 else torch.float32
     # Bounds are rounded to the dtype of the result, and narrow dtypes computed in
@@ -65,7 +65,7 @@ def uniform(out: Tensor, keys: Tensor, low: float, high: float) -> Tensor:
 
 
 def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
-    """Fills `out`, floating of shape (key, number), with normal numbers."""
+    """Fills `out`, floating of shape (key, number), with normal numbers by `_philox`."""
 
     def sample(words: Words) -> Tensor:
         if out.dtype == torch.float64:
@@ -93,7 +93,7 @@ def _fraction(high: Tensor, low: Tensor) -> Tensor:
 
 
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
-    """Fills `out`, integers of shape (key, number), with numbers from low + [0, span).
+    """Fills `out`, integers of shape (key, number), from low + [0, span) by `_philox`.
 
     Where `span` is all of the dtype's range, `low` is not added.
     """
@@ -128,12 +128,12 @@ def _remainder(bits: Tensor, span: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """The int64 with the bits of a uint64, for arithmetic on words."""
     return ((value + (1 << 63)) % (1 << 64)) - (1 << 63)
 
 
 def _pairs(words: Words) -> list[Tensor]:
-    """Two draws of 64 bits from four words."""
+    """Two draws of 64 bits from four words of a block."""
     return [(words[0] << 32) | words[1], (words[2] << 32) | words[3]]
 
 

@@ -224,12 +224,12 @@ def _determinism(step: MeasuredStep, found: Report) -> _Answer:
         leaves = leaves_of(outputs)
         first = step.backward(outputs, leaves, keep=True)
         second = step.backward(outputs, leaves)
-    differing = _num_differing(first, second)
+    differing = _gradients_off(first, second)
     figure = f"{differing} of {len(leaves)} gradients differ in a second recomputation"
     return _pass_or_fail(differing == 0), figure
 
 
-def _num_differing(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
+def _gradients_off(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
     return sum(not _same_gradient(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -245,15 +245,15 @@ def _attention_once(step: MeasuredStep) -> _Answer:
         forward = watch.counts.copy()
         step.backward(outputs, leaves_of(outputs))
     again = watch.counts - forward
-    ran = sum(count for name, count in forward.items() if _is_attention(name))
-    twice = sum(count for name, count in again.items() if _is_attention(name))
+    ran = sum(count for name, count in forward.items() if _is_fused_attention(name))
+    twice = sum(count for name, count in again.items() if _is_fused_attention(name))
     if ran == 0:
         return NOT_APPLICABLE, "no fused attention ran"
     figure = f"{ran} in the forward, {twice} again in the backward"
     return _pass_or_fail(twice == 0), figure
 
 
-def _is_attention(name: str) -> bool:
+def _is_fused_attention(name: str) -> bool:
     return "scaled_dot_product" in name and not name.endswith("backward")
 
 
@@ -281,7 +281,7 @@ def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory that a device has."""
+    """The memory that a device has, for the checklist's largest batch."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.get_device_module(device).mem_get_info(device)[1])
@@ -296,7 +296,7 @@ def _largest(facts: Facts, data: Tensor, memory: int) -> int:
 
 
 def _seconds(step: MeasuredStep) -> float:
-    """Seconds of one step, the second of two."""
+    """For the checklist's throughput: seconds of one step, the second of two."""
     step.seconds()
     return step.seconds()
 
@@ -312,7 +312,7 @@ _ROUNDING = {
 
 
 def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
-    """By the coarsest dtype of what waits without remat, autocast's among them."""
+    """What gradients may differ by: the coarsest dtype of what waits without remat tells."""
     dtypes = {value.dtype for value in plain.values}
     dtypes |= {each.dtype for each in gradients if each is not None}
     real = {dtype.to_real() for dtype in dtypes}
@@ -325,7 +325,7 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answ
     with disabled():
         leaves, plain = step.gradients()
     _, region = step.gradients(leaves)
-    differing = _num_differing(plain, region)
+    differing = _gradients_off(plain, region)
     if differing == 0:
         return PASS, f"all {len(plain)} to the last bit"
     gap = max(_gaps(plain, region), default=float("inf"))

@@ -167,7 +167,7 @@ def compare(
     with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
         for name, step in steps.items():
             step.seconds()  # it traces
-            watched[name] = _watch(step)
+            watched[name] = _watch_compared(step)
             advance(name)
         for _ in range(num_steps):
             for name, step in steps.items():
@@ -223,8 +223,8 @@ def _left_out(has_peers: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _watch(step: MeasuredStep) -> tuple[int, int, int]:
-    """Bytes held, peak bytes, and FLOPs of one step."""
+def _watch_compared(step: MeasuredStep) -> tuple[int, int, int]:
+    """What is compared of one step: bytes held, peak bytes, and FLOPs."""
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
         held_bytes = watch.live_bytes

@@ -44,12 +44,12 @@ def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor,
     """
     raws = _raw_nodes(outputs)
     nodes = [_node(raw) for raw in raws if not hasattr(raw, "variable")]
-    return tuple(sorted(nodes, key=lambda node: node.number)), _variables(raws)
+    return tuple(sorted(nodes, key=lambda node: node.number)), _leaves_among(raws)
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leaves on which some outputs depend."""
-    return _variables(_raw_nodes(outputs))
+    """The leaves of autograd's graph behind some outputs."""
+    return _leaves_among(_raw_nodes(outputs))
 
 
 def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
@@ -59,7 +59,7 @@ def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
     )
 
 
-def _variables(raws: Sequence[Any]) -> tuple[Tensor, ...]:
+def _leaves_among(raws: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
 
 

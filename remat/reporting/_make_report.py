@@ -14,8 +14,8 @@ from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
-from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.live_bytes import allocator_peaks
+from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.traced import Foretold, RegionTrace, Waits, foretold
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
@@ -208,8 +208,8 @@ class _Measurement:
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(history),
             allocator_peak_bytes=self.allocator.peak_bytes,
-            parameter_bytes=_bytes_of(self.leaves),
-            argument_bytes=_bytes_of(self.step.arguments, less=self.leaves),
+            parameter_bytes=_reported_bytes(self.leaves),
+            argument_bytes=_reported_bytes(self.step.arguments, less=self.leaves),
             gradient_bytes=sum(each.size_bytes for each in self.gradients),
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
@@ -267,7 +267,7 @@ class _Measurement:
             if traced
             else None,
             recompute_flops=sum(each or 0 for each in flops) if traced else None,
-            recompute_s=sum(map(_repeated_s, known)) if is_timed else None,
+            recompute_s=sum(map(_reported_repeat_s, known)) if is_timed else None,
             backward_s=sum(sum(run.times_s.values()) for run in known)
             if is_timed
             else None,
@@ -477,7 +477,7 @@ class _Measurement:
 
 
 def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
-    """About `_MOST_POINTS` places at most: of each stretch the highest and the last."""
+    """About `_MOST_POINTS` places of a timeline: of each stretch the highest and the last."""
     places = range(len(history))
     if len(places) <= _MOST_POINTS:
         return places
@@ -489,8 +489,8 @@ def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
     return sorted(kept)
 
 
-def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
-    """The bytes of the storages of some tensors, less those of others."""
+def _reported_bytes(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
+    """The bytes that a report counts for some tensors, less those of others."""
     others = {storage_key(each) for each in less}
     found = {
         key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
@@ -499,13 +499,13 @@ def _bytes_of(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
 
 
 def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ...]:
-    """Equal layers as one."""
+    """Equal layers of a report as one."""
     kinds = list(zip(held, flops, strict=True))
     return tuple(
         Layer(kinds.index(kind), count, *kind) for kind, count in Counter(kinds).items()
     )
 
 
-def _repeated_s(run: ProgramRun) -> float:
+def _reported_repeat_s(run: ProgramRun) -> float:
     values = run.graph.values
     return sum(time_s for step, time_s in run.times_s.items() if values[step].is_repeat)

@@ -20,11 +20,11 @@ from torch import Tensor
 from remat._errors import RematError, refusal
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph
-from remat._messages import user_line
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
+from remat._user_lines import user_line
 from remat.reporting._held import graph_of
-from remat.reporting._measure.calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.watch import ProgramRun, StepListener
 
@@ -186,7 +186,7 @@ def named_values(
         (tensor([0., 0.]), tensor([0., 0.]), True)
     """
     step = MeasuredStep(f, args, kwargs)
-    _check_has_numbers(step)
+    _require_named_numbers(step)
     with step.kept(), naming.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
@@ -218,7 +218,7 @@ def named_values(
     return tuple(found)
 
 
-def _check_has_numbers(step: MeasuredStep) -> None:
+def _require_named_numbers(step: MeasuredStep) -> None:
     if any(device.type == "meta" for device in step.devices):
         raise refusal(
             RematError,
@@ -250,7 +250,7 @@ class _Again:
         # What runs again in Python has no ranks: its names come in the forward's order.
         self._in_order: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
         for node, each in sorted(by_node, key=lambda pair: pair[0]):
-            row = self._in_order.setdefault(_match_key(each), deque())
+            row = self._in_order.setdefault(_key_of_named(each), deque())
             row.append((each.tensor, calls.at[node]))
 
     def of(
@@ -261,9 +261,9 @@ class _Again:
             return self._by_rank.get((call.place, seen.rank, seen.name)), None
         if seen.run is not None:
             return None, None
-        row = self._in_order.get(_match_key(seen))
+        row = self._in_order.get(_key_of_named(seen))
         return row.popleft() if row else (None, None)
 
 
-def _match_key(seen: _Seen) -> Hashable:
+def _key_of_named(seen: _Seen) -> Hashable:
     return seen.name, seen.source, seen.tensor.shape

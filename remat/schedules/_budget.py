@@ -126,7 +126,7 @@ class Budget(AbstractSchedule):
             least.actions(),
             *(Every(k).actions(stages) for k in range(1, len(stages) + 1)),
         ]
-        return _cheapest(filter(None, candidates), stages, limit)
+        return _cheapest_within(filter(None, candidates), stages, limit)
 
 
 def _all_bytes(stages: Sequence[Stage]) -> int:
@@ -134,7 +134,7 @@ def _all_bytes(stages: Sequence[Stage]) -> int:
     return sum(stage.record_bytes + stage.output_bytes for stage in stages)
 
 
-def _cheapest(
+def _cheapest_within(
     candidates: Iterable[tuple[Action, ...]], stages: Sequence[Stage], limit: int
 ) -> tuple[Action, ...]:
     found = [(replay(actions, stages), actions) for actions in candidates]

@@ -159,7 +159,7 @@ def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
 
     for action in actions:
         if isinstance(action, Backward) and ledger.remaining is None:
-            _require_end(ledger.current == len(stages), action, ledger)
+            _require_replay_end(ledger.current == len(stages), action, ledger)
             held_bytes = live_bytes()
         ledger.enter(action)
         most_snapshots = max(most_snapshots, len(ledger.kept))
@@ -175,11 +175,11 @@ def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
             cost += stages[stage].cost
             peak_bytes = max(peak_bytes, live_bytes(stage, stage + 1))
     is_done = ledger.remaining == 0 or not stages
-    _require_end(is_done, "the end of the list", ledger)
+    _require_replay_end(is_done, "the end of the list", ledger)
     return Replay(evaluations, cost, most_snapshots, peak_bytes, held_bytes)
 
 
-def _require_end(holds: bool, where: object, ledger: Ledger) -> None:
+def _require_replay_end(holds: bool, where: object, ledger: Ledger) -> None:
     if holds:
         return
     raise refusal(

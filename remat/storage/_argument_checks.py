@@ -24,7 +24,7 @@ def require_type(
 
 
 def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
-    """The error for a value of the right type that makes no sense."""
+    """The error for an argument of the right type, whose value makes no sense."""
     what = f"got {answer!r}."
     return refusal(ValueError, where=argument, what=what, why=why, do=do)
 

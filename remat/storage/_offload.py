@@ -22,7 +22,7 @@ from torch import Tensor
 
 from remat._errors import explain
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
+from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._held_bytes import Held

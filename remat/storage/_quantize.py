@@ -188,7 +188,7 @@ def _kept(value: Tensor) -> torch.dtype:
 
 
 def _rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to `dtype`, never up, and finite where the number is."""
+    """The minima of groups as `dtype`: rounded, never up, and finite where the number is."""
     rounded = numbers.to(dtype)
     is_above = rounded.to(numbers.dtype) > numbers
     lower = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))

@@ -26,7 +26,7 @@ def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> No
     The collective sends a record of fixed size, so that it also works if the values
     differ in shape or dtype. `place` says in the message which value it is.
     """
-    mine = torch.tensor([*_signature(value, place), 0], device=value.device)
+    mine = torch.tensor([*_record_of(value, place), 0], device=value.device)
     mine[-1] = _hash(value)
     records = distributed.gather_records(mine, group)
     rows: list[list[int]] = [cast("Any", record).tolist() for record in records]
@@ -54,8 +54,8 @@ def _differs_between_ranks(
     )
 
 
-def _signature(value: Tensor, place: Place) -> list[int]:
-    """Which value, dtype and shape, in a fixed number of numbers."""
+def _record_of(value: Tensor, place: Place) -> list[int]:
+    """What ranks compare of a value, its dtype and its shape, in a fixed number of numbers."""
     sizes = [*value.shape][:_MOST_SIZES]
     padding = [0] * (_MOST_SIZES - len(sizes))
     dtype = _DTYPES.index(value.dtype)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from remat._errors import NotReplicatedError, refusal
 from remat._graph.meta import TensorMeta
-from remat._messages import warn
 from remat._torch import distributed, dtensor
+from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
 from remat.storage._contract import AbstractStorage
@@ -165,9 +165,9 @@ class Shard(AbstractStorage):
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        _check_mesh(self.mesh)
+        _require_mesh(self.mesh)
         if self.pattern is not None:
-            _check_pattern(self.pattern, _name_of(self.mesh))
+            _require_pattern(self.pattern, _name_of(self.mesh))
         if self.replicated not in _REPLICATED:
             raise refuse(
                 "Shard(replicated=...)",
@@ -177,7 +177,7 @@ class Shard(AbstractStorage):
             )
 
 
-def _check_mesh(mesh: object) -> None:
+def _require_mesh(mesh: object) -> None:
     num_dimensions = getattr(mesh, "ndim", None)
     if num_dimensions is None or not hasattr(mesh, "mesh_dim_names"):
         raise refusal(
@@ -201,7 +201,7 @@ def _name_of(mesh: "DeviceMesh") -> str | None:
     return names[0] if names else None
 
 
-def _check_pattern(pattern: object, name: str | None) -> None:
+def _require_pattern(pattern: object, name: str | None) -> None:
     argument = "Shard(pattern=...)"
     require_type(argument, pattern, str, wanted='a string such as "batch (tp seq) d"')
     if name is None:

@@ -67,7 +67,7 @@ class Sparse(AbstractStorage):
         if value.dtype is torch.bool or value.is_complex() or not value.numel():
             return Stored.whole(value)
         # Their bits: torch lacks operators for numbers of eight bits and unsigned ones.
-        flat = _bits_of(value.reshape(-1))
+        flat = _bits_of_nonzeros(value.reshape(-1))
         is_signed = value.dtype.is_floating_point
         is_there = (flat & torch.iinfo(flat.dtype).max if is_signed else flat) != 0
         is_negative = flat[~is_there] != 0
@@ -79,17 +79,17 @@ class Sparse(AbstractStorage):
         if num_bytes > (1 - self.min_saving) * value.nbytes:
             return Stored.whole(value)
         shape = value.shape
-        return Stored(tuple(parts), lambda parts: _dense_from_parts(parts, shape))
+        return Stored(tuple(parts), lambda parts: _dense_from_sparse(parts, shape))
 
 
-def _bits_of(value: Tensor) -> Tensor:
+def _bits_of_nonzeros(value: Tensor) -> Tensor:
     return value.view(_INTEGERS[value.itemsize])
 
 
-def _dense_from_parts(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+def _dense_from_sparse(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     numbers, mask, *signs = parts
     places = unpack(mask, 1, shape.numel()).view(torch.bool)
-    bits = _bits_of(numbers)
+    bits = _bits_of_nonzeros(numbers)
     full = bits.new_zeros(shape.numel())
     if signs:
         num_zeros = shape.numel() - bits.numel()

@@ -222,7 +222,7 @@ def lane_of(device: torch.device, pin: bool) -> Lane:
     """The lane of a device, made when it is first used."""
     key = (device, pin)
     if key not in _lanes:
-        pool = Pool(functools.partial(_host_memory, pin=pin))
+        pool = Pool(functools.partial(_memory_for_transfer, pin=pin))
         _lanes.setdefault(key, Lane(Driver(device), device, pool))
     return _lanes[key]
 
@@ -241,5 +241,5 @@ def release_host_memory() -> None:
         lane.pool.clear()
 
 
-def _host_memory(num_bytes: int, *, pin: bool) -> Tensor:
+def _memory_for_transfer(num_bytes: int, *, pin: bool) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)

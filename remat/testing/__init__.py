@@ -1,12 +1,13 @@
 """For tests: are two functions equivalent, and if not, where do they first differ?
 
+`_equivalent` runs both under `_named_transforms` such as grad and vmap; `_difference` finds where.
 `remat.testing.strategies` makes random functions; only it needs hypothesis.
 """
 
 from remat.testing._compare import NotEquivalentError
 from remat.testing._difference import Difference, first_difference
 from remat.testing._equivalent import Equivalence, Excuse, assert_equivalent
-from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
+from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
 
 __all__ = [
     "COMPOSITIONS",

@@ -43,7 +43,7 @@ class Gap:
     @classmethod
     def between(cls, one: Tensor, other: Tensor) -> Gap:
         """Measures two tensors whose bits differ somewhere."""
-        one, other = _comparable(one), _comparable(other)
+        one, other = _comparable_result(one), _comparable_result(other)
         different = (one != other) | (_sign_bits(one) != _sign_bits(other))
         different &= ~(one.isnan() & other.isnan())
         places = different.reshape(-1).nonzero().reshape(-1)
@@ -70,7 +70,7 @@ class Gap:
         )
 
 
-def _comparable(tensor: Tensor) -> Tensor:
+def _comparable_result(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     # float64 holds the numbers of all types but these.
     is_wide = tensor.is_complex() or tensor.dtype is torch.int64

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._messages import user_line
 from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
-from remat.testing._calls import CallArguments, FlatFunction
+from remat._user_lines import user_line
+from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import Gap, mismatched, same_bits
+from remat.testing._named_transforms import contiguous_cotangents, gradients
 from remat.testing._state import State, captured
-from remat.testing._transforms import contiguous_cotangents, gradients
 
 _AFTER = " after the call"
 
@@ -154,8 +154,8 @@ def first_difference(
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
         state = State((f, g), {each.device for each in tensors})
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
-        one, results = _record(f, arguments, state, wanted)
-        other, found = _record(g, arguments, state, wanted)
+        one, results = _record_operators(f, arguments, state, wanted)
+        other, found = _record_operators(g, arguments, state, wanted)
         result = _first_result(results, found)
         if result is None:
             return None
@@ -172,7 +172,7 @@ def first_difference(
 _Results = dict[str, Tensor | None]
 
 
-def _record(
+def _record_operators(
     function: Callable[..., Any],
     arguments: CallArguments,
     state: State,

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from remat._calls.decorated import is_region
 from remat._errors import refusal
 from remat._torch.tensors import storage_key
-from remat.testing._calls import CallArguments, FlatFunction
+from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import NotEquivalentError, require_same
-from remat.testing._state import State, captured
-from remat.testing._transforms import (
+from remat.testing._named_transforms import (
     USUAL,
     Cotangents,
     Flat,
@@ -24,6 +23,7 @@ from remat.testing._transforms import (
     gradients,
     parse_transform,
 )
+from remat.testing._state import State, captured
 
 # What torch raises if it has no rule for an operator under a transform; there is no
 # separate class for that.
@@ -197,7 +197,7 @@ class _Pair:
             found = self._run(self.g, parts, cotangents)
         except UNSUPPORTED as error:
             raise _only_second(name, error) from error
-        _require_equal(expected, found, f"under {name}")
+        _require_equal_results(expected, found, f"under {name}")
         return None
 
     def _run(
@@ -229,7 +229,7 @@ class _Pair:
         outputs = apply(inner, flattened)(*wanted)
         found = gradients(outputs, operands, cotangents)
         bits = self.exact and not inner
-        alone = bits and _share_nothing([*operands, *outputs])
+        alone = bits and _results_share_nothing([*operands, *outputs])
         labels = [*self.arguments.wanted_labels, *reached]
         names = _result_labels(len(outputs)) if inner else flattened.labels
         if is_of_grad:
@@ -291,12 +291,12 @@ def _detached_results(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     return tuple(each if each is None else each.detach() for each in tensors)
 
 
-def _share_nothing(tensors: Sequence[Tensor | None]) -> bool:
+def _results_share_nothing(tensors: Sequence[Tensor | None]) -> bool:
     keys = [storage_key(each) for each in tensors if each is not None]
     return len({*keys}) == len(keys)
 
 
-def _require_equal(one: _Result, other: _Result, where: str) -> None:
+def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
     if one.rest != other.rest or len(one.values) != len(other.values):
         raise refusal(
             NotEquivalentError,

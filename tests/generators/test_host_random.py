@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from remat import RematWarning, modules, remat
-from remat._generators import host
+from remat._generators import python_and_numpy
 
 pytestmark = pytest.mark.contract
 
@@ -18,7 +18,7 @@ DRAWS = {"python": random.random, "numpy": np.random.rand}
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
-    monkeypatch.setattr(host, "_said", set())
+    monkeypatch.setattr(python_and_numpy, "_said", set())
     random.seed(0)
     np.random.seed(0)
 

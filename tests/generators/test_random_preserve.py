@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import RematError, checkpoint_name, policies, remat
-from remat._generators import recorded
+from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._rerun.state import RunState
 from remat._torch import fakes
@@ -339,11 +339,11 @@ def test_a_draw_that_raises_in_a_program() -> None:
 def test_states_of_a_device_are_recorded_and_put_back(fake_device: FakeDevice) -> None:
     """The way of an accelerator's generator, which is the CPU's but for two functions."""
     device = torch.device("cuda", 0)
-    before = recorded.record(device)
+    before = device_states.record(device)
 
     ended = torch.full((16,), 3, dtype=torch.uint8)
     fake_device.states[0] = ended.clone()
-    found = recorded.swap(before, device)
+    found = device_states.swap(before, device)
 
     assert_bitwise(found, ended)
     assert_bitwise(fake_device.states[0], before)
@@ -362,7 +362,7 @@ def test_a_trace_on_a_device_records_its_generator(fake_device: FakeDevice) -> N
     states = [joint.graph.values[ref.index] for ref in joint.states]
     assert [state.args for state in states] == [(torch.device("cuda", 0),)] * 2
     assert [str(state.meta) for state in states] == ["uint8[16]"] * 2
-    assert [value.op for value in joint.graph.values].count(recorded.STATE) == 2
+    assert [value.op for value in joint.graph.values].count(device_states.STATE) == 2
 
 
 def test_a_rerun_puts_a_devices_generator_back(fake_device: FakeDevice) -> None:

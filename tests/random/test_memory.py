@@ -17,20 +17,20 @@ KEY = random.key(1)
 
 # Kernels are called below their operators, where the mode sees what they do.
 KERNELS: dict[str, tuple[Callable[[], Tensor], int]] = {
-    "uniform": (lambda: _ops._uniform(KEY, [COUNT], 0.0, 2.0, torch.float32), 1536),
+    "uniform": (lambda: _ops._uniform_op(KEY, [COUNT], 0.0, 2.0, torch.float32), 1536),
     "uniform float64": (
-        lambda: _ops._uniform(KEY, [COUNT], 0.0, 1.0, torch.float64),
+        lambda: _ops._uniform_op(KEY, [COUNT], 0.0, 1.0, torch.float64),
         1281,
     ),
-    "normal": (lambda: _ops._normal(KEY, [COUNT], 0.0, 1.0, torch.float32), 1408),
+    "normal": (lambda: _ops._normal_op(KEY, [COUNT], 0.0, 1.0, torch.float32), 1408),
     "normal float16": (
-        lambda: _ops._normal(KEY, [COUNT], 0.0, 1.0, torch.float16),
+        lambda: _ops._normal_op(KEY, [COUNT], 0.0, 1.0, torch.float16),
         1408,
     ),
-    "integers": (lambda: _ops._integers(KEY, [COUNT], 0, 8, torch.int32), 1536),
-    "integers 64": (lambda: _ops._integers(KEY, [COUNT], 0, 8, torch.int64), 2080),
-    "bernoulli": (lambda: _ops._mask(KEY, [COUNT], 0.5, 1.0, torch.bool), 1536),
-    "dropout": (lambda: _ops._mask(KEY, [COUNT], 0.5, 2.0, torch.float32), 1280),
+    "integers": (lambda: _ops._integers_op(KEY, [COUNT], 0, 8, torch.int32), 1536),
+    "integers 64": (lambda: _ops._integers_op(KEY, [COUNT], 0, 8, torch.int64), 2080),
+    "bernoulli": (lambda: _ops._mask_op(KEY, [COUNT], 0.5, 1.0, torch.bool), 1536),
+    "dropout": (lambda: _ops._mask_op(KEY, [COUNT], 0.5, 2.0, torch.float32), 1280),
 }
 
 

@@ -25,7 +25,7 @@ from remat import (
     random,
     remat,
 )
-from remat._generators import recorded, trackers
+from remat._generators import device_states, trackers
 from remat._generators.streams import STATE, enter, leave
 from remat._graph.meta import TensorMeta
 from remat._tracing.trace import Request, trace
@@ -558,7 +558,7 @@ def test_a_trace_on_a_device(fake_device: FakeDevice) -> None:
 
     ops = [joint.graph.values[ref.index].op for ref in joint.states]
     streams = [value.stream[-3:] for value in joint.graph.values if value.state]
-    assert ops == [recorded.STATE, STATE, recorded.STATE]
+    assert ops == [device_states.STATE, STATE, device_states.STATE]
     assert streams == ["", "/tp", ""]
     assert_bitwise(mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8))
     assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))

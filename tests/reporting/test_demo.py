@@ -14,7 +14,7 @@ from remat import random
 from remat.__main__ import main
 from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
 from remat.reporting._demo.run import DemoRow, draw_batches, english_text, run_demo
-from remat.reporting._demo.text import (
+from remat.reporting._demo.summary import (
     demo_json,
     demo_table,
     first_loss_difference,

@@ -30,7 +30,7 @@ def test_the_default_device_does_not_matter(tmp_path) -> None:
     value = torch.randn(10)
     with torch.device("meta"):
         stored = Offload(path=str(tmp_path)).store(value)
-        memory = _transfer._host_memory(8, pin=False)
+        memory = _transfer._memory_for_transfer(8, pin=False)
 
     assert torch.equal(stored.restore(), value)
     assert memory.device.type == "cpu"

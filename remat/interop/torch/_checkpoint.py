@@ -21,9 +21,9 @@ from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import Settings, policy_for, require_choice
 from remat._errors import ImplicitRandomnessError, refusal
-from remat._messages import warn
 from remat._torch import dynamo
-from remat.interop._calls import warn_without_effect
+from remat._user_lines import warn
+from remat.interop._shared import warn_without_effect
 from remat.interop.torch._selective import Selective, SelectiveContext
 from remat.policies import AbstractPolicy, nothing_saveable
 
@@ -93,7 +93,7 @@ class CheckpointOptions:
         """A region with these options around a function."""
         policy = policy_of(self.context_fn)
         rng = "preserve" if self.preserve_rng_state else "keys"
-        return DecoratedFunction(function, _settings(policy, rng, self.engine))
+        return DecoratedFunction(function, _peer_settings(policy, rng, self.engine))
 
     def run(
         self,
@@ -126,7 +126,7 @@ class CheckpointOptions:
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
+def _peer_settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
     return Settings(policy_for(policy, engine), rng, engine)
 
 
@@ -134,7 +134,8 @@ def _settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
     rng = "preserve" if preserve_rng_state else "keys"
-    return kind_of(_settings(policy_of(context_fn), rng, engine), "checkpoint(...)")
+    settings = _peer_settings(policy_of(context_fn), rng, engine)
+    return kind_of(settings, "checkpoint(...)")
 
 
 @dynamo.unseen_by_dynamo
@@ -282,19 +283,19 @@ def checkpoint_sequential(
     size = len(parts) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
-        segment = functools.partial(_run_in_turn, parts[start : start + size])
+        segment = functools.partial(_run_segment, parts[start : start + size])
         input = options.run(segment, (input,), {})
-    return _run_in_turn(parts[last:], input)
+    return _run_segment(parts[last:], input)
 
 
-def _run_in_turn(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
+def _run_segment(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
     for function in functions:
         value = function(value)
     return value
 
 
 def policy_of(context_fn: ContextFn) -> AbstractPolicy:
-    """The policy that two contexts carry; refuses other contexts."""
+    """The policy that a `context_fn` of `checkpoint` carries; refuses other contexts."""
     if context_fn is noop_context_fn:
         return nothing_saveable
     first, second = context_fn()

@@ -101,7 +101,7 @@ class Selective(AbstractPolicy):
 
 
 def _on_meta(tree: Any) -> Any:
-    """An operator's arguments with a tensor without data for each tensor."""
+    """What a selective policy is asked with: an operator's arguments on the device meta."""
     if isinstance(tree, Operand):
         return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
     if isinstance(tree, tuple):
@@ -221,8 +221,8 @@ def create_selective_checkpoint_contexts(
     """
     del allow_cache_entry_mutation
     if isinstance(policy_fn_or_list, list):
-        listed = _checked_operators(cast("list[Any]", policy_fn_or_list))
-        policy = Selective.of(functools.partial(_is_in, listed))
+        listed = _selected_operators(cast("list[Any]", policy_fn_or_list))
+        policy = Selective.of(functools.partial(_is_selected, listed))
     elif callable(policy_fn_or_list):
         policy = Selective.of(policy_fn_or_list)
     else:
@@ -233,7 +233,7 @@ def create_selective_checkpoint_contexts(
     return SelectiveContext(policy), SelectiveContext(policy)
 
 
-def _is_in(
+def _is_selected(
     operators: tuple[object, ...],
     context: object,
     op: object,
@@ -244,7 +244,7 @@ def _is_in(
     return op in operators
 
 
-def _checked_operators(operators: list[Any]) -> tuple[object, ...]:
+def _selected_operators(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
         if not isinstance(each, _OVERLOADS):
             is_packet = isinstance(each, _PACKET)

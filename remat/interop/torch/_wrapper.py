@@ -78,7 +78,7 @@ def checkpoint_wrapper(
             why="Then the module would not be a region of this package.",
             do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
         )
-    _require_options(checkpoint_fn_kwargs)
+    _require_wrapper_options(checkpoint_fn_kwargs)
     options = CheckpointOptions(**checkpoint_fn_kwargs)
     return apply(
         module,
@@ -89,7 +89,7 @@ def checkpoint_wrapper(
     )
 
 
-def _require_options(given: Iterable[str]) -> None:
+def _require_wrapper_options(given: Iterable[str]) -> None:
     known = [field.name for field in dataclasses.fields(CheckpointOptions)]
     for name in given:
         if name not in known:
@@ -175,8 +175,8 @@ def apply_activation_checkpointing(
         >>> ["forward" in vars(module) for module in model]
         [True, False, True]
     """
-    _require_not_of_torch(checkpoint_wrapper_fn)
-    chosen = _chosen(model, check_fn, auto_wrap_policy)
+    _require_no_torch_wrapper(checkpoint_wrapper_fn)
+    chosen = _modules_to_wrap(model, check_fn, auto_wrap_policy)
     places = [
         (owner, name, child)
         for owner in model.modules()
@@ -195,7 +195,7 @@ def apply_activation_checkpointing(
             setattr(owner, name, done[child])
 
 
-def _chosen(
+def _modules_to_wrap(
     model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any
 ) -> dict[nn.Module, dict[str, Any]]:
     """The modules that are meant, with the options of each."""
@@ -203,10 +203,10 @@ def _chosen(
         below = (each for each in model.modules() if each is not model)
         return {each: {} for each in below if check_fn(each)}
     picked = distributed.picked_as_a_whole(policy, model)
-    return _asked_in_turn(model, policy) if picked is None else picked
+    return _picked_to_wrap(model, policy) if picked is None else picked
 
 
-def _asked_in_turn(
+def _picked_to_wrap(
     model: nn.Module, policy: Callable[..., bool]
 ) -> dict[nn.Module, dict[str, Any]]:
     """Those that a policy of FSDP's picks by its protocol, from the innermost outwards."""
@@ -229,7 +229,7 @@ def _asked_in_turn(
     return chosen
 
 
-def _require_not_of_torch(wrapper: Callable[..., Any]) -> None:
+def _require_no_torch_wrapper(wrapper: Callable[..., Any]) -> None:
     inner = wrapper
     while isinstance(inner, functools.partial):
         inner = cast("Callable[..., Any]", inner.func)

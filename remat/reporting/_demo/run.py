@@ -58,7 +58,7 @@ class _Trainer:
         self.loss = make_loss(shape, block)
         generator = torch.Generator().manual_seed(seed)
         self.parameters = initial_parameters(shape, generator)
-        leaves = _leaves(self.parameters)
+        leaves = _weights(self.parameters)
         self.optimizer: Optimizer = torch.optim.AdamW(leaves, lr=_LEARNING_RATE)
         self.losses: list[float] = []
         self.times_s: list[float] = []
@@ -118,7 +118,7 @@ def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
     start = time.perf_counter()
     grad = torch.func.grad_and_value(trainer.loss)
     gradients, loss = grad(trainer.parameters, batch, key)
-    leaves = zip(_leaves(trainer.parameters), _leaves(gradients), strict=True)
+    leaves = zip(_weights(trainer.parameters), _weights(gradients), strict=True)
     for parameter, gradient in leaves:
         parameter.grad = gradient
     trainer.optimizer.step()
@@ -148,5 +148,5 @@ def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
     )
 
 
-def _leaves(parameters: Parameters) -> list[Tensor]:
+def _weights(parameters: Parameters) -> list[Tensor]:
     return [tensor for group in parameters.values() for tensor in group.values()]

@@ -1,5 +1,5 @@
 """Measures one step: runs and watches it, and reads the traces of its regions.
 
-It reads `remat.reporting._records`, whose figures it fills in, and nothing of how these
-are shown.
+It fills in `remat.reporting._records`, and knows nothing of how these are shown. `step` is run,
+`watch` and `live_bytes` listen; `traced` tells of a region, `region_calls` which call a run is of.
 """

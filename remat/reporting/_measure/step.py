@@ -47,7 +47,7 @@ class MeasuredStep:
         self._survey = _captures.Survey((inspect.unwrap(function), *others))
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
-        aliases = {key: _alias(each, explicit) for key, each in given.items()}
+        aliases = {key: _measured_leaf(each, explicit) for key, each in given.items()}
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = tuple(aliases.values())
         changeable = [*self.arguments, *reached]
@@ -151,8 +151,8 @@ class MeasuredStep:
             return time.perf_counter() - started
 
 
-def _alias(tensor: Tensor, explicit: bool) -> Tensor:
-    """The tensor as a leaf of its own, which shares its memory if autograd may have it."""
+def _measured_leaf(tensor: Tensor, explicit: bool) -> Tensor:
+    """The tensor as a leaf of the step's own, which shares its memory if autograd may have it."""
     wanted = tensor.is_floating_point() or tensor.is_complex()
     wanted = tensor.requires_grad if explicit else wanted
     with torch.inference_mode(False):

@@ -46,16 +46,16 @@ def suggest(
     """
     outside_bytes = sum(value.size_bytes for value in outside)
     if outside_bytes > held_bytes / 2:
-        return _wrap(outside, outside_bytes)
-    found = _save(groups) or _drop(groups)
+        return _suggest_wrapping(outside, outside_bytes)
+    found = _suggest_saving(groups) or _suggest_dropping(groups)
     if found is None and outside_bytes > _LEAST_FRACTION * held_bytes:
-        return _wrap(outside, outside_bytes)
+        return _suggest_wrapping(outside, outside_bytes)
     return found or Suggestion(
         "none", "", "", 0, 0.0, "Nothing to change: no single value is worth it."
     )
 
 
-def _wrap(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
+def _suggest_wrapping(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
     lines: dict[str, int] = {}
     for value in outside:
         lines[value.source] = lines.get(value.source, 0) + value.size_bytes
@@ -106,7 +106,7 @@ def _forward_work(groups: Sequence[Group]) -> int:
     return sum(group.calls * group.traced.forward_work for group in groups)
 
 
-def _save(groups: Sequence[Group]) -> Suggestion | None:
+def _suggest_saving(groups: Sequence[Group]) -> Suggestion | None:
     """Of the values that save much work, the one that saves most per byte."""
     found = _changes(groups, RegionTrace.saving)
     most = max((-each.work for each in found), default=0)
@@ -142,7 +142,7 @@ def _as_saving(change: _Change, fraction: float) -> Suggestion:
     return Suggestion("save", value, change.value.source, more, -fraction, text)
 
 
-def _drop(groups: Sequence[Group]) -> Suggestion | None:
+def _suggest_dropping(groups: Sequence[Group]) -> Suggestion | None:
     """The saved value whose recomputation is cheapest for its bytes."""
     everything = _forward_work(groups)
     found = [
@@ -163,7 +163,7 @@ def _drop(groups: Sequence[Group]) -> Suggestion | None:
 
 
 def describe(value: Alternative) -> str:
-    """A value in a sentence: its name, or its operator and line."""
+    """The value of a suggestion in a sentence: its name, or its operator and line."""
     if value.names:
         return f"`{', '.join(value.names)}`"
     return f"{value.op} at {value.source}" if value.source else value.op

@@ -256,7 +256,7 @@ class RegionTrace:
 
 
 def work_of(graph: Graph, value: Value) -> int:
-    """What a step costs, in FLOPs: torch's formula, else one for each element it makes.
+    """What a traced step costs a region, in FLOPs: torch's formula, else one an element.
 
     Views cost nothing.
     """
@@ -271,7 +271,7 @@ def work_of(graph: Graph, value: Value) -> int:
 
 
 def _maker(graph: Graph, index: int) -> tuple[int, int]:
-    """The step that makes a value, and which of the step's tensors it is."""
+    """The traced step that makes a value, and which of the step's tensors it is."""
     value = graph.values[index]
     if value.op is operator.getitem:
         return value.args[0].index, value.args[1]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from remat._graph import flops, operators
 from remat._graph.values import Graph
-from remat._messages import user_line
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
 from remat._torch import modes, tensors, trees
+from remat._user_lines import user_line
 
 
 @final
@@ -160,7 +160,7 @@ class StepWatcher(StepListener):
     ) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
         kwargs = kwargs or {}
-        traits = _traits(func)
+        traits = _traits_to_watch(func)
         if func not in _WARM and not types:
             _warm_up(func, traits, args, kwargs)
         started = time.perf_counter()
@@ -271,7 +271,7 @@ class _Traits:
 
 
 @functools.cache
-def _traits(op: Any) -> _Traits:
+def _traits_to_watch(op: Any) -> _Traits:
     is_view, is_mutable = operators.returns_view(op), operators.is_mutable(op)
     is_repeatable = getattr(op, "namespace", "") == "aten" and not (
         is_view or is_mutable or operators.may_draw(op)

@@ -147,7 +147,7 @@ def comparison_figure(
 
 
 def _best(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points that no other one beats in both size and time, the smallest first."""
+    """The points of a figure that none beats in both size and time, the smallest first."""
     found: list[tuple[int, float]] = []
     for size, time_s in sorted(points):
         if not found or time_s < found[-1][1]:

@@ -77,10 +77,10 @@ _VALUES = ("value", "bytes", "waits", "again (FLOP)", "made by", "read by", "reg
 
 def html_report(facts: Facts) -> str:
     """The whole page."""
-    return "\n".join(_page(facts))
+    return "\n".join(_html_page(facts))
 
 
-def _page(facts: Facts) -> Iterator[str]:
+def _html_page(facts: Facts) -> Iterator[str]:
     name = escape(f"remat report: {facts.function}")
     yield "<!doctype html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
@@ -97,7 +97,7 @@ def _page(facts: Facts) -> Iterator[str]:
     yield timeline_svg(facts.timeline)
     if facts.regions:
         yield "<h2>Regions</h2>"
-        yield from _table("regions", _REGIONS, map(_region, facts.regions))
+        yield from _html_table("regions", _REGIONS, map(_region_cells, facts.regions))
         yield "<h2>What saving more would cost and spare</h2>"
         yield frontier_svg(facts.frontier)
     yield "<h2>All values: held for the backward, or computed again in it</h2>"
@@ -105,15 +105,15 @@ def _page(facts: Facts) -> Iterator[str]:
         '<p><label>Search <input type="search" aria-controls="values"></label> '
         '<output aria-live="polite"></output></p>'
     )
-    rows = [*map(_held, facts.values), *map(_recomputed, facts.recomputed)]
-    yield from _table("values", _VALUES, iter(rows))
+    rows = [*map(_held_cells, facts.values), *map(_recomputed_cells, facts.recomputed)]
+    yield from _html_table("values", _VALUES, iter(rows))
     yield f"<script>{_SCRIPT}</script></body></html>"
 
 
 _Cell = tuple[str, str]  # the words, and what they are sorted by
 
 
-def _region(region: RegionReport) -> Sequence[_Cell]:
+def _region_cells(region: RegionReport) -> Sequence[_Cell]:
     row = next(iter(region_rows(region)))
     keys: tuple[float | None, ...] = (
         region.calls,
@@ -128,17 +128,17 @@ def _region(region: RegionReport) -> Sequence[_Cell]:
     return list(zip(row, [region.name, *sorted_by], strict=True))
 
 
-def _held(value: HeldValue) -> Sequence[_Cell]:
+def _held_cells(value: HeldValue) -> Sequence[_Cell]:
     waits = "held" if value.storage == "Keep()" else value.storage
-    return _cells(value, waits, ("", "0"), value_row(value)[3])
+    return _value_cells(value, waits, ("", "0"), value_row(value)[3])
 
 
-def _recomputed(value: RecomputedValue) -> Sequence[_Cell]:
+def _recomputed_cells(value: RecomputedValue) -> Sequence[_Cell]:
     work = (show_flops(value.flops), str(value.flops))
-    return _cells(value, "recomputed", work, "")
+    return _value_cells(value, "recomputed", work, "")
 
 
-def _cells(
+def _value_cells(
     value: HeldValue | RecomputedValue, waits: str, work: _Cell, read: str
 ) -> Sequence[_Cell]:
     name, made, region = title(value), made_by(value), value.region or "none"
@@ -147,7 +147,7 @@ def _cells(
     return [(name, name), size, (waits, waits), work, *words]
 
 
-def _table(
+def _html_table(
     name: str, heads: Sequence[str], rows: Iterator[Sequence[_Cell]]
 ) -> Iterator[str]:
     yield f'<table id="{name}"><thead><tr>'

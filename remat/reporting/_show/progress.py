@@ -18,7 +18,7 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
     Only a terminal gets a bar, and only where rich is installed.
     """
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        yield _lines(title, total, stream)
+        yield _progress_lines(title, total, stream)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,7 +35,7 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
         yield lambda note: bar.update(task, advance=1, note=note)
 
 
-def _lines(title: str, total: int, stream: TextIO) -> Advance:
+def _progress_lines(title: str, total: int, stream: TextIO) -> Advance:
     step = 0
 
     def advance(note: str) -> None:

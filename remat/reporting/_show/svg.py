@@ -19,13 +19,13 @@ _LINES = ("", "M0 8L8 0", "M0 0L8 8", "M4 0V8", "M0 4H8", "M0 0L8 8M0 8L8 0")
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """The bytes over one step, stacked by owner."""
+    """The bytes over one step, stacked by owner, as a drawing in SVG."""
     total = timeline.total_bytes
     name, unit = unit_of(max(total, default=1))
     scale = 1e3 if timeline.is_timed else 1.0
     times = [time * scale for time in timeline.times_s]
     axes = _Axes(max(times, default=1.0), max(total, default=1) / unit)
-    parts = ["<defs>", *map(_pattern, range(len(timeline.groups))), "</defs>"]
+    parts = ["<defs>", *map(_svg_pattern, range(len(timeline.groups))), "</defs>"]
     below = [0.0] * len(times)
     for place, sizes in enumerate(timeline.size_bytes):
         above = [low + size / unit for low, size in zip(below, sizes, strict=True)]
@@ -38,11 +38,11 @@ def timeline_svg(timeline: Timeline) -> str:
         below = above
     parts += axes.drawn(timeline.time_words, f"live bytes ({name})")
     title = "Live bytes over the time of one step, by owner"
-    return _svg(title, parts) + _legend(timeline.groups)
+    return _svg(title, parts) + _svg_legend(timeline.groups)
 
 
 def frontier_svg(points: Sequence[SavingPoint]) -> str:
-    """Recomputed work against saved bytes."""
+    """Recomputed work against saved bytes, as a drawing in SVG."""
     name, unit = unit_of(max((point.saved_bytes for point in points), default=1))
     sizes = [point.saved_bytes / unit for point in points]
     works = [point.recompute_work / 1e9 for point in points]
@@ -89,22 +89,22 @@ class _Axes:
         )
         for quarter in range(5):
             x, y = self._most_x * quarter / 4, self._most_y * quarter / 4
-            yield _text(self.x(x), _BOTTOM + 16, f"{x:.3g}", "middle")
-            yield _text(_LEFT - 6, self.y(y) + 4, f"{y:.3g}", "end")
-        yield _text((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_words, "middle")
+            yield _svg_text(self.x(x), _BOTTOM + 16, f"{x:.3g}", "middle")
+            yield _svg_text(_LEFT - 6, self.y(y) + 4, f"{y:.3g}", "end")
+        yield _svg_text((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_words, "middle")
         yield (
             f'<text transform="translate(16 {(_BOTTOM + _TOP) / 2:.0f}) rotate(-90)" '
             f'text-anchor="middle">{escape(y_words)}</text>'
         )
 
 
-def _text(x: float, y: float, words: str, anchor: str) -> str:
+def _svg_text(x: float, y: float, words: str, anchor: str) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
     )
 
 
-def _pattern(place: int) -> str:
+def _svg_pattern(place: int) -> str:
     color, line = _COLORS[place % len(_COLORS)], _LINES[place % len(_LINES)]
     return (
         f'<pattern id="p{place}" width="8" height="8" '
@@ -113,7 +113,7 @@ def _pattern(place: int) -> str:
     )
 
 
-def _legend(groups: Sequence[str]) -> str:
+def _svg_legend(groups: Sequence[str]) -> str:
     items = "".join(
         f'<li><svg width="24" height="14" aria-hidden="true"><rect width="24" '
         f'height="14" fill="url(#p{place})" stroke="#333"/></svg> {escape(group)}</li>'

@@ -61,7 +61,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, the first of which has the heads; numbers stand to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [_is_numeric(column[1:]) for column in zip(*cells, strict=True)]
+    numeric = [_is_numeric_column(column[1:]) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -71,7 +71,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _is_numeric(cells: Sequence[str]) -> bool:
+def _is_numeric_column(cells: Sequence[str]) -> bool:
     return all(not cell or cell[0] in "-+0123456789" for cell in cells)
 
 
@@ -146,22 +146,22 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
     yield (
         region.name,
         str(region.calls),
-        _held(region.held_bytes, region.elsewhere_bytes),
-        _held(region.predicted_held_bytes, region.predicted_elsewhere_bytes),
+        _held_text(region.held_bytes, region.elsewhere_bytes),
+        _held_text(region.predicted_held_bytes, region.predicted_elsewhere_bytes),
         show_size(region.working_set_bytes),
-        _shown_if_known(show_size, region.predicted_working_set_bytes),
-        _shown_if_known(show_flops, region.recompute_flops),
-        _shown_if_known(show_time, region.recompute_s),
+        _words_if_known(show_size, region.predicted_working_set_bytes),
+        _words_if_known(show_flops, region.recompute_flops),
+        _words_if_known(show_time, region.recompute_s),
     )
     for layer in region.layers:
         name, held = f"  each, x {layer.count}", show_size(layer.held_bytes)
-        flops = _shown_if_known(show_flops, layer.recompute_flops)
+        flops = _words_if_known(show_flops, layer.recompute_flops)
         yield name, "", held, "", "", "", flops, ""
 
 
-def _held(here: int | None, elsewhere: int | None) -> str:
+def _held_text(here: int | None, elsewhere: int | None) -> str:
     """Bytes on the device, and those that wait elsewhere if there are any."""
-    size = _shown_if_known(show_size, here)
+    size = _words_if_known(show_size, here)
     return f"{size} + {show_size(elsewhere)} elsewhere" if elsewhere else size
 
 
@@ -210,7 +210,7 @@ def notes(facts: Facts) -> Iterator[str]:
     yield f"next: {facts.suggestion.text}"
 
 
-def _shown_if_known(show: Callable[[Any], str], figure: Any) -> str:
+def _words_if_known(show: Callable[[Any], str], figure: Any) -> str:
     return "" if figure is None else show(figure)
 
 
@@ -266,8 +266,8 @@ class Diff:
         rows = [
             (
                 row.figure,
-                _shown_figure(row.before, row.unit),
-                _shown_figure(row.after, row.unit),
+                _figure_in_words(row.before, row.unit),
+                _figure_in_words(row.after, row.unit),
                 show_ratio(row.after, row.before),
             )
             for row in self.rows
@@ -300,7 +300,7 @@ def diff(one: Facts, other: Facts) -> Diff:
     return Diff(tuple(rows))
 
 
-def _shown_figure(figure: float | None, unit: str) -> str:
+def _figure_in_words(figure: float | None, unit: str) -> str:
     if figure is None:
         return "-"
     shows: dict[str, Callable[[Any], str]]

@@ -19,7 +19,7 @@ from torch import Tensor
 from remat import policies as _policies
 from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
-from remat.testing._transforms import COMPOSITIONS, TRANSFORMS
+from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
 from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
 from remat.testing.strategies._program import (
@@ -89,7 +89,7 @@ def programs(
     arguments = tuple(
         draw(tensors(shape=shape, seed=seed)) for seed in range(draw(st.integers(1, 2)))
     )
-    choices = draw(st.lists(_choices(statements), min_size=1, max_size=max_steps))
+    choices = draw(st.lists(_drawn_choices(statements), min_size=1, max_size=max_steps))
     outputs = draw(st.lists(_NUMBERS, max_size=2))
     spans = draw(
         st.lists(st.builds(_Span, _NUMBERS, _NUMBERS, policies()), max_size=max_inner)
@@ -124,7 +124,7 @@ class _Span:
     policy: AbstractPolicy
 
 
-def _choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
+def _drawn_choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
     return st.builds(
         _Choice,
         st.sampled_from(statements),

@@ -190,7 +190,7 @@ class Program:
         body = [*self._inner_source(with_regions), *self._fun_source()]
         if cells or self.inner:
             made = ", ".join(f"{k}={CELLS[k].format(width=width)}" for k in cells)
-            body = [f"def make({', '.join(cells)}):", *_indented(body)]
+            body = [f"def make({', '.join(cells)}):", *_indented_source(body)]
             body += ["    return fun", "", f"fun = make({made})"]
         tail = [f"arguments = {self.arguments!r}"]
         return "\n".join([*head, *([""] if head else []), *body, "", *tail])
@@ -202,7 +202,7 @@ class Program:
             yield decorator if with_regions else "# plain"
             takes, gives = self._interface(inner)
             yield f"def inner{number}({', '.join(takes)}):"
-            yield from _indented(self._lines(inner.start, inner.stop))
+            yield from _indented_source(self._lines(inner.start, inner.stop))
             yield f"    return {', '.join(gives)}"
             yield ""
 
@@ -211,11 +211,11 @@ class Program:
         yield f"def fun({parameters}):"
         done = 0
         for number, inner in enumerate(self.inner):
-            yield from _indented(self._lines(done, inner.start))
+            yield from _indented_source(self._lines(done, inner.start))
             takes, gives = map(", ".join, self._interface(inner))
             yield f"    {gives} = inner{number}({takes})"
             done = inner.stop
-        yield from _indented(self._lines(done, len(self.steps)))
+        yield from _indented_source(self._lines(done, len(self.steps)))
         yield f"    return {', '.join(self.outputs)}"
 
     def _lines(self, start: int, stop: int) -> list[str]:
@@ -249,5 +249,5 @@ def _cells_of(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
+def _indented_source(lines: Iterable[str]) -> list[str]:
     return [textwrap.indent(line, "    ") for line in lines]

@@ -21,9 +21,9 @@ from remat._calls.decorated import DecoratedFunction, is_region, kind_of
 from remat._calls.options import InputStorages, Settings, inputs_for
 from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
-from remat._messages import warn
 from remat._torch import dynamo, isolation, modes, trees
 from remat._tracing.thread import is_running
+from remat._user_lines import warn
 from remat.storage import AbstractStorage, Keep, Shard
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _KEEP = Keep()
 
 
-def _settings_of_storage(storage: AbstractStorage) -> Settings:
+def _settings_of_drop_in(storage: AbstractStorage) -> Settings:
     inputs = InputStorages(others=storage, activations_only=True)
     return Settings(rng="preserve", inputs=inputs)
 
 
 # What a graph of torch.compile calls these regions, where inputs wait as they are.
-_KIND = kind_of(_settings_of_storage(_KEEP), "checkpoint(...)")
+_KIND = kind_of(_settings_of_drop_in(_KEEP), "checkpoint(...)")
 _WITH_STORAGE = explain(
     where="checkpoint(...)",
     what="is called under torch.compile, and its inputs wait in a storage.",
@@ -75,7 +75,7 @@ def call_as_region(
         return function(*args, **kwargs)
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))
-    return DecoratedFunction(function, _settings_of_storage(waiting))(*args, **kwargs)
+    return DecoratedFunction(function, _settings_of_drop_in(waiting))(*args, **kwargs)
 
 
 def warn_without_effect(where: str, why: str, do: str) -> None:
@@ -147,11 +147,11 @@ def shard_over(
         )
     devices = [tensor.device.type for tensor in trees.tensor_leaves((args, kwargs))]
     whole = dist.group.WORLD if group is None else group
-    return Shard(_mesh_of(whole, devices[0] if devices else "cpu"))
+    return Shard(_mesh_of_peer(whole, devices[0] if devices else "cpu"))
 
 
 @functools.lru_cache(maxsize=64)
-def _mesh_of(group: Any, device_type: str) -> DeviceMesh:
+def _mesh_of_peer(group: Any, device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     with isolation.isolated(), modes.without_torch_function():

@@ -25,12 +25,12 @@ _NUM_DIRECTIONS = 3
 
 
 def is_differentiable(leaf: object) -> bool:
-    """Whether a leaf is a tensor that can carry a gradient."""
+    """Whether a leaf is a tensor that a transform can differentiate."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def scattered_like(tensor: Tensor, seed: int) -> Tensor:
-    """Contiguous numbers from -1 to 1 without a pattern, the same at every call.
+    """What transforms are tried with: numbers from -1 to 1 without a pattern, always the same.
 
     They do not come from a generator, which torch would refuse inside vmap.
     """
@@ -46,7 +46,7 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
     return scattered_like(output, 1009 + index)
 
 
-def _smooth_part(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
+def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = tuple(
             out for out in f(*tensors) if out is not None and is_differentiable(out)
@@ -66,13 +66,13 @@ def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def _loss(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _random_sum(_smooth_part(f)(*tensors), 1009)
+def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
+    return lambda *tensors: _random_sum(_outputs_to_transform(f)(*tensors), 1009)
 
 
 def _random_sums(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
-        outputs = _smooth_part(f)(*tensors)
+        outputs = _outputs_to_transform(f)(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
         return torch.stack([_random_sum(outputs, 100 * seed) for seed in seeds])
 
@@ -80,7 +80,7 @@ def _random_sums(f: Flat) -> Callable[..., Tensor]:
 
 
 def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
-    """`f` as a function of how far each random direction is gone, and where it starts."""
+    """`f`, to transform, as a function of how far each random direction is gone, and its start."""
 
     def run(steps: Tensor) -> Any:
         moved: list[Tensor] = []
@@ -97,53 +97,53 @@ def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tenso
     return run, tensors[0].new_zeros(_NUM_DIRECTIONS, dtype=torch.float64)
 
 
-def _grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.grad(_loss(f), tuple(range(len(tensors))))(*tensors)
+def _under_grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.grad(_loss_to_transform(f), tuple(range(len(tensors))))(*tensors)
 
 
-def _vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    made: Any = torch.func.vjp(_smooth_part(f), *tensors)
+def _under_vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    made: Any = torch.func.vjp(_outputs_to_transform(f), *tensors)
     outputs, pull = made
     given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
     return (*outputs, *pull(tuple(given)))
 
 
-def _jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _under_jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     tangents = tuple(tensor.cos() for tensor in tensors)
-    made: Any = torch.func.jvp(_smooth_part(f), tensors, tangents)
+    made: Any = torch.func.jvp(_outputs_to_transform(f), tensors, tangents)
     outputs, pushed = made
     return (*outputs, *pushed)
 
 
-def _linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _under_linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():
         # torch's own, of the constants that it folds.
         warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-        outputs, push = torch.func.linearize(_smooth_part(f), *tensors)
+        outputs, push = torch.func.linearize(_outputs_to_transform(f), *tensors)
     return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
 
 
-def _vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+def _under_vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
     batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
     return torch.func.vmap(f, randomness="different")(*batches)
 
 
-def _jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
     return torch.func.jacrev(_random_sums(f), tuple(range(len(tensors))))(*tensors)
 
 
-def _jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_smooth_part(f), tensors)
+def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    moved, start = _along(_outputs_to_transform(f), tensors)
     return torch.func.jacfwd(moved)(start)
 
 
-def _hessian(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_loss(f), tensors)
+def _under_hessian(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    moved, start = _along(_loss_to_transform(f), tensors)
     return (torch.func.hessian(moved)(start),)
 
 
-def _backward(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients by plain autograd, which can be differentiated again."""
+def _under_backward(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by plain autograd, a named transform that can be differentiated again."""
     wanted = [each if each.requires_grad else each.requires_grad_() for each in tensors]
     return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
 
@@ -171,15 +171,15 @@ def gradients(
 
 # (function, *tensors) -> what the transformed function gives for these tensors.
 _RULES: dict[str, Flat] = {
-    "backward": _backward,
-    "grad": _grad,
-    "vjp": _vjp,
-    "jvp": _jvp,
-    "vmap": _vmap,
-    "jacrev": _jacrev,
-    "jacfwd": _jacfwd,
-    "hessian": _hessian,
-    "linearize": _linearize,
+    "backward": _under_backward,
+    "grad": _under_grad,
+    "vjp": _under_vjp,
+    "jvp": _under_jvp,
+    "vmap": _under_vmap,
+    "jacrev": _under_jacrev,
+    "jacfwd": _under_jacfwd,
+    "hessian": _under_hessian,
+    "linearize": _under_linearize,
 }
 
 #: Single transforms.
@@ -236,7 +236,7 @@ def parse_transform(name: str) -> tuple[str, ...]:
 
 
 def apply(parts: Sequence[str], f: Flat) -> Flat:
-    """The function transformed, the last part first."""
+    """A function under named transforms, the last name first."""
     for part in reversed(parts):
         f = functools.partial(_RULES[part], f)
     return f

@@ -121,7 +121,7 @@ class _Baker:
         """The covered places of a reached object; writes those without a value at once."""
         names = self.reads.get(id(node.value), (EVERYTHING,))
         if EVERYTHING in names or node.look not in WATCHED:
-            for step in _shapes(node):
+            for step in _containers_to_bake(node):
                 self.cover_shape(node, index, step)
             return node.content
         found = dict.fromkeys(self.forced.get(id(node.value), ()))
@@ -156,7 +156,7 @@ class _Baker:
             return
         if name in slots(kind):
             self.write(node, index, ("attr", name), Absent())
-        if not _has_dict(node.value) or (name[:2] == "__" == name[-2:]):
+        if not _has_dict_to_bake(node.value) or (name[:2] == "__" == name[-2:]):
             return
         for base in kind.__mro__:
             if name in base.__dict__:
@@ -193,7 +193,7 @@ class _Baker:
     def cover_shape(self, node: Node, index: int, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
         try:
-            rule = _rule(look(node.value, step))
+            rule = _rule_to_bake(look(node.value, step))
         except NOT_THERE:
             rule = Absent()
         self.write(node, index, step, rule)
@@ -208,7 +208,7 @@ class _Baker:
             if is_simple(value):
                 self.write(node, index, step, Equal(value))
         elif id(value) not in self.known:
-            spot = self.write(node, index, step, _rule(value))
+            spot = self.write(node, index, step, _rule_to_bake(value))
             self.known[id(value)] = spot
             self.pending.append((self.survey.nodes[id(value)], spot))
         elif step[0] not in {"type", "base"}:
@@ -224,12 +224,12 @@ class _Baker:
         return len(self.spots) - 1
 
 
-def _has_dict(value: object) -> bool:
+def _has_dict_to_bake(value: object) -> bool:
     return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
 
 
 def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
-    """The names that a class has from a base, each with every class before that base."""
+    """The places to bake where a name could be overridden: each class before that base."""
     before: list[type] = []
     known: set[str] = set()
     for base in kind.__mro__:
@@ -239,7 +239,7 @@ def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
         known |= new
 
 
-def _shapes(node: Node) -> Iterable[Step]:
+def _containers_to_bake(node: Node) -> Iterable[Step]:
     """The containers that stand between an object and its places."""
     value: object = node.value
     if isinstance(value, types.FunctionType) and value.__defaults__:
@@ -248,7 +248,7 @@ def _shapes(node: Node) -> Iterable[Step]:
         return (("attr", "args"), ("attr", "keywords"))
     shapes: list[Step] = []
     # Every hook dictionary is an OrderedDict, which gets no attributes of its own.
-    own_dict = _has_dict(value) and node.kind.__module__ != "collections"
+    own_dict = _has_dict_to_bake(value) and node.kind.__module__ != "collections"
     if node.look in WATCHED and own_dict:
         shapes.append(("attr", "__dict__"))
     if isinstance(value, nn.Module):
@@ -256,7 +256,7 @@ def _shapes(node: Node) -> Iterable[Step]:
     return shapes
 
 
-def _rule(value: object) -> Rule:
+def _rule_to_bake(value: object) -> Rule:
     """The rule for an object, whatever it holds."""
     kind = type(value)
     number = trackers.number_of(value)

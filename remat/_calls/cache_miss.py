@@ -65,9 +65,9 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)
     stages = Stages.of(traced.joints, settings.policy)
-    function = _function(site.numerics, options, traced, covered)
+    function = _function_to_retrace(site.numerics, options, traced, covered)
     tensors = (*site.signature.tensors, *traced.captured)
-    region = _region(function, site, options, stages, (names, tensors))
+    region = _compiled_region(function, site, options, stages, (names, tensors))
     advise(
         _captures.code_key(site.function),
         settings.policy,
@@ -101,7 +101,7 @@ class OpenEntry:
         joints, statics = filled
         stages = Stages.of(joints, self.options.settings.policy)
         tensors = (*site.signature.tensors, *captured)
-        region = _region(
+        region = _compiled_region(
             first.region.function, site, self.options, stages, (first.labels, tensors)
         )
         output = dataclasses.replace(first.output, statics=statics)
@@ -121,10 +121,10 @@ class OpenEntry:
         ]
 
 
-def _function(
+def _function_to_retrace(
     numerics: Numerics, options: Options, traced: TracedCall, covered: _captures.Covered
 ) -> Function:
-    """What can be traced again, for derivatives and for other cotangents."""
+    """What the new region traces again, for derivatives and for other cotangents."""
     flattened, fixed = traced.flattened, traced.fixed
     return Function(
         lambda roots: flattened.build(roots, covered.fetch),
@@ -135,14 +135,14 @@ def _function(
     )
 
 
-def _region(
+def _compiled_region(
     function: Function,
     site: CallSite,
     options: Options,
     stages: Stages,
     named_tensors: tuple[Sequence[str], Sequence[Tensor]],
 ) -> TracedRegion:
-    """The region of a call; `named_tensors` are its arguments, then what it captures."""
+    """The region of a missed call; `named_tensors` are its arguments, then what it captures."""
     names, tensors = named_tensors
     count = len(site.signature.tensors)
     captured = map(TensorMeta.of_operand, tensors[count:])
@@ -181,7 +181,7 @@ def _compiled_entry(
         covered=covered,
         captured=region.operands[len(names) - len(traced.captured) :],
         stages=stages,
-        guard=_guard_of_captured(traced.captured),
+        guard=_guard_for_new_entry(traced.captured),
         region=region,
         output=traced.output,
         labels=names,
@@ -195,7 +195,7 @@ def _compiled_entry(
 
 
 def _unseen(joint: Joint) -> frozenset[int]:
-    """The operands whose new values are statistics of a batch_norm."""
+    """The operands of a new entry whose new values are statistics of a batch_norm."""
     values = joint.graph.values
     return frozenset(
         operand
@@ -204,6 +204,6 @@ def _unseen(joint: Joint) -> frozenset[int]:
     )
 
 
-def _guard_of_captured(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
+def _guard_for_new_entry(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
     is_plain = bool(captured) and all(map(guards.is_plain, captured))
     return guards.tensor_guard(captured) if is_plain else None

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _captures
 from remat._errors import MutationError, SavedTensorModifiedError, refusal
-from remat._messages import user_line
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
@@ -33,6 +32,7 @@ from remat._tracing import engines
 from remat._tracing.refusals import mutates, uninitialized
 from remat._tracing.thread import depth, lift, running_again
 from remat._tracing.trace import Flat
+from remat._user_lines import user_line
 
 
 def call(
@@ -239,7 +239,7 @@ class _Substituted(TorchFunctionMode):
 def _targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The tensors that a call writes to, as far as its name tells."""
+    """The tensors that a torch function of the run writes to, as far as its name tells."""
     name = str(getattr(func, "__name__", "")).split(".")[0]
     found = trees.tensor_leaves(kwargs.get("out"))
     is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
@@ -281,15 +281,15 @@ class _Constants:
         self._versions = [
             (tensor, tensor._version)
             for tensor in survey.reached
-            if id(tensor) not in known and _has_version(tensor)
+            if id(tensor) not in known and _has_version_to_compare(tensor)
         ]
         self._by_storage: dict[int, list[Tensor]] = {}
         for tensor, _ in self._versions:
-            if not survey.is_buffer(id(tensor)) and _has_storage(tensor):
+            if not survey.is_buffer(id(tensor)) and _has_storage_to_compare(tensor):
                 key = storage_key(tensor)
                 self._by_storage.setdefault(key, []).append(tensor)
         leaves = map(levels.unwrapped, filter(levels.requires_grad_anywhere, operands))
-        self._wanted = set(map(storage_key, filter(_has_storage, leaves)))
+        self._wanted = set(map(storage_key, filter(_has_storage_to_compare, leaves)))
 
     def before_write(self, target: Tensor, state: RunState) -> None:
         """Saves the numbers of those tensors that share memory with what is written to.
@@ -297,7 +297,7 @@ class _Constants:
         Raises:
             MutationError: an argument that is to be differentiated does.
         """
-        if not (_has_version(target) and _has_storage(target)):
+        if not (_has_version_to_compare(target) and _has_storage_to_compare(target)):
             return
         key = storage_key(target)
         if key in self._wanted:
@@ -349,9 +349,9 @@ class _Constants:
         return str(self._survey.tensors[id(tensor)][0].label)
 
 
-def _has_storage(tensor: Tensor) -> bool:
+def _has_storage_to_compare(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and dtensor.placement(tensor) is None
 
 
-def _has_version(tensor: Tensor) -> bool:
+def _has_version_to_compare(tensor: Tensor) -> bool:
     return not tensor.is_inference() and levels.level_of(tensor) < 0

@@ -25,7 +25,7 @@ from remat._torch import dynamo
 def with_options(
     remat: Callable[..., Any], options: dict[str, Any], fun: Any
 ) -> Callable[..., Any]:
-    """What `remat` makes of a function.
+    """What `remat` makes of a function inside of a graph of torch.compile.
 
     Args:
         remat: the decorator itself.
@@ -37,8 +37,8 @@ def with_options(
     why = _why_made_outside(**options)
     if why:
         dynamo.end_graph(why)
-    kind = _kind_of_options(is_of_module(fun), **options)
-    return _made(kind, functools.partial(remat, **options), fun)
+    kind = _graph_kind_of_options(is_of_module(fun), **options)
+    return _made_in_graph(kind, functools.partial(remat, **options), fun)
 
 
 def with_settings(
@@ -51,19 +51,19 @@ def with_settings(
         settings: the options, checked.
         fun: the function.
     """
-    kind = _kind_of_settings(settings, is_of_module(fun))
-    return _made(kind, functools.partial(decorate, settings=settings), fun)
+    kind = _graph_kind_of_settings(settings, is_of_module(fun))
+    return _made_in_graph(kind, functools.partial(decorate, settings=settings), fun)
 
 
-def _made(kind: str, make: Callable[..., Any], fun: Any) -> Callable[..., Any]:
-    """A function as a region of a kind; `make` makes it outside of the graph."""
+def _made_in_graph(kind: str, make: Callable[..., Any], fun: Any) -> Callable[..., Any]:
+    """A function in a graph as a region of a kind; `make` makes it outside of the graph."""
     if not callable(fun) or isinstance(fun, type):
         dynamo.end_graph(_MADE_OUTSIDE)
-    return functools.partial(_call_made, kind, make, fun)
+    return functools.partial(_call_decorated_in_graph, kind, make, fun)
 
 
 @dynamo.unseen_by_dynamo
-def _call_made(
+def _call_decorated_in_graph(
     kind: str,
     make: Callable[..., Any],
     fun: Callable[..., Any],
@@ -99,12 +99,12 @@ def _has_its_attributes(value: object) -> bool:
 
 
 @dynamo.constant_for_dynamo
-def _kind_of_options(is_of_module: bool, **options: Any) -> str:
-    return _kind_of_settings(settings_of(**options), is_of_module)
+def _graph_kind_of_options(is_of_module: bool, **options: Any) -> str:
+    return _graph_kind_of_settings(settings_of(**options), is_of_module)
 
 
 @dynamo.constant_for_dynamo
-def _kind_of_settings(settings: Settings, is_of_module: bool) -> str:
+def _graph_kind_of_settings(settings: Settings, is_of_module: bool) -> str:
     rng = settings.rng or ("preserve" if is_of_module else "keys")
     return kind_of(dataclasses.replace(settings, rng=rng), "remat(...)")
 

@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def from_storage(storage: AbstractStorage | None) -> Any:
-    """A storage as text.
+    """A storage as what JSON knows.
 
     Raises:
         PolicyError: it holds what text cannot: a mesh, a key, a class of the user's.
@@ -28,23 +28,24 @@ def from_storage(storage: AbstractStorage | None) -> Any:
         return [from_storage(link) for link in links]
     kind = type(storage).__name__
     if getattr(storages, kind, None) is not type(storage):
-        raise _not_text(storage)
+        raise _not_for_json(storage)
     each: Any = storage
     fields = {
         field.name: getattr(each, field.name) for field in dataclasses.fields(each)
     }
-    return {"kind": kind, **{key: _text(each, storage) for key, each in fields.items()}}
+    parts = {key: _json_of(each, storage) for key, each in fields.items()}
+    return {"kind": kind, **parts}
 
 
-def _text(value: Any, storage: AbstractStorage) -> Any:
+def _json_of(value: Any, storage: AbstractStorage) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": name_of(value)}
     if not isinstance(value, _PLAIN):
-        raise _not_text(storage)
+        raise _not_for_json(storage)
     return value
 
 
-def _not_text(storage: AbstractStorage) -> PolicyError:
+def _not_for_json(storage: AbstractStorage) -> PolicyError:
     return refusal(
         PolicyError,
         where="Plan.to_json()",
@@ -56,7 +57,7 @@ def _not_text(storage: AbstractStorage) -> PolicyError:
 
 
 def to_storage(text: Any) -> AbstractStorage | None:
-    """The inverse of `from_storage`."""
+    """The storage that `from_storage` made into what JSON knows."""
     if text is None:
         return None
     if isinstance(text, list):
@@ -65,20 +66,20 @@ def to_storage(text: Any) -> AbstractStorage | None:
         return Chain(tuple(each for each in made if each is not None))
     fields: dict[str, Any] = dict(text)
     kind: Any = getattr(storages, str(fields.pop("kind")))
-    return kind(**{key: _of_text(each) for key, each in fields.items()})
+    return kind(**{key: _of_json(each) for key, each in fields.items()})
 
 
-def _of_text(text: Any) -> Any:
+def _of_json(text: Any) -> Any:
     return getattr(torch, str(text["dtype"])) if isinstance(text, dict) else text  # pyright: ignore[reportUnknownArgumentType]
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype as people write it: "float32"."""
+    """A dtype as people and JSON write it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def from_problem(problem: Problem) -> Any:
-    """A problem as lists of numbers."""
+    """A problem as lists of numbers, for JSON."""
     return {
         "steps": [dataclasses.astuple(each) for each in problem.steps],
         "wanted": problem.wanted,
@@ -89,7 +90,7 @@ def from_problem(problem: Problem) -> Any:
 
 
 def to_problem(text: Any) -> Problem:
-    """The inverse of `from_problem`."""
+    """The problem that `from_problem` made into lists of numbers, for JSON."""
     return Problem(
         steps=tuple(
             Step(cost, tuple(uses), item) for cost, uses, item in text["steps"]

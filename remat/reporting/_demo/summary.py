@@ -26,7 +26,7 @@ def first_loss_difference(rows: Sequence[DemoRow]) -> str | None:
 def demo_table(rows: Sequence[DemoRow]) -> str:
     """Returns the rows as aligned text; the ratios are to the first row, no remat."""
     lines = [
-        *table(_HEADINGS, [_cells(row, rows[0]) for row in rows]),
+        *table(_HEADINGS, [_cells_of_demo(row, rows[0]) for row in rows]),
         "",
         "held: bytes that live between forward and backward; peak: the most in one step;",
         "both measured, beyond parameters and batch. Ratios are to no remat.",
@@ -52,7 +52,7 @@ def demo_json(rows: Sequence[DemoRow]) -> str:
     return json.dumps({"losses_equal": is_equal, "rows": shown}, indent=2)
 
 
-def _cells(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
+def _cells_of_demo(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
     return (
         row.name,
         f"{row.losses[-1]:.9g}",  # nine digits tell any two float32 apart

@@ -54,7 +54,7 @@ class _WithLines(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         frames: list[tuple[str, str]] = _FRAME.findall(n.stack_trace or "")
-        lines = [_shown_line(*frame) for frame in frames if _is_users(frame[0])]
+        lines = [_shown_line(*frame) for frame in frames if _is_users_file(frame[0])]
         token = _of_step.set(lines[-1] if lines else "")
         try:
             return super().run_node(n)
@@ -66,11 +66,11 @@ def _shown_line(filename: str, line: int | str) -> str:
     return f"{filename.rpartition('/')[2]}:{line}"
 
 
-def _is_users(filename: str) -> bool:
-    return not _is_library(filename) and "/einops/" not in filename
+def _is_users_file(filename: str) -> bool:
+    return not _hides_its_lines(filename) and "/einops/" not in filename
 
 
-def _is_library(filename: str) -> bool:
+def _hides_its_lines(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) and not filename.startswith(_TYPED)
 
 
@@ -89,7 +89,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
     frame: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     num_calls = 0
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if _is_users_file(frame.f_code.co_filename):
             break
         frame, num_calls = frame.f_back, num_calls + 1
     return frame, num_calls
@@ -101,7 +101,7 @@ def line_of(error: Exception) -> str:
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """
     frames = [*_frames(error)]
-    users = [frame for frame in frames if not _is_library(frame[0])]
+    users = [frame for frame in frames if not _hides_its_lines(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown_line(*found[-1]) if found else ""
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from remat._messages import warn
+from remat._user_lines import warn
 
 _said: set[str] = set()
 
@@ -28,19 +28,19 @@ def states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
-    """Inside, draws start from these states; the old ones are back afterwards. None: no-op."""
+    """Inside, Python and numpy draw from these states, then from the old ones. None: no-op."""
     if found is None:
         yield
         return
     before = states()
-    _put_host_states(found)
+    _set_python_and_numpy(found)
     try:
         yield
     finally:
-        _put_host_states(before)
+        _set_python_and_numpy(before)
 
 
-def _put_host_states(found: tuple[Any, ...]) -> None:
+def _set_python_and_numpy(found: tuple[Any, ...]) -> None:
     python, numpy = found
     random.setstate(python)
     if numpy is not None:

@@ -104,6 +104,6 @@ class RegionCalls:
 
 
 def hook(nodes: Sequence[Node], listener: StepListener) -> None:
-    """Tells a listener, when a backward runs, which node it has come to."""
+    """Tells a listener, when a backward runs, which node, as of a region's call, it came to."""
     for place, node in enumerate(nodes):
         node.raw.register_prehook(functools.partial(listener.enter, place))

@@ -17,7 +17,7 @@ from remat._torch import levels, schemas
 
 
 def _module(kind: str) -> Any:
-    """What torch offers for a kind of accelerator, such as `torch.cuda`."""
+    """What torch offers for the generators of an accelerator, such as `torch.cuda`."""
     return getattr(torch, kind, None)
 
 

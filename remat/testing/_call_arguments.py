@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from remat._calls.signature import labels
 from remat._torch import trees
 from remat._torch.tensors import storage_key
-from remat.testing._transforms import is_differentiable
+from remat.testing._named_transforms import is_differentiable
 
 
-def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+def _copied_leaf(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     """A detached copy with the same strides; what shares memory, shares it in the copy."""
     if tensor.layout != torch.strided:
         return tensor.detach().clone()
@@ -63,7 +63,7 @@ class CallArguments:
         """The leaves with copies of the tensors; a tensor given twice is one copy."""
         storages: dict[int, torch.UntypedStorage] = {}
         copies = {
-            id(leaf): _copy(leaf, storages)
+            id(leaf): _copied_leaf(leaf, storages)
             for leaf in self.leaves
             if isinstance(leaf, Tensor)
         }
