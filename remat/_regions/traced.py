@@ -549,7 +549,7 @@ class TracedRegion:
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
         unmapped: frozenset[int] = frozenset()
-        if self.function.is_program and self.outline is not None:
+        if self.outline is not None:
             unmapped = unmapped_outputs(self.outline, batch.dims)
         function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)

@@ -330,7 +330,7 @@ def test_a_switch_that_a_backwards_trace_sets_is_another_backward(
 ) -> None:
     """It is looked up for the switches that are in force when it runs."""
     asked: list[str] = []
-    pulled_back = rules._pulled_back
+    pulled_back = rules.pulled_back
 
     def leaves_high(ctx: Any, cotangents: Any) -> Any:
         asked.append(torch.get_float32_matmul_precision())
@@ -338,7 +338,7 @@ def test_a_switch_that_a_backwards_trace_sets_is_another_backward(
         torch.set_float32_matmul_precision("high")
         return found
 
-    monkeypatch.setattr(rules, "_pulled_back", leaves_high)
+    monkeypatch.setattr(rules, "pulled_back", leaves_high)
     region, x = remat(lambda x: x.sin().sin()), leaf()
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision("highest")

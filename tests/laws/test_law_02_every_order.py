@@ -53,15 +53,15 @@ KINDS_OF_ONE_REGION = ("nothing", "names", "matmuls", "everything")
 
 #: Kinds whose peaks rise strictly, from the left to the right. Names are those of the layers'
 #: outputs, which are all that the first backward reads: they are everything of the first order,
-#: and matmuls, from which it computes the outputs, need more. `vmap(hessian)` maps over
-#: tangents what it differentiates, and peaks above plain torch under every policy.
+#: and matmuls, from which it computes the outputs, need more. Where all of one region runs
+#: again at once, nothing may need a layer more than names.
 RISING = {
     "grad(grad)": ("nothing matmuls everything plain", "names matmuls"),
     "grad(vmap(grad))": ("nothing matmuls everything plain", "names matmuls"),
-    "vmap(hessian)": ("nothing names matmuls", "nothing everything"),
+    "vmap(hessian)": ("nothing names matmuls", "nothing plain"),
     "jvp(grad)": ("nothing names matmuls plain", "nothing everything plain"),
     "grad(jvp)": ("nothing names everything plain", "matmuls everything"),
-    "grad(laplacian)": ("nothing names matmuls everything", "matmuls plain"),
+    "grad(laplacian)": ("nothing matmuls everything plain", "names matmuls"),
 }
 #: What one run of the first order needs, in bytes: nothing, names, matmuls, everything.
 FIRST_ORDER = {

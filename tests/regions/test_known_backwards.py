@@ -75,13 +75,13 @@ STEADY = seeded(3, 5, seed=3)
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each backward that is looked up."""
     seen: list[int] = []
-    pulled_back = rules._pulled_back
+    pulled_back = rules.pulled_back
 
     def counted(ctx: Any, cotangents: Any) -> Any:
         seen.append(1)
         return pulled_back(ctx, cotangents)
 
-    monkeypatch.setattr(rules, "_pulled_back", counted)
+    monkeypatch.setattr(rules, "pulled_back", counted)
     return seen
 
 
