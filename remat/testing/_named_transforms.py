@@ -1,10 +1,9 @@
 """Transforms by name, each from a function of tensors to a function of the same tensors.
 
-So they compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. Other
-inputs of a transform are made from the tensors: `vmap` stacks three different copies of
-each, and `jvp` uses their cosines as tangents. Large results are reduced: `jacrev`
-takes three random sums of the outputs, `jacfwd` and `hessian` take three random
-directions of the arguments.
+So they compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. Other inputs of a
+transform are made from the tensors: `vmap` stacks three different copies of each, and `jvp` uses
+their cosines as tangents. Large results are reduced: `jacrev` takes three random sums of the
+outputs, `jacfwd` and `hessian` take three random directions of the arguments.
 """
 
 from __future__ import annotations
