@@ -57,7 +57,7 @@ def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
+def _sum_to_transform(outputs: Sequence[Tensor], seed: int) -> Tensor:
     terms: list[Tensor] = []
     for index, out in enumerate(outputs):
         term = (out * scattered_like(out, seed + index)).sum()
@@ -66,14 +66,14 @@ def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _random_sum(_outputs_to_transform(f)(*tensors), 1009)
+    return lambda *tensors: _sum_to_transform(_outputs_to_transform(f)(*tensors), 1009)
 
 
-def _random_sums(f: Flat) -> Callable[..., Tensor]:
+def _sums_to_transform(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
         outputs = _outputs_to_transform(f)(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
-        return torch.stack([_random_sum(outputs, 100 * seed) for seed in seeds])
+        return torch.stack([_sum_to_transform(outputs, 100 * seed) for seed in seeds])
 
     return run
 
@@ -128,7 +128,9 @@ def _under_vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.jacrev(_random_sums(f), tuple(range(len(tensors))))(*tensors)
+    return torch.func.jacrev(_sums_to_transform(f), tuple(range(len(tensors))))(
+        *tensors
+    )
 
 
 def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
