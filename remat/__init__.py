@@ -1,4 +1,8 @@
-"""Activation recomputation for pure functions, under every torch.func transform."""
+"""Activation recomputation for pure functions, under every torch.func transform.
+
+`_api`: the decorator; `_errors`: errors, the warning, a message of four parts; `_user_lines`: the
+"file.py:line" of the user's code behind a value, warning or error; `__main__`: the command line.
+"""
 
 from remat import interop, modules, policies, random, schedules, storage
 from remat._api import remat

@@ -1,7 +1,11 @@
 """A decorated function and its cache: from a user's call to the region that serves it.
 
-In come a function, its `options` and a call, of which a `signature` is made; out comes the result of
-the region whose `guards` hold, found by `routes` and `lookup` (`families` differ in sizes), or made
-by `cache_miss` as an `entry`: from a `traced_call`, with `advice`. `residuals` are what it holds.
-`torch_compile` puts regions into graphs; `decorated_in_graph` is `remat` called in one. Reads all.
+In come a function, its options and a call; out comes the result of the region whose guards hold,
+or of one that is made. Reads all. `options`: checks, refusals; `decorated`: functions, methods,
+modules as regions; `signature`: a call taken apart, leaves labelled, static ones keyed;
+`call_site`: a call; `guards`: fast checks, written for one; `routes`: the short way of calls
+alike; `lookup`: a kept trace found; `families`: calls that differ in sizes; `cache`: the traces of
+one code; `entry`: one trace; `cache_miss`: how it is made; `traced_call`: what a trace must not
+have done; `advice`: warnings of what has no effect; `residuals`: what is held, listed;
+`torch_compile`: kinds of regions in graphs; `decorated_in_graph`: `remat` called in one.
 """

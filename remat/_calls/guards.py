@@ -1,10 +1,9 @@
 """Guards: fast checks, mostly in C, that a call has the signature of an earlier call.
 
-Most calls of a region are like the last one or the one before it. A guard checks that by a
-walk over the call's containers, generated for their structure, and by one check of all
-tensors with torch's own guards. Nothing is hashed. A call that no guard accepts gets a full
-signature. A guard holds metadata, static values and types; it keeps no object of the user
-alive.
+Most calls of a region are like the last one or the one before it. A guard checks that by a walk
+over the call's containers, generated for their structure, and by one check of all tensors with
+torch's own guards. Nothing is hashed. A call that no guard accepts gets a full signature. A guard
+holds metadata, static values and types; it keeps no object of the user alive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A call -> its tensors, the objects that must be looked into, and a key for the rest.
 
-Tensors are dynamic: the key holds their metadata, and which of them are one and the same.
-Every other leaf is static: the key holds its type and value, and 1, 1.0 and True, or 0.0
-and -0.0, are four different ones.
-An object that is neither is a *root*: what the function reads of it is found while it is
-traced, and checked at each call like a closure.
+Tensors are dynamic: the key holds their metadata, and which of them are one and the same. Every
+other leaf is static: the key holds its type and value, and 1, 1.0 and True, or 0.0 and -0.0, are
+four different ones. An object that is neither is a *root*: what the function reads of it is found
+while it is traced, and checked at each call like a closure.
 """
 
 from __future__ import annotations

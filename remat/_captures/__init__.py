@@ -1,20 +1,15 @@
 """What a function reaches beyond its arguments: found, fetched, checked at each call.
 
-Before a trace, a `Survey` (`walk`) goes through what the roots reach, by the `contents` of each
-object at its `places`: roots[0] is the user's callable, the others are objects among its
-arguments. While the trace runs, `recording` (`reads`) notes which attributes are read. After it,
-`cover` (`bake_spots`) bakes both, by `spot_rules`, into a `Covered`, which for *any* roots of the
-same code fetches the captured tensors anew and checks (`generated_check`) that the covered state is
-what it was: closure cells, named globals (through the user's helper functions), defaults, partials,
-attributes that the trace read, lists, tuples and dicts of these, the code of helpers, and which
-captured tensors are one. An attribute that was not read is not covered, so equal layers that differ
-in `layer_idx` share one trace. `library` says which code is the user's.
-
-What cannot be covered, and is never checked: the contents of sets, deques, read-only mappings and
-numpy arrays, what a class has from its metaclass, values that properties compute from elsewhere,
-iterators, names computed at run time, attributes hung on tensors, objects that only C types hold,
-library globals (torch's default dtype and the like are part of the signature instead), constants
-that library classes hold in containers, a builtin's name that becomes a global later, time, files.
+Before a trace, a `Survey` (`walk`) goes through what the roots reach: roots[0] is the user's
+callable, the others are objects among its arguments. While the trace runs, `recording` (`reads`)
+notes which attributes are read, by watching them. After it, `cover` (`bake_spots`) bakes both into
+a `Covered` (`covered`), which for *any* roots of the same code fetches the captured tensors anew
+and checks that the covered state is what it was; docs/limits.md says what that is, and what is
+never checked. An attribute that was not read is not covered: equal layers that differ in
+`layer_idx` share a trace. `contents`: the values at an object's places, by its sort; `places`: one
+step to a value (look, put, name it), simple values compared; `spot_rules`: rules, and their
+clauses as code; `generated_check`: spots as one function; `hooked`: weights that hooks compute;
+`library`: whose code it is, the user's or a library's, and what it mentions.
 """
 
 from remat._captures.bake_spots import cover

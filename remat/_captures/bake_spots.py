@@ -37,7 +37,7 @@ from remat._captures.spot_rules import (
 )
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._generators import trackers
-from remat._torch import tensors
+from remat._torch import modules
 
 
 def cover(
@@ -134,7 +134,7 @@ class _Baker:
         self, node: Node, index: int, name: str, found: dict[Step, None]
     ) -> None:
         """Adds the places that a read of this name depends on."""
-        if name in tensors.second_places(node.kind):
+        if name in modules.second_places(node.kind):
             return
         if isinstance(node.value, nn.Module) and name in REGISTERED:
             self.cover_shape(node, index, ("var", name))

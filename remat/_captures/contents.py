@@ -27,7 +27,7 @@ from remat._captures.library import (
 )
 from remat._captures.places import Step, attributes, is_simple, look
 from remat._generators import trackers
-from remat._torch import tensors
+from remat._torch import modules
 
 Content: TypeAlias = dict[Step, object]
 
@@ -116,7 +116,7 @@ def _of_object(owner: object, names: set[str]) -> Content:
 
 def _of_module(module: nn.Module, names: set[str]) -> Content:
     content = _of_object(module, names)
-    for name in tensors.second_places(type(module)):
+    for name in modules.second_places(type(module)):
         content.pop(("var", name), None)
     for holder, kind in REGISTERED.items():
         entries = cast("dict[str, object]", content.pop(("var", holder), {}))

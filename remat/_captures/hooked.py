@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from remat._captures import Step, Survey, look, put
-from remat._torch import tensors
+from remat._torch import modules
 
 
 def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
@@ -49,7 +49,7 @@ def refresh(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
 
 def _made_by_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The attributes that hooks set, and what computes them, without a power iteration."""
-    for hook in tensors.forward_pre_hooks(module):
+    for hook in modules.forward_pre_hooks(module):
         match hook:
             case SpectralNorm():
                 make = functools.partial(hook.compute_weight, do_power_iteration=False)
@@ -58,6 +58,6 @@ def _made_by_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]
                 yield hook.name, functools.partial(hook.compute_weight, module)
             case BasePruningMethod():
                 mask: Callable[..., Any] = hook.apply_mask  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                yield tensors.pruned_name(hook), functools.partial(mask, module)
+                yield modules.pruned_name(hook), functools.partial(mask, module)
             case _:
                 pass

@@ -69,7 +69,7 @@ def in_words(value: object) -> str:
 
 
 def is_simple(value: object) -> bool:
-    """Whether `value` is compared by what it is; tuples count if all they hold does."""
+    """Whether the value at a place is compared by what it is; tuples count if all in them does."""
     kind = type(value)
     if kind in _CONTAINERS:
         return False

@@ -47,7 +47,8 @@ from remat._captures.places import (
     same,
 )
 from remat._errors import RecomputationError, refusal
-from remat._torch.tensors import refresh_second_places, same_bits
+from remat._torch.modules import refresh_second_places
+from remat._torch.tensors import same_bits
 
 # Among the names that were read: all that the object holds.
 EVERYTHING = "__dict__"

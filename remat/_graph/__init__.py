@@ -1,5 +1,9 @@
 """What a trace is: the data that every later stage reads.
 
-In come operators and metadata; out go graphs, which are checked, numbered, merged and
-printed here, and know nothing of policies, programs or transforms. Reads `_torch`.
+In come operators and metadata; out go graphs, which are checked, numbered, merged and printed
+here, and know nothing of policies, programs or transforms. Reads `_torch`. `values`: steps, refs,
+check, labels, last uses; `meta`: metadata and layouts of tensors; `operators`: whether one views,
+draws, writes, and its name; `joint`: forward and backward in one graph, and views of outputs;
+`building`: a program from others; `merging`: two lined up, matched, made one; `numbering`: which
+are equal to the last bit; `zeros`: of forward mode; `flops`: torch's formulas.
 """

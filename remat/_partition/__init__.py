@@ -1,6 +1,10 @@
 """A joint graph and a policy -> what is saved, and two graphs.
 
-In come a joint graph and a policy, a plan or a budget; out come the `analysis` of the graph, what
-`decide` or `budgets` let be saved of its classes, the `cut`, and the `halves`, forward and backward,
-with what they cost. Reads `_graph`, `policies`, `planners` and `storage`, and never traces.
+In come a joint graph and a policy, a plan or a budget; out come what is saved and both halves.
+Reads `_graph`, `policies`, `planners` and `storage`, and never traces. `analysis`: classes of
+values, their names, what a policy sees; `decide`: what policies, plans and budgets permit, and a
+program's fingerprint; `budgets`: a planner's problem, solved; `costs`: FLOPs and bytes of a step,
+or its time; `free_memory`: bytes free on a device or to the process; `cut`: the walk back from
+wanted gradients, what is recomputed; `halves`: graphs of forward and backward; `peak`: most bytes
+alive, by replay; `stages`: all these as one value.
 """

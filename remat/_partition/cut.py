@@ -1,9 +1,8 @@
 """Where forward and backward part.
 
-Walk back from the wanted gradients; stop at an operand or at a value that the policy
-permits; recompute everything else. What the walk stops at is saved, nothing more (law 2),
-and the backward runs only what the walk met (law 3). Views are never saved: the walk goes
-on to what they view.
+Walk back from the wanted gradients; stop at an operand or at a value that the policy permits;
+recompute everything else. What the walk stops at is saved, nothing more (law 2), and the backward
+runs only what the walk met (law 3). Views are never saved: the walk goes on to what they view.
 """
 
 from __future__ import annotations

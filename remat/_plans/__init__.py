@@ -1,5 +1,6 @@
 """Plans: a budget solved over a whole function before it runs, as a value that prints.
 
-In come a decorated function, example arguments and a size; out comes a `Plan`, which is a policy, a
-table, and JSON (`json_parts`). Reads `_calls` for the trace and `_partition` for the decisions.
+In come a decorated function, example arguments and a size; out comes a `Plan`, which is a policy,
+a table, and JSON. Reads `_calls` for the trace and `_partition` for the decisions. `plan`: plans,
+their rows and differences; `json_parts`: storages, dtypes and problems as JSON, and back.
 """

@@ -252,7 +252,7 @@ class Plan:
                 f"Its version is {version!r}, and it has {sorted(found)}."
             )
         try:
-            rows = tuple(map(_row_of, found["rows"]))
+            rows = tuple(map(_plan_row_of, found["rows"]))
             problem = to_problem(found["problem"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             kind = type(error).__name__
@@ -306,7 +306,7 @@ def _fields(value: Plan | PlanRow) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
-def _row_of(text: dict[str, Any]) -> PlanRow:
+def _plan_row_of(text: dict[str, Any]) -> PlanRow:
     storage = to_storage(text["storage"])
     fields: dict[str, Any] = {**text, "shape": tuple(text["shape"]), "storage": storage}
     return PlanRow(**fields)

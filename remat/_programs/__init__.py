@@ -1,7 +1,10 @@
 """A graph -> a callable that frees each value at its last use.
 
-In comes a graph; out comes one straight-line function (`program`), or what Inductor (`compiled`) or
-torch's interpreter (`interpreted`) makes of it, below every transform; `inside_traces` runs it step
-by step in an outer trace. `composites`, `bindings` and `overwriting` make it cheaper, `barriers`
-hold a compiler off. Reads `_graph`, `_generators` and `_partition`, and no user's function.
+In comes a graph; out comes one function, below every transform. Reads `_graph`, `_generators` and
+`_partition`, and no user's function. `program`: straight-line Python that is written; `compiled`:
+by Inductor; `interpreted`: by torch's interpreter, for small tensors; `inside_traces`: step by
+step in an outer trace, with draws and operators for vmap; `bindings`: the cheapest function in C
+for a step, rehearsed; `composites`: products of views as one call; `overwriting`: pointwise steps
+that write over a last read; `barriers`: copies that hold a compiler off; `verification`:
+`verify=True`, saved values compared; `watching`: watchers that hear operators.
 """

@@ -1,6 +1,7 @@
 """`engine="rerun"`: a function that cannot be traced runs again in the backward.
 
-In come the user's function and its arguments, of which `flat_call` makes a function of tensors; out
-come its results. `region` runs it again in the backward, from the `state` of its first run;
-`dependence` reads autograd's graph of a run. Reads `_regions`, under whose rules it stands.
+In come the user's function and its arguments; out come its results. Reads `_regions`, under whose
+rules it stands. `flat_call`: the call as a function of all tensors that it reaches; `region`: runs
+it again in the backward; `state`: generators and more, as a first run found them; `dependence`:
+which leaves outputs depend on, by autograd's nodes; `fully_shard`: its modules.
 """

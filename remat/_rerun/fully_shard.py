@@ -1,13 +1,12 @@
 """Regions around modules of `fully_shard`, by `engine="rerun"`.
 
-Such a module gathers its parameters in front of its forward, lets go of them after it, and
-gathers them again when autograd reaches what it returned; it reduces the gradients that
-autograd leaves on the gathered parameters. These stand in the graph of one call alone, so
-that no edge of a region's node can lead to them. The region throws the graph of its forward
-away, and with it nothing of the engine's is left waiting. Its backward calls the module
-again, hooks and all, and runs a backward of that call which accumulates, as
-`torch.utils.checkpoint(use_reentrant=True)` does. Parameters are so gathered as often as
-without a region, and the engine's own hooks do all that they do there.
+Such a module gathers its parameters in front of its forward, lets go of them after it, and gathers
+them again when autograd reaches what it returned; it reduces the gradients that autograd leaves on
+the gathered parameters. These stand in the graph of one call alone, so that no edge of a region's
+node can lead to them. The region throws the graph of its forward away, and with it nothing of the
+engine's is left waiting. Its backward calls the module again, hooks and all, and runs a backward
+of that call which accumulates, as `torch.utils.checkpoint(use_reentrant=True)` does. Parameters
+are so gathered as often as without a region, and the engine's own hooks do all that they do there.
 """
 
 from __future__ import annotations

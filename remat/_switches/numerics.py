@@ -1,8 +1,7 @@
 """The switches that change what operators compute: read, compared, put back.
 
-They belong to a call's signature (law 12), and a recomputation runs under the forward's:
-autocast, the default dtype, deterministic algorithms, matmul precision, and the choice of
-attention kernels.
+They belong to a call's signature (law 12), and a recomputation runs under the forward's: autocast,
+the default dtype, deterministic algorithms, matmul precision, and the choice of attention kernels.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def is_of_a_change(error: RuntimeError) -> bool:
 
 
 def has_no_formula(error: RuntimeError) -> bool:
-    """Whether an operator has no derivative, or lost one by a write in place.
+    """Whether autograd raised for a derivative that is missing, or lost by a write in place.
 
     Obsolete when torch has a class for these errors.
     """

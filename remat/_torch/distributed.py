@@ -110,7 +110,7 @@ def sharded_parameters(module: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def called_again(module: Any) -> Generator[None]:
-    """Inside, a call of a module of `fully_shard` during a backward is a forward of its own.
+    """Has torch take a call of a `fully_shard` module in a backward for a forward of its own.
 
     After the module's first backward, and until autograd ends, torch takes each call for the
     recomputation of a forward that has its hooks already. And a forward would gather the

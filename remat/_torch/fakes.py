@@ -36,7 +36,7 @@ def is_fake_of(tensor: Tensor, mode: object) -> bool:
 
 
 def hides_its_number(tensor: Tensor) -> bool:
-    """Whether a tensor of a trace has no number that Python could read.
+    """Whether a tensor without data, of a trace, has no number that Python could read.
 
     torch reads the numbers of small constants, which fake tensors remember.
     """
@@ -206,7 +206,7 @@ UNTRACEABLE = (
 
 
 def needs_values(error: Exception) -> bool:
-    """Whether an error says that a trace would have needed the data of a tensor."""
+    """Whether an error says that a trace would have needed data that its fakes lack."""
     return isinstance(error, UNTRACEABLE) or any(
         words in str(error)
         for words in (
@@ -224,5 +224,5 @@ def needs_values(error: Exception) -> bool:
 
 
 def met_a_tensor_outside(error: Exception) -> bool:
-    """Whether an error says that a trace met a tensor that it does not stand in for."""
+    """Whether an error says that a trace met a tensor that is no fake of its mode."""
     return "Please convert all Tensors to FakeTensors first" in str(error)

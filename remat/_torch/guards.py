@@ -33,7 +33,7 @@ _guards: Any = importlib.import_module("torch._C._dynamo.guards")
 
 
 def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
-    """The precision of float32 products, and which attention kernels may run.
+    """Of a thread's state: the precision of float32 products, and which attention kernels may run.
 
     Every call of a region reads them. These functions in C are three times faster than the
     public ones, which return the same.

@@ -261,7 +261,7 @@ def is_mapped() -> bool:
 
 @contextlib.contextmanager
 def dual_level_told() -> Generator[None]:
-    """Tells torch's Python code of a level of forward mode that only its C++ code knows.
+    """Tells torch.func's Python code of a level of jvp that only its C++ code knows.
 
     Dynamo's graphs open the level there for torch.func.jvp. Without this, tangents would not
     be noticed, and lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.

@@ -96,7 +96,7 @@ def torch_function_as(state: Any) -> Generator[None]:
 
 
 def is_below_autograd() -> bool:
-    """Whether the code that runs now is below autograd, which records nothing of it.
+    """Whether a mode that is asked now is below autograd, which records nothing of it.
 
     A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
     when such calls are torch functions.

@@ -1,4 +1,4 @@
-"""What torch knows of a tensor or a module by names that it has not made public.
+"""What torch knows of a tensor by names that it has not made public.
 
 Obsolete when it does.
 """
@@ -13,6 +13,9 @@ from torch import Tensor
 
 _torch: Any = torch
 
+# The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
+SET_DATA: Any = cast("Any", Tensor.data).__set__
+
 
 def overrides_functions(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor overrides functions of torch.
@@ -24,36 +27,6 @@ def overrides_functions(kind: type[Tensor]) -> bool:
     if handler is _torch._C._disabled_torch_function_impl:
         return False
     return getattr(handler, "__func__", handler) is not plain.__func__
-
-
-def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run before a module's forward. Obsolete when torch makes them public."""
-    hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return [*hooks.values()]
-
-
-def pruned_name(hook: Any) -> str:
-    """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
-    return hook._tensor_name
-
-
-# The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
-SET_DATA: Any = cast("Any", Tensor.data).__set__
-
-
-def second_places(kind: type) -> tuple[str, ...]:
-    """Attributes of a module's class that hold its parameters a second time.
-
-    Obsolete when recurrent modules read their parameters where they are registered.
-    """
-    is_recurrent = issubclass(kind, torch.nn.RNNBase)
-    return ("_flat_weights", "_flat_weight_refs") if is_recurrent else ()
-
-
-def refresh_second_places(module: object) -> None:
-    """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
-    if isinstance(module, torch.nn.RNNBase):
-        module._update_flat_weights()
 
 
 def is_view(tensor: Tensor) -> bool:

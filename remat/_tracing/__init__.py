@@ -1,6 +1,12 @@
 """A pure function and metadata -> its joint graph.
 
-In come a function over flat tensors and metadata; out comes the graph of forward and backward, read
-by `importing`, or an error (`refusals`). User code meets `thread`, `like_numbers` and `indexing`;
-`aliases` chooses outputs, `side_effects` are put back. Reads `_graph`, `_generators`, `_captures`.
+In come a function over flat tensors and metadata; out comes the graph of forward and backward, or
+an error. Reads `_graph`, `_generators`, `_captures`. `trace`: a run of both, and the joint graph
+made of it; `thread`: the trace that this thread is in, what it lifts, users' calls; `importing`:
+torch.fx nodes as values, notes, cuts by `detach`; `in_place_operators`: writes of torch.fx nodes
+as pure operators, or on copies; `aliases`: which returned tensors are outputs, and which made
+again; `collectives`: as pure operators; `engines`: of DDP and others; `indexing`: tensors as
+indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size;
+`like_numbers`: size symbols (no tensors) in user code; `refusals`: errors; `side_effects`: what a
+trace leaves behind.
 """

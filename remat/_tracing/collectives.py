@@ -1,11 +1,10 @@
 """The in-place collectives of `torch.distributed` as pure operators, for a trace.
 
-`dist.all_reduce(x)` overwrites x, which its schema does not say, and is waited for in
-Python, which a trace does not see. So a program would read sums that are not there yet,
-save what is overwritten later, and sum twice what its backward recomputes. In a trace each
-becomes its functional twin, which returns a new tensor, a wait, and a copy into the tensor
-that it overwrites, which all else here knows how to handle. What goes over the wire is the
-same.
+`dist.all_reduce(x)` overwrites x, which its schema does not say, and is waited for in Python,
+which a trace does not see. So a program would read sums that are not there yet, save what is
+overwritten later, and sum twice what its backward recomputes. In a trace each becomes its
+functional twin, which returns a new tensor, a wait, and a copy into the tensor that it overwrites,
+which all else here knows how to handle. What goes over the wire is the same.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         pure = _pure_variant(node.target)
-        if pure is None or not _is_fresh(node.args[0], order, order[node]):
+        if pure is None or not _is_fresh_if_written(node.args[0], order, order[node]):
             continue
         value = _result(pure, node)
         if value is None:
@@ -93,8 +93,8 @@ def _in_full(node: fx.Node) -> tuple[Any, ...]:
     return (*node.args, *(each.default_value for each in defaults))
 
 
-def _is_fresh(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
-    """Whether a node made a tensor with memory of its own that has no alias yet."""
+def _is_fresh_if_written(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
+    """Whether a node that is written to made memory of its own, with no alias yet."""
     if not isinstance(node, fx.Node) or not _owns_memory(node):
         return False
     return all(_owns_memory(user) for user in node.users if order[user] < moment)

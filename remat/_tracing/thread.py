@@ -296,6 +296,6 @@ def placeholder(meta: TensorMeta, name: str) -> Tensor:
 
 
 def fake_of(meta: TensorMeta) -> Tensor:
-    """What the graph knows of a tensor: of a DTensor, this rank's part."""
+    """What the running trace knows of an input: of a DTensor, this rank's part."""
     local = dataclasses.replace(meta, requires_grad=meta.is_leaf, placement=None)
     return local.empty()

@@ -1,12 +1,11 @@
 """Pure function and metadata -> joint graph of its forward and its backward.
 
-The function runs once, on fake tensors, outside every transform and mode of the caller
-(`make_fx` under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd
-does), so that users' `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph
-what they mean outside. Fakes have the exact strides of inputs and cotangents: kernels
-choose by strides, and a wrong guess is silently wrong. In-place operators are then
-renamed, or where that will not do replaced by a second pass (`torch.func.functionalize`,
-views kept).
+The function runs once, on fake tensors, outside every transform and mode of the caller (`make_fx`
+under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd does), so that users'
+`autograd.Function`s, `no_grad` blocks and `detach` mean in the graph what they mean outside. Fakes
+have the exact strides of inputs and cotangents: kernels choose by strides, and a wrong guess is
+silently wrong. In-place operators are then renamed, or where that will not do replaced by a second
+pass (`torch.func.functionalize`, views kept).
 """
 
 from __future__ import annotations

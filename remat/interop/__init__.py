@@ -1,7 +1,8 @@
 """Drop-ins for other projects' checkpoint functions, with their own signatures.
 
-A file for each project, over `_shared`. Import `remat.interop.transformers` separately: it needs
-transformers.
+A file for each project: `deepspeed`, with `configure`; `megatron`; `transformer_engine`;
+`transformers` (to be imported separately, as it needs these), by the models' own hook; `torch`.
+`_shared`: one call as a region, trackers preserved, sharding of inputs, warnings.
 """
 
 from remat.interop import deepspeed, megatron, torch, transformer_engine

@@ -2,8 +2,7 @@
 
 The peers take a function at each call, so a region is made at each call too. That costs
 microseconds: traces belong to a function's code and to the options (`_calls.decorated`), so a
-lambda, a bound method or a closure that is made anew at each step reuses the trace
-of the last.
+lambda, a bound method or a closure that is made anew at each step reuses the trace of the last.
 """
 
 from __future__ import annotations

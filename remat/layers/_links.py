@@ -1,8 +1,4 @@
-"""One stage of a stack: a traced region, and how to run it forward and backward.
-
-`found_for` traces a stage on fake tensors, so that the inputs, outputs and saved values
-of a whole stack are known before any of it runs.
-"""
+"""One stage of a stack: a traced region, and how to run it forward and backward."""
 
 from __future__ import annotations
 

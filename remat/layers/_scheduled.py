@@ -1,10 +1,9 @@
 """A scheduled stack as a region: the rules of differentiation of `_regions.rules`, by replay.
 
-The forward carries out the sweep of a schedule, and its backward the rest. Both run below
-every transform, and are mapped where a vmap level is met. The backward is a region too, so
-that nothing of it is recorded under `torch.func.grad`; what is derived from it, and
-forward mode, comes from the stack of plain regions (`Rerun`), which holds one state a
-stage.
+The forward carries out the sweep of a schedule, and its backward the rest. Both run below every
+transform, and are mapped where a vmap level is met. The backward is a region too, so that nothing
+of it is recorded under `torch.func.grad`; what is derived from it, and forward mode, comes from
+the stack of plain regions (`Rerun`), which holds one state a stage.
 
 Held tensors are kept outside of autograd, which frees what it saved only at the end of
 a backward: here they are freed while the backward proceeds. Another backward through

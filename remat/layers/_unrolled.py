@@ -1,9 +1,8 @@
 """Stacks as torch.compile traces them: a loop of regions, which the graph holds unrolled.
 
-Dynamo cannot follow a schedule, whose actions are computed at run time, nor make a
-region with a policy that it has not seen before. Such a stack breaks the graph, and so
-does one that is called wrongly. Outside the graph the stack runs, or raises its own
-error.
+Dynamo cannot follow a schedule, whose actions are computed at run time, nor make a region with a
+policy that it has not seen before. Such a stack breaks the graph, and so does one that is called
+wrongly. Outside the graph the stack runs, or raises its own error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Regions in an existing model: `apply` puts them in, `remove` takes them out.
 
-In comes a model, out comes the same one, whose chosen modules call regions (`_apply`). `_plan`
-splits one budget among its blocks. Reads the decorator, and `_plans`.
+In comes a model, out comes the same one, whose chosen modules call regions. Reads the decorator,
+and `_plans`. `_apply`: both, globs for `where`; `_plan`: splits one budget among its blocks.
 """
 
 from remat.modules._apply import apply, remove

@@ -1,10 +1,9 @@
 """The exact solver: an integer program for HiGHS.
 
-There is a variable for each option of each item, whether it is taken, and one for each
-step, how much of it runs. The second kind need not be integers: if the first are, so
-are the optimal second ones. Checkmate (Jain et al., 2020,
-https://arxiv.org/abs/1910.02653) plans when each value is computed and freed, by a
-larger program of this kind.
+There is a variable for each option of each item, whether it is taken, and one for each step, how
+much of it runs. The second kind need not be integers: if the first are, so are the optimal second
+ones. Checkmate (Jain et al., 2020, https://arxiv.org/abs/1910.02653) plans when each value is
+computed and freed, by a larger program of this kind.
 
 HiGHS computes in floating point, and accepts a choice that exceeds the budget by one
 part in a million, so each answer is counted again in integers.

@@ -1,11 +1,10 @@
 """The best choice at a fixed price on bytes: one exact minimum cut.
 
-Each step that can be avoided becomes two nodes, *needed* and *run*. The edge from the
-first to the second is cut if the value is saved, at the price of its bytes. The edge
-from the second to the sink is cut if the step runs, at the cost of the step. An edge
-that cannot be cut leads from each *run* node to each value that the step needs. The
-nodes on the source side of a cut are the steps that are needed and run, with their
-closures.
+Each step that can be avoided becomes two nodes, *needed* and *run*. The edge from the first to the
+second is cut if the value is saved, at the price of its bytes. The edge from the second to the
+sink is cut if the step runs, at the cost of the step. An edge that cannot be cut leads from each
+*run* node to each value that the step needs. The nodes on the source side of a cut are the steps
+that are needed and run, with their closures.
 
 This is the project-selection network of Picard (Maximal closure of a graph, Management
 Science 22, 1976), with saved values as what stops the closure. torch cuts a related network

@@ -1,9 +1,8 @@
 """A planner's problem, the steps of a recomputation and what may be saved, and its answer.
 
-A backward needs some values. Each is either saved, or recomputed by its step, which
-needs the values that it reads in turn: the *closure*. So saving a value that nothing
-needs any more is useless, and recomputing a value requires its ancestors, back to saved
-values and inputs.
+A backward needs some values. Each is either saved, or recomputed by its step, which needs the
+values that it reads in turn: the *closure*. So saving a value that nothing needs any more is
+useless, and recomputing a value requires its ancestors, back to saved values and inputs.
 """
 
 from __future__ import annotations

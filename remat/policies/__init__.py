@@ -1,7 +1,12 @@
 """Policies: which values of the forward are saved for the backward.
 
-In comes a `Value`, out comes `Save` or `Recompute` (`_contract`). Each kind has a file, and what a
-user passes becomes one in `_as_policy`; `_operators` and `_sizes` have what several name.
+In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file. `_contract`: the base
+classes, what a policy sees and answers, unions and other combinations; `_as_policy`: what a user
+passes, as a policy, or why not; `_everything_or_nothing`: policies without parameters; `_names`:
+globs of names; `_by_op`: operators or torch functions as targets; `_by_kind`: matrix products,
+attention; `_by_size`: bounds; `_both`, `_offload`: JAX's ways to write a union, offloading;
+`_budget`: a number of bytes; `_planned`: a plan's decisions; `_operators`: how operators and
+functions are named; `_sizes`: sizes shown and parsed.
 """
 
 from remat.policies._as_policy import as_policy, from_callable

@@ -1,9 +1,8 @@
 """The contract of policies: which values of the forward are saved for the backward.
 
-A policy is a function from a value to a decision. It is an immutable object itself: it
-compares, hashes and pickles, and its repr is the code that makes it. It may be asked
-about a value any number of times, in any order, and must answer the same each time; it
-never sees a tensor.
+A policy is a function from a value to a decision. It is an immutable object itself: it compares,
+hashes and pickles, and its repr is the code that makes it. It may be asked about a value any
+number of times, in any order, and must answer the same each time; it never sees a tensor.
 
 `|`, `&`, `~` and `.stored` combine policies. `|`, `&` and `~` are the union, the
 intersection and the complement of the sets of saved values. The storage comes from the

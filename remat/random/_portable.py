@@ -1,10 +1,9 @@
 """The distributions of torch's stateless kernels, on words from `_philox`.
 
-Uniform numbers and integers are torch's to the last bit. Normal numbers come from the
-same words by the same formula (Box and Muller [1]); they agree with torch's kernel to a
-few units in the last place, because that one calls the machine's scalar `log`, `sin` and
-`cos`, which differ from the vectorized ones in their last bit, and from one C library to
-the next.
+Uniform numbers and integers are torch's to the last bit. Normal numbers come from the same words
+by the same formula (Box and Muller [1]); they agree with torch's kernel to a few units in the last
+place, because that one calls the machine's scalar `log`, `sin` and `cos`, which differ from the
+vectorized ones in their last bit, and from one C library to the next.
 
 References:
     [1] A Note on the Generation of Random Normal Deviates. G. E. P. Box, M. E. Muller,

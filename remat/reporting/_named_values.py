@@ -1,9 +1,8 @@
 """Collects every named value of a forward, and of its recomputation.
 
-Recomputation hides intermediate values from debuggers: a hook or a print sees only
-those of the forward. Programs tell a listening mode which of their steps comes next. A
-named step of the forward, and the step of the backward that repeats it, have the same
-rank.
+Recomputation hides intermediate values from debuggers: a hook or a print sees only those of the
+forward. Programs tell a listening mode which of their steps comes next. A named step of the
+forward, and the step of the backward that repeats it, have the same rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Schedules: which states of a stack are kept, and what is computed again.
 
-In come described stages, out comes a list of actions, which `_replay` checks and adds up. Each
-rule has a file. No tensor is seen: `layers` carries the actions out.
+In come described stages, out comes a list of actions. No tensor is seen: `layers` carries them
+out. `_contract`: the actions, a stage, the base class, checks of arguments; `_every`: equal
+segments; `_revolve`: equal stages, few snapshots; `_budget`: different stages within bytes;
+`_replay`: a ledger checks actions one by one and adds up their costs.
 """
 
 from remat.schedules._budget import Budget

@@ -1,9 +1,8 @@
 """Equal segments: keep a state at the start of each, and recompute the rest.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4, keep the
-ends of about sqrt(n) segments; `torch.utils.checkpoint.checkpoint_sequential` leaves the
-number of segments to the user. The last segment is recorded in the sweep: its backward
-comes first.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4, keep the ends of
+about sqrt(n) segments; `torch.utils.checkpoint.checkpoint_sequential` leaves the number of
+segments to the user. The last segment is recorded in the sweep: its backward comes first.
 """
 
 from __future__ import annotations

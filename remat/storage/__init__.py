@@ -1,8 +1,12 @@
 """Storage: how a saved value waits for the backward.
 
-In comes a tensor; out comes a `Stored`, which gives it back. Each class has a file; `_contract` is
-what it promises, `_contract_checks` whether it does, `_held_bytes` what it will hold, `_transfer`
-its copies to the host, `_replicated` agrees with other ranks. Sees neither graphs nor policies.
+In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graphs nor policies. A
+class a file: `_keep`, `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros),
+`_offload` (to a device or file), `_shard` (a rank's part). `_contract`: what each promises,
+chains; `_contract_checks`: what it stores and restores against that; `_argument_checks`: its
+arguments; `_stored`: the parts that wait, their joints, their place; `_held_bytes`: what a value
+will hold, rehearsed; `_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes
+and pools; `_replicated`: whether ranks hold the same value, by hash.
 """
 
 from remat.storage._cast import Cast

@@ -1,8 +1,7 @@
 """A stored value: the tensors that wait, and how to decode them.
 
-Some values are restored together, as when one collective gathers all sharded values of
-a region. `Restoration` restores a set of values together, and can be started long
-before they are read.
+Some values are restored together, as when one collective gathers all sharded values of a region.
+`Restoration` restores a set of values together, and can be started long before they are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """For tests: are two functions equivalent, and if not, where do they first differ?
 
-`_equivalent` runs both under `_named_transforms` such as grad and vmap; `_difference` finds where.
-`remat.testing.strategies` makes random functions; only it needs hypothesis.
+`_equivalent`: runs both, and compares results and state; `_named_transforms`: grad, vmap and
+others by name, cotangents; `_compare`: two tensors; `_difference`: operators recorded and matched,
+the first that differs; `_call_arguments`: a call on copies; `_state`: captured tensors,
+generators. `remat.testing.strategies` makes random functions; only it needs hypothesis.
 """
 
 from remat.testing._compare import NotEquivalentError

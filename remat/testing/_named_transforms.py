@@ -1,10 +1,9 @@
 """Transforms by name, each from a function of tensors to a function of the same tensors.
 
-So they compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. Other
-inputs of a transform are made from the tensors: `vmap` stacks three different copies of
-each, and `jvp` uses their cosines as tangents. Large results are reduced: `jacrev`
-takes three random sums of the outputs, `jacfwd` and `hessian` take three random
-directions of the arguments.
+So they compose: `transform("grad(vmap)")` is `grad` of `vmap` of a function. Other inputs of a
+transform are made from the tensors: `vmap` stacks three different copies of each, and `jvp` uses
+their cosines as tangents. Large results are reduced: `jacrev` takes three random sums of the
+outputs, `jacfwd` and `hessian` take three random directions of the arguments.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
+def _sum_to_transform(outputs: Sequence[Tensor], seed: int) -> Tensor:
     terms: list[Tensor] = []
     for index, out in enumerate(outputs):
         term = (out * scattered_like(out, seed + index)).sum()
@@ -67,14 +66,14 @@ def _random_sum(outputs: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _random_sum(_outputs_to_transform(f)(*tensors), 1009)
+    return lambda *tensors: _sum_to_transform(_outputs_to_transform(f)(*tensors), 1009)
 
 
-def _random_sums(f: Flat) -> Callable[..., Tensor]:
+def _sums_to_transform(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
         outputs = _outputs_to_transform(f)(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
-        return torch.stack([_random_sum(outputs, 100 * seed) for seed in seeds])
+        return torch.stack([_sum_to_transform(outputs, 100 * seed) for seed in seeds])
 
     return run
 
@@ -129,7 +128,9 @@ def _under_vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.jacrev(_random_sums(f), tuple(range(len(tensors))))(*tensors)
+    return torch.func.jacrev(_sums_to_transform(f), tuple(range(len(tensors))))(
+        *tensors
+    )
 
 
 def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,10 +1,9 @@
 """The demo: a small GPT learns English under several policies, and is measured.
 
-It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The
-text ships with every CPython: the help topics of `pydoc`. All rows start from the same
-parameters, see the same batches and use the same dropout keys. Their steps take turns,
-so that a slow moment of the machine affects all of them. Bytes are measured by
-`LiveBytes`.
+It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The text ships
+with every CPython: the help topics of `pydoc`. All rows start from the same parameters, see the
+same batches and use the same dropout keys. Their steps take turns, so that a slow moment of the
+machine affects all of them. Bytes are measured by `LiveBytes`.
 """
 
 import statistics

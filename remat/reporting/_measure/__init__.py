@@ -1,5 +1,7 @@
 """Measures one step: runs and watches it, and reads the traces of its regions.
 
-It fills in `remat.reporting._records`, and knows nothing of how these are shown. `step` is run,
-`watch` and `live_bytes` listen; `traced` tells of a region, `region_calls` which call a run is of.
+It fills in `remat.reporting._records`, and knows nothing of how these are shown. `step`: a call
+run again from one state; `watch`: storages, runs and times; `live_bytes`: live storages, an
+allocator's peak; `region_calls`: which call a run is of; `traced`: bytes and work of a region's
+trace under other decisions; `suggestions`: the change worth most, the frontier.
 """

@@ -103,7 +103,7 @@ def frontier_figure(
     placed = {
         label: (size / unit, work / 1e9) for label, (size, work) in singles.items()
     }
-    _mark(axes, placed, "sDv^P*X", "white")
+    _mark_on_axes(axes, placed, "sDv^P*X", "white")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     return figure
@@ -140,7 +140,7 @@ def comparison_figure(
     )
     for points, face in ((own, "white"), (peers, "0.4")):
         placed = {label: (size / unit, s * 1e3) for label, (size, s) in points.items()}
-        _mark(axes, placed, "osDv^P*X", face)
+        _mark_on_axes(axes, placed, "osDv^P*X", face)
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
     return figure
@@ -192,10 +192,10 @@ def batch_figure(
     return figure
 
 
-def _mark(
+def _mark_on_axes(
     axes: Any, points: Mapping[str, tuple[float, float]], markers: str, face: str
 ) -> None:
-    """Draws single points, each with a marker and a label of its own."""
+    """Draws single points in a figure, each with a marker and a label of its own."""
     for place, (label, (x, y)) in enumerate(points.items()):
         axes.plot(
             [x],

@@ -1,9 +1,8 @@
 """Random functions: first everything is drawn, then the drawn statements run.
 
-Nothing is drawn after a statement has run. Otherwise the draws would depend on torch's
-results, which may vary, while hypothesis requires that a strategy is repeatable. So an
-operand is drawn as a number, which is taken modulo the number of values that exist by
-then.
+Nothing is drawn after a statement has run. Otherwise the draws would depend on torch's results,
+which may vary, while hypothesis requires that a strategy is repeatable. So an operand is drawn as
+a number, which is taken modulo the number of values that exist by then.
 """
 
 from __future__ import annotations

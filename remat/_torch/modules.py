@@ -1,0 +1,34 @@
+"""What torch knows of an nn.Module: its hooks, and where its parameters stand twice."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward. Obsolete when torch makes them public."""
+    hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return [*hooks.values()]
+
+
+def pruned_name(hook: Any) -> str:
+    """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
+    return hook._tensor_name
+
+
+def second_places(kind: type) -> tuple[str, ...]:
+    """Attributes of a module's class that hold its parameters a second time.
+
+    Obsolete when recurrent modules read their parameters where they are registered.
+    """
+    is_recurrent = issubclass(kind, torch.nn.RNNBase)
+    return ("_flat_weights", "_flat_weight_refs") if is_recurrent else ()
+
+
+def refresh_second_places(module: object) -> None:
+    """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
+    if isinstance(module, torch.nn.RNNBase):
+        module._update_flat_weights()
