@@ -7,16 +7,17 @@ values, its forward. `_regions.traced` says which derived regions get them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from remat._errors import RecomputationError, TraceError, refusal
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_spread
 from remat._graph.values import Graph, Ref
-from remat._partition.analysis import Analysis
+from remat._partition.analysis import Analysis, analyze
 from remat._partition.cut import cut
 from remat._partition.halves import backward_graph, unique_outputs
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import verification
 from remat._regions.forwards import Forward, map_program
@@ -127,7 +128,7 @@ def mapped_given(
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
     )
-    return DerivedForward(over, _outputs_alone(forward.shape[0])), dims
+    return DerivedForward(over, outputs_alone(forward.shape[0])), dims
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
@@ -139,10 +140,11 @@ def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
 
 def are_outputs(views: tuple[View, ...]) -> bool:
     """Whether the function returns exactly the outputs, in order."""
-    return views == _outputs_alone(len(views))
+    return views == outputs_alone(len(views))
 
 
-def _outputs_alone(count: int) -> tuple[View, ...]:
+def outputs_alone(count: int) -> tuple[View, ...]:
+    """The views of a region that returns exactly its outputs."""
     return tuple(View(place, None, None, False) for place in range(count))
 
 
@@ -181,7 +183,28 @@ def mapped_in_parts() -> TraceError:
     )
 
 
-def found_again(
+def analysis_for(
+    stages: Stages, asked: Asked, trace: Callable[[], tuple[Joint, ...]]
+) -> tuple[Analysis, tuple[int, ...]]:
+    """The joint graph for these cotangents, and where in it the saved values are.
+
+    What is saved was settled by the forward, for cotangents laid out like outputs.
+
+    Args:
+        stages: of the region.
+        asked: which backward is wanted.
+        trace: traces the function for its cotangents.
+    """
+    analysis, saved = stages.analysis, stages.cut.saved
+    if asked.numerics.autocast == ():
+        for joint in stages.joints:
+            if joint.layout == asked.cotangents:
+                return dataclasses.replace(analysis, joint=joint), saved
+    again = analyze(trace()[0])
+    return again, _found_again(analysis, again, saved)
+
+
+def _found_again(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Finds the saved values of one trace in another, for cotangents of other layouts.

@@ -12,8 +12,11 @@ from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
-from remat._graph.values import Graph
+from remat._graph.values import Graph, roots as owners_of
 from remat._partition.halves import forward_graph
+from remat._programs.program import Program
+from remat._regions.derived_forwards import DerivedForward, outputs_alone
+from remat._regions.forwards import Forward
 from remat._regions.protocol import Call
 from remat._regions.retraceable import Function, Roots
 from remat._torch import autograd, levels
@@ -51,15 +54,51 @@ def is_differentiated_alike(
     return same_outputs(own, of_program)
 
 
-def unmapped_outputs(joint: Joint, dims: Sequence[int | None]) -> frozenset[int]:
-    """Which outputs a map over these dimensions of the operands leaves as they are."""
-    graph = joint.graph
+def opened_origin(
+    program: Program,
+    function: Function,
+    roots: Roots,
+    operands: tuple[TensorMeta, ...],
+    *,
+    is_late: bool,
+) -> DerivedForward | tuple[Joint, ...]:
+    """The forward of an opened region: its program, or a trace of that with its backward.
+
+    Args:
+        program: which returns what the region returns.
+        function: the program as a function.
+        roots: of the call that needs it.
+        operands: the metadata of what it takes.
+        is_late: whether the trace is not needed yet.
+    """
+    if not is_late or not _returns_values_alone(program.graph):
+        wants = any(meta.requires_grad for meta in operands)
+        return function.traced(roots, operands, (), gradients=wants)
+    count = len(program.graph.outputs)
+    forward = Forward(program, (count, 0, 0, 0), function.numerics)
+    return DerivedForward(forward, outputs_alone(count))
+
+
+def _returns_values_alone(graph: Graph) -> bool:
+    """Whether each output is a value of its own, neither an input nor a view."""
+    owners = owners_of(graph)
+    refs = [ref.index for ref in graph.outputs if ref is not None]
+    is_own = all(owners[index] == index >= graph.num_inputs for index in refs)
+    return is_own and len(set(refs)) == len(graph.outputs)
+
+
+def unmapped_outputs(
+    graph: Graph, count: int, dims: Sequence[int | None]
+) -> frozenset[int]:
+    """Which of the first outputs a map over these dimensions of the inputs leaves as they are."""
     reached = {index for index, dim in enumerate(dims) if dim is not None}
     for index, value in enumerate(graph.values):
         if reached.intersection(value.uses) or operators.draws(value):
             reached.add(index)
     return frozenset(
-        place for place, ref in enumerate(joint.outputs) if ref.index not in reached
+        place
+        for place, ref in enumerate(graph.outputs[:count])
+        if ref is not None and ref.index not in reached
     )
 
 

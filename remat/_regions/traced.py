@@ -28,7 +28,6 @@ from torch import Tensor
 
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open
-from remat._partition.analysis import Analysis, analyze
 from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -36,9 +35,9 @@ from remat._regions.derivatives import Derivatives, Pushing
 from remat._regions.derived_forwards import (
     DerivedForward,
     Kept,
+    analysis_for,
     are_outputs,
     backward_given,
-    found_again,
     mapped_given,
     mapped_in_parts,
     placements_of,
@@ -49,6 +48,7 @@ from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward
 from remat._regions.opening import (
     is_differentiated_alike,
+    opened_origin,
     operands_of,
     unmapped_outputs,
 )
@@ -85,6 +85,7 @@ class TracedRegion:
         inputs: the operands that do not wait as they are, and their storages.
         calls: numbers the calls of the function; those of its derivatives too.
         made_from: the region whose program its forward was made from; None if none was.
+        is_opened: whether it is that region's program itself.
         held_apart: what waits for its backward outside of autograd: nothing.
         runs_first: whether only a run tells what the outputs depend on: here the trace does.
         views: how each returned tensor is made; None if the outputs are what is returned.
@@ -108,11 +109,11 @@ class TracedRegion:
         calls: Calls | None = None,
         program: Program | None = None,
         made_from: TracedRegion | None = None,
+        is_opened: bool = False,
     ) -> None:
         """Makes a region of what is known of it, its `origin`.
 
-        That is all stages, a forward made from another region's program, or a trace, whose
-        first joint graph may lack a backward.
+        That is all stages, a given forward, or a trace, which may lack a backward.
         """
         self.function = function
         self.operands = operands
@@ -123,6 +124,7 @@ class TracedRegion:
         self.calls = calls or Calls()
         self.program = program
         self.made_from = made_from
+        self.is_opened = is_opened
         self.given = origin if isinstance(origin, DerivedForward) else None
         self._stages = origin if isinstance(origin, Stages) else None
         self._joints = origin if isinstance(origin, tuple) else ()
@@ -202,7 +204,7 @@ class TracedRegion:
     @property
     def keeps(self) -> bool:
         """Whether the backward reads what the forward saved, not only its operands."""
-        return self.given is None
+        return self.given is None or self.is_opened
 
     @property
     def policy_text(self) -> str:
@@ -288,18 +290,27 @@ class TracedRegion:
     def _opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> TracedRegion | None:
-        graph = self.forward(roots, save=True).program.graph
-        function, operands = self.function.of_program(graph), operands_of(graph, wants)
-        policy = for_derived(self.policy_above)
+        program, policy = self.forward(roots, save=True).program, self.policy_above
+        function = self.function.of_program(program.graph)
+        operands = operands_of(program.graph, wants)
+        # Where nothing can be saved, the derivative is traced when it is asked for.
+        is_late = policy == nothing_saveable or not any(wants)
         try:
-            joints = function.traced(roots, operands, (), gradients=any(wants))
-            region = TracedRegion(function, operands, policy, joints, calls=self.calls)
+            region = TracedRegion(
+                function,
+                operands,
+                for_derived(policy),
+                opened_origin(program, function, roots, operands, is_late=is_late),
+                calls=self.calls,
+                made_from=self,
+                is_opened=True,
+            )
             if any(has_tangent):
                 region.pushed(roots, has_tangent, save=False)
         except RuntimeError as error:
-            if not autograd.has_no_formula(error):
-                raise
-            return None
+            if autograd.has_no_formula(error):
+                return None
+            raise
         return region
 
     @property
@@ -345,6 +356,13 @@ class TracedRegion:
         return region
 
     def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
+        if self.is_opened and self.given is not None and self.made_from is not None:
+            try:
+                self.stages(roots)
+            except RuntimeError as error:
+                if not autograd.has_no_formula(error):
+                    raise
+                return self.made_from.vjp(roots, asked)
         placements = self.placements
         if placements is None:
             asked = asked.taken_whole()
@@ -379,34 +397,19 @@ class TracedRegion:
         self, roots: Roots, asked: Asked
     ) -> tuple[DerivedForward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
-        analysis, saved = self._backward_analysis(roots, asked)
+        analysis, saved = analysis_for(
+            self.stages(roots),
+            asked,
+            lambda: self.function.traced(
+                *(roots, self.operands, self.states),
+                cotangents=asked.cotangents,
+                backward_numerics=asked.numerics,
+            ),
+        )
         storages = self.stages(roots).storages or (Keep(),) * len(saved)
         kept = Kept(analysis, saved, storages, self.verify)
         given = backward_given(self.function, self.operands, kept, asked)
         return given, state_metas(analysis)
-
-    def _backward_analysis(
-        self, roots: Roots, asked: Asked
-    ) -> tuple[Analysis, tuple[int, ...]]:
-        """The joint graph for these cotangents, and where in it the saved values are.
-
-        What is saved was settled by the forward, for cotangents laid out like outputs.
-        """
-        stages, cotangents = self.stages(roots), asked.cotangents
-        analysis, saved = stages.analysis, stages.cut.saved
-        if asked.numerics.autocast == ():
-            for joint in stages.joints:
-                if joint.layout == cotangents:
-                    return dataclasses.replace(analysis, joint=joint), saved
-        joints = self.function.traced(
-            roots,
-            self.operands,
-            self.states,
-            cotangents=cotangents,
-            backward_numerics=asked.numerics,
-        )
-        again = analyze(joints[0])
-        return again, found_again(analysis, again, saved)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
@@ -487,7 +490,7 @@ class TracedRegion:
             *("values and jvp", chosen, moved, has_tangent),
         )
         operands = (*self.operands, *tangent_metas(self.operands, has_tangent))
-        is_given = save or self.given is not None
+        is_given = save or not self.keeps
         origin = (
             self._pushed_forward(roots, has_tangent, save)
             if is_given
@@ -529,7 +532,7 @@ class TracedRegion:
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         if self.placements is not None:
             raise mapped_in_parts()
-        if self.given is None and not save:
+        if self.keeps and not save:
             return self._batched_below(roots, batch)
         forward = self.forward(roots, save)
         skip = forward.num_leading
@@ -548,9 +551,8 @@ class TracedRegion:
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
-        unmapped: frozenset[int] = frozenset()
-        if self.outline is not None:
-            unmapped = unmapped_outputs(self.outline, batch.dims)
+        graph = self.forward(roots, save=False).program.graph
+        unmapped = unmapped_outputs(graph, len(self.chosen), batch.dims)
         function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
         region = TracedRegion(
