@@ -61,9 +61,9 @@ PROGRAMS = {
 EXAMPLES = {"known": 140, "pure": 140, "effects": 200}
 
 
-def budget(kind):
-    """The settings of a hunt among functions of a kind."""
-    return settings(COMMON, max_examples=EXAMPLES[kind])
+def budget(kind, share=1):
+    """The settings of a hunt among functions of a kind; `share` of them is 1 / share."""
+    return settings(COMMON, max_examples=EXAMPLES[kind] // share)
 
 
 def cases(kind):

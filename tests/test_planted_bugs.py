@@ -1,7 +1,6 @@
 """The property test sees: ten bugs, planted one at a time, and each is caught.
 
-Same strategies, same budget, same judge as `test_properties.py`, which is what passes
-without a bug.
+Same strategies, same judge as `test_properties.py`, which is what passes without a bug.
 """
 
 import pytest

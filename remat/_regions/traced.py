@@ -272,9 +272,8 @@ class TracedRegion:
 
         It takes what that program reads and returns all that it computes, so that saved
         values carry gradients and tangents of their own from the forward to the backward,
-        and the policy is asked about both. None where the program may have other
-        derivatives than the function. `wants` and `has_tangent` say which of the leading
-        tensors and operands are to be differentiated.
+        and the policy is asked about both. None where the program may have other derivatives.
+        `wants` and `has_tangent` say which of what it reads is to be differentiated.
         """
         if not self.is_transparent(roots):
             return None
