@@ -23,6 +23,9 @@ READS = {
     "mul": "other operand",
     "add": "nothing",
 }
+#: What the derivative of some of them computes of the operand, which the function may have
+#: computed too: then it is one value.
+COMPUTES = {"sin": "cos", "cos": "sin"}
 COUNTED = ("sin", "cos", "tanh", "sigmoid", "clone")
 
 
@@ -106,10 +109,16 @@ class Oracle:
 
     def walk(self) -> tuple[dict[object, set[str]], Counter[str]]:
         """The names of what is saved, by class, and the operators that run again."""
-        wanted = [
-            k for v in self.used & {*self.makers} for k in self._reads(self.makers[v])
-        ]
+        wanted: list[str] = []
         saved: dict[object, set[str]] = {}
+        spared: Counter[str] = Counter()
+        for step in map(self.makers.__getitem__, self.used & {*self.makers}):
+            twin = self._computed(step)
+            if twin is None:
+                wanted += self._reads(step)
+            else:
+                saved[self.number[twin]] = self.names.get(self.number[twin], set())
+                spared[self.makers[twin].statement.name] -= 1
         again: dict[str, str] = {}
         while wanted:
             value = wanted.pop()
@@ -121,4 +130,12 @@ class Oracle:
             else:
                 again[value] = self.makers[value].statement.name
                 wanted += self.makers[value].operands
-        return saved, Counter(again.values())
+        spared.update(again.values())
+        return saved, spared
+
+    def _computed(self, step: Step) -> str | None:
+        """A permitted value that equals what the derivative of a step computes."""
+        kind = COMPUTES.get(step.statement.name)
+        number = (kind, tuple(self.number.get(k, k) for k in step.operands))
+        equal = (v for v, each in self.number.items() if each == number)
+        return next(filter(self.permits, (v for v in equal if self.root[v] == v)), None)

@@ -58,7 +58,8 @@ def bind_all(
         is_recorded = not call.is_last and _is_differentiated(call, tensors)
         opened = opened_call(call, tensors, save=False) if is_recorded else None
         if opened is not None:
-            return _run_opened(opened, tensors).outputs, ()
+            outputs = _run_opened(opened, tensors).outputs
+            return returned_by(call, outputs, tensors), ()
         fast_path = (
             call.region.fast_path(call.roots, call.numerics) if is_recorded else None
         )

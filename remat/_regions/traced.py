@@ -135,7 +135,7 @@ class TracedRegion:
         self._fast_path: FastPath | None = None
         self._knows_fast_path = False
         self._is_transparent: bool | None = None
-        # The backward before the next one is likely to be like it.
+        # The next backward is likely to be like the one before.
         self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
         self._derivatives = Derivatives[TracedRegion](self._is_open)
@@ -214,12 +214,13 @@ class TracedRegion:
     @property
     def is_derivative(self) -> bool:
         """Whether reports call it the derivative of the function."""
-        return not self.keeps
+        origin = self.made_from if self.is_opened else None
+        return origin.is_derivative if origin else self.given is not None
 
     @property
     def explained(self) -> TracedRegion | None:
-        """Itself, unless its forward was made from another region's program."""
-        return self if self.keeps else None
+        """Itself; None for a derivative, which has run some operators again by then."""
+        return None if self.is_derivative else self
 
     @property
     def every_view(self) -> tuple[View, ...]:
@@ -572,16 +573,15 @@ class TracedRegion:
 
         Unlike the region of `batched`, it returns views too, and takes physical tensors.
         """
-        return self._derivatives.whole.get(
-            batch, lambda: self._mapped_whole(roots, batch)
-        )
 
-    def _mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
-        function = self._mapped(None, batch, 0)
-        joints = function.traced(roots, batch.metas, ())
-        return TracedRegion(
-            function, batch.metas, self.policy, joints, calls=self.calls
-        )
+        def make() -> TracedRegion:
+            function = self._mapped(None, batch, 0)
+            joints = function.traced(roots, batch.metas, ())
+            return TracedRegion(
+                function, batch.metas, self.policy, joints, calls=self.calls
+            )
+
+        return self._derivatives.whole.get(batch, make)
 
     def _mapped(
         self,

@@ -272,3 +272,25 @@ def test_gradients_that_plain_autograd_records(case: tuple[str, str, str]) -> No
     way, name, policy = case
 
     assert_alike(RECORDED[way], FUNCTIONS[name], policy)
+
+
+def unread(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """A layer, one of whose operands gets no gradient."""
+    return (x @ w).tanh()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pullback_that_has_ended_where_an_operand_gets_no_gradient(
+    policy: str,
+) -> None:
+    """Plain autograd records it for a captured leaf; the operand gets zeros."""
+
+    def second(unit: Callable[..., Tensor]) -> list[Tensor | None]:
+        leaf = W.clone().requires_grad_()
+        pull = vjp(lambda x, y: unit(x, y, leaf), X, X.cos())[1]
+        found = pull(X.sin())
+        found[0].square().sum().backward()
+        return [*found, leaf.grad]
+
+    region = remat(unread, policy=POLICIES[policy])
+    torch.testing.assert_close(second(region), second(unread))
