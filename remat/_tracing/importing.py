@@ -419,7 +419,10 @@ def _meta_of_node(node: fx.Node) -> Meta:
 
 
 def _imported_meta(val: object) -> TensorMeta | None:
-    return TensorMeta.of(val) if isinstance(val, Tensor) else None
+    # What a sparse tensor holds shows when it is made: it is neither counted nor saved.
+    if isinstance(val, Tensor) and val.layout == torch.strided:
+        return TensorMeta.of(val)
+    return None
 
 
 def _imported_device(meta: Meta) -> torch.device:
