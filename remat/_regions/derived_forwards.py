@@ -155,16 +155,6 @@ def state_metas(analysis: Analysis) -> list[TensorMeta]:
     return [meta for meta in metas if isinstance(meta, TensorMeta)]
 
 
-def placements_of(
-    joint: Joint, operands: Sequence[TensorMeta]
-) -> tuple[Any, ...] | None:
-    """The DTensor placements of outputs and mutations; None if nothing is a DTensor."""
-    written = [operands[operand].placement for operand, _ in joint.mutations]
-    found = (*joint.placements, *written)
-    each = (*found, *(meta.placement for meta in operands))
-    return None if all(placement is None for placement in each) else found
-
-
 def require_parts(placements: Sequence[Any], asked: Asked) -> None:
     """Refuses a cotangent of a DTensor that is given as a whole: its parts are unknown."""
     for layout, placement in zip(asked.layouts, placements, strict=False):

@@ -11,8 +11,13 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from remat._errors import NotReplicatedError
+from remat._graph.joint import Joint
+from remat._graph.meta import TensorMeta
+from remat._partition.halves import forward_graph
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import Verification
+from remat._regions.retraceable import Function
 from remat._regions.transforms import Batch, mapped_first
 from remat._regions.waiting import resumed, wait
 from remat._switches.numerics import Numerics
@@ -197,6 +202,49 @@ class Forward:
                 place, call, mapped=added, may_differ=self.placements is not None
             )
             found[first + place] = wait(found[first + place], storage, where)
+
+
+def own_forward(
+    outline: Joint,
+    operands: Sequence[TensorMeta],
+    function: Function,
+    stages: Stages | None,
+    calls: Count,
+) -> Forward:
+    """The forward of a function that was traced, which saves what its stages say.
+
+    Args:
+        outline: the function as a graph, with or without a backward.
+        operands: the metadata of what it takes.
+        function: the function.
+        stages: of its trace; None for a forward that saves nothing.
+        calls: numbers the runs that store something.
+    """
+    if stages is None:
+        joint, saved = dataclasses.replace(outline, states=()), ()
+    else:
+        joint, saved = stages.joint, stages.cut.saved
+    graph, untracked = forward_graph(joint, saved)
+    return Forward(
+        Program(graph, "forward", function.backend),
+        (len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)),
+        function.numerics,
+        flows=None if all(joint.differentiable) else joint.differentiable,
+        untracked=untracked,
+        storages=() if stages is None else stages.storages,
+        calls=calls,
+        placements=placements_of(joint, operands),
+    )
+
+
+def placements_of(
+    joint: Joint, operands: Sequence[TensorMeta]
+) -> tuple[Any, ...] | None:
+    """The DTensor placements of outputs and mutations; None if nothing is a DTensor."""
+    written = [operands[operand].placement for operand, _ in joint.mutations]
+    found = (*joint.placements, *written)
+    each = (*found, *(meta.placement for meta in operands))
+    return None if all(placement is None for placement in each) else found
 
 
 def map_program(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from remat._graph import operators
+from remat._graph.building import prune
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
-from remat._graph.values import Graph, roots as owners_of
-from remat._partition.halves import forward_graph
+from remat._graph.values import Graph, Ref, roots as owners_of
+from remat._partition.cut import cut
+from remat._partition.halves import backward_graph, forward_graph
+from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import DerivedForward, outputs_alone
 from remat._regions.forwards import Forward
@@ -52,6 +56,75 @@ def is_differentiated_alike(
         for each in (joint, again)
     )
     return same_outputs(own, of_program)
+
+
+def reads_constants(
+    function: Function, roots: Roots, operands: Sequence[TensorMeta], stages: Stages
+) -> bool:
+    """Whether gradients depend on numbers of the forward that torch gives no derivative.
+
+    Such as the factors with which a system was solved: torch takes another formula for a
+    gradient that is to be differentiated, and the program has the one that reads them.
+
+    Args:
+        function: what the region computes.
+        roots: of the call that asks.
+        operands: the metadata of what it takes.
+        stages: of the region.
+    """
+    joint = stages.joint
+    parts = _parts_read(joint, operands)
+    if not parts:
+        return False
+    graph = dataclasses.replace(joint.graph, outputs=tuple(map(Ref, parts)))
+    program = function.of_program(prune(graph, num_inputs=joint.num_operands))
+    made, *_ = program.traced(roots, tuple(operands), (), gradients=False)
+    constant = [
+        part
+        for part, view in zip(parts, made.views, strict=True)
+        if view.output is not None and not made.differentiable[view.output]
+    ]
+    if not constant:
+        return False
+    found = cut(stages.analysis, frozenset(constant), joint.gradients)
+    graph = backward_graph(joint, found, constant, joint.gradients)
+    program = function.of_program(graph)
+    return any(_is_read(program, roots, graph, k) for k in range(len(constant)))
+
+
+def _is_read(program: Function, roots: Roots, graph: Graph, place: int) -> bool:
+    """Whether what a program returns depends differentiably on the operand at a place."""
+    operands = operands_of(graph, tuple(k == place for k in range(graph.num_inputs)))
+    try:
+        joint, *_ = program.traced(roots, operands, (), gradients=False)
+    except RuntimeError as error:
+        if not autograd.must_be_constant(error):
+            raise
+        return False
+    return any(joint.differentiable)
+
+
+def _parts_read(joint: Joint, operands: Sequence[TensorMeta]) -> tuple[int, ...]:
+    """Which parts of an operator's several outputs a backward reads.
+
+    Those that are numbers made from operands with a gradient, and own their memory.
+    """
+    values = joint.graph.values
+    made_from = {index for index, meta in enumerate(operands) if meta.requires_grad}
+    is_read = set[int]()
+    for index, value in enumerate(values):
+        if value.is_backward:
+            is_read.update(value.uses)
+        elif not made_from.isdisjoint(value.uses) and (
+            not isinstance(value.meta, TensorMeta) or value.meta.is_differentiable
+        ):
+            made_from.add(index)
+    return tuple(
+        index
+        for index in sorted(is_read & made_from)
+        if values[index].op is operator.getitem
+        and all(operators.viewed(values[k]) is None for k in values[index].uses)
+    )
 
 
 def opened_origin(

@@ -110,16 +110,22 @@ class Function:
         return tuple(with_states(joint, states) for joint in joints)
 
     def outline(
-        self, roots: Roots, operands: tuple[TensorMeta, ...], states: tuple[int, ...]
+        self,
+        roots: Roots,
+        operands: tuple[TensorMeta, ...],
+        states: tuple[int, ...],
+        *,
+        strict: bool = False,
     ) -> tuple[Joint, ...]:
         """The same for a derived function: with its backward where a gradient is wanted.
 
-        Without one where an operator lacks a derivative: who needs it then traces again.
+        Without one where an operator lacks a derivative, unless `strict`: who needs it
+        then traces again.
         """
         wants = any(meta.requires_grad for meta in operands)
         try:
             return self.traced(roots, operands, states, gradients=wants)
         except RuntimeError as error:
-            if not wants or not autograd.has_no_formula(error):
+            if strict or not wants or not autograd.has_no_formula(error):
                 raise
         return self.traced(roots, operands, states, gradients=False)

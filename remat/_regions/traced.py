@@ -19,7 +19,6 @@ takes the roots of the call that needs it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, final
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_open
-from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derivatives import Derivatives, Pushing
@@ -40,16 +38,16 @@ from remat._regions.derived_forwards import (
     backward_given,
     mapped_given,
     mapped_in_parts,
-    placements_of,
     require_parts,
     state_metas,
 )
 from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Calls, Forward
+from remat._regions.forwards import Calls, Forward, own_forward, placements_of
 from remat._regions.opening import (
     is_differentiated_alike,
     opened_origin,
     operands_of,
+    reads_constants,
     unmapped_outputs,
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
@@ -157,35 +155,16 @@ class TracedRegion:
             return self.given.forward
         if save:
             if self._saving is None:
-                self._saving = self._forward_of(self.stages(roots))
+                self._saving = self._own_forward(self.stages(roots))
             return self._saving
         if self._alone is None:
-            self._alone = self._forward_of(None)
+            self._alone = self._own_forward(None)
         return self._alone
 
-    def _forward_of(self, stages: Stages | None) -> Forward:
-        """The forward that saves what the stages say, or saves nothing."""
+    def _own_forward(self, stages: Stages | None) -> Forward:
         assert self.outline is not None, "a forward that was given is not made"
-        if stages is None:
-            joint, saved = dataclasses.replace(self.outline, states=()), ()
-        else:
-            joint, saved = stages.joint, stages.cut.saved
-        graph, untracked = forward_graph(joint, saved)
-        shape = (
-            len(joint.outputs),
-            len(joint.mutations),
-            len(saved),
-            len(joint.states),
-        )
-        return Forward(
-            Program(graph, "forward", self.function.backend),
-            shape,
-            self.function.numerics,
-            flows=None if all(joint.differentiable) else joint.differentiable,
-            untracked=untracked,
-            storages=() if stages is None else stages.storages,
-            calls=self.calls.saved,
-            placements=placements_of(joint, self.operands),
+        return own_forward(
+            self.outline, self.operands, self.function, stages, self.calls.saved
         )
 
     @property
@@ -314,27 +293,51 @@ class TracedRegion:
         return region
 
     @property
+    def opened_late(self) -> TracedRegion | None:
+        """The region to take instead if its own program, not traced yet, lacks a derivative."""
+        return self.made_from if self.is_opened and self.given else None
+
+    @property
     def policy_above(self) -> AbstractPolicy:
         """The policy of the region that the forward was made from, or its own."""
         return self.policy if self.made_from is None else self.made_from.policy_above
 
     def is_transparent(self, roots: Roots) -> bool:
         """Whether its programs have the derivatives of the function."""
-        if self.function.is_program:
-            return True
-        if self.made_from is not None:
+        if self.made_from is not None and not self.is_opened:
             return self.made_from.is_transparent(roots)
         if self._is_transparent is None:
             self._is_transparent = self._is_differentiated_alike(roots)
         return self._is_transparent
 
     def _is_differentiated_alike(self, roots: Roots) -> bool:
-        forward, joint = self.forward(roots, save=True), self.stages(roots).joint
-        is_more = forward.storages or joint.mutations or joint.states or self.states
-        is_more = is_more or self.inputs or self.verify or self._is_open
-        if is_more or forward.flows or forward.placements:
+        function, operands = self.function, self.operands
+        if function.is_program and not any(meta.requires_grad for meta in operands):
+            return True
+        if not self.has_derivatives(roots):
             return False
-        return is_differentiated_alike(self.function, roots, self.operands, joint)
+        stages = self.stages(roots)
+        if not function.is_program:
+            forward, joint = self.forward(roots, save=True), stages.joint
+            is_more = forward.storages or joint.mutations or joint.states
+            is_more = is_more or self.states or self.inputs or self.verify
+            if is_more or self._is_open or forward.flows or forward.placements:
+                return False
+            if not is_differentiated_alike(function, roots, operands, joint):
+                return False
+        return not reads_constants(function, roots, operands, stages)
+
+    def has_derivatives(self, roots: Roots) -> bool:
+        """Whether its operators have those that are wanted, which a late trace shows."""
+        if not any(meta.requires_grad for meta in self.operands):
+            return True
+        try:
+            self.stages(roots)
+        except RuntimeError as error:
+            if not autograd.has_no_formula(error):
+                raise
+            return False
+        return True
 
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         """The region of the gradients of what is wanted.
@@ -356,13 +359,8 @@ class TracedRegion:
         return region
 
     def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
-        if self.is_opened and self.given is not None and self.made_from is not None:
-            try:
-                self.stages(roots)
-            except RuntimeError as error:
-                if not autograd.has_no_formula(error):
-                    raise
-                return self.made_from.vjp(roots, asked)
+        if self.opened_late and not self.has_derivatives(roots):
+            return self.opened_late.vjp(roots, asked)
         placements = self.placements
         if placements is None:
             asked = asked.taken_whole()
@@ -494,7 +492,7 @@ class TracedRegion:
         origin = (
             self._pushed_forward(roots, has_tangent, save)
             if is_given
-            else function.outline(roots, operands, self.states)
+            else function.outline(roots, operands, self.states, strict=self.is_opened)
         )
         region = TracedRegion(
             function,
@@ -564,6 +562,8 @@ class TracedRegion:
             inputs=self.inputs,
             calls=self.calls,
         )
+        if self.opened_late and not region.has_derivatives(roots):
+            return self.opened_late.batched(roots, batch, save=False)
         written = [operand for operand, _ in joints[0].mutations]
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))

@@ -89,6 +89,14 @@ def has_no_formula(error: RuntimeError) -> bool:
     return any(part in str(error) for part in told)
 
 
+def must_be_constant(error: RuntimeError) -> bool:
+    """Whether autograd raised for an operand with a gradient that must have none.
+
+    Obsolete when torch has a class for it.
+    """
+    return "is not differentiable with respect to argument" in str(error)
+
+
 def detached(tensor: Tensor) -> Tensor:
     """`tensor.detach()`, also for tensors that `is_grads_batched=True` maps over.
 

@@ -112,12 +112,19 @@ def normalized_without_gradient(w: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(h / scale)
 
 
+def solved(w: Tensor, x: Tensor) -> Tensor:
+    """A system of equations: autograd has another formula for a gradient's gradient."""
+    return torch.linalg.solve(w @ w.mT + torch.eye(WIDTH), x.mT).mT
+
+
 FUNCTIONS: dict[str, Unit] = {
     "layer_norm": lambda w, x: F.layer_norm(x @ w, (WIDTH,), w[0].cos(), w[1]),
     "attention": attention,
     "gelu": lambda w, x: F.gelu(x @ w) @ w,
     "silu": lambda w, x: F.silu(x @ w) @ w,
     "group_norm": lambda w, x: F.group_norm(x @ w, 2, w[0].cos(), w[1]),
+    "solve": solved,
+    "sparse": lambda w, x: (x @ w).sin().to_sparse().to_dense() @ w,
     "dropout": lambda w, x: random.dropout(KEY, torch.tanh(x @ w), 0.3) @ w,
     "in_place": in_place,
     "autograd.Function": lambda w, x: Cubed.apply(torch.tanh(x @ w)) @ w,
