@@ -73,7 +73,8 @@ def reads_constants(
         stages: of the region.
     """
     joint = stages.joint
-    parts = _parts_read(joint, operands)
+    read = {k for value in joint.graph.values if value.is_backward for k in value.uses}
+    parts = [k for k in parts_of_calls(joint.graph, operands) if k in read]
     if not parts:
         return False
     graph = dataclasses.replace(joint.graph, outputs=tuple(map(Ref, parts)))
@@ -93,35 +94,36 @@ def reads_constants(
 
 
 def _is_read(program: Function, roots: Roots, graph: Graph, place: int) -> bool:
-    """Whether what a program returns depends differentiably on the operand at a place."""
+    """Whether what a program returns has a derivative by the operand at a place.
+
+    Where it is no number of its own to an operator, as the mean is to the backward of a
+    norm, autograd has no derivative by it.
+    """
     operands = operands_of(graph, tuple(k == place for k in range(graph.num_inputs)))
     try:
-        joint, *_ = program.traced(roots, operands, (), gradients=False)
+        joint, *_ = program.traced(roots, operands, ())
     except RuntimeError as error:
-        if not autograd.must_be_constant(error):
-            raise
-        return False
-    return any(joint.differentiable)
+        if autograd.has_no_formula(error) or autograd.must_be_constant(error):
+            return False
+        raise
+    return any(joint.gradients)
 
 
-def _parts_read(joint: Joint, operands: Sequence[TensorMeta]) -> tuple[int, ...]:
-    """Which parts of an operator's several outputs a backward reads.
+def parts_of_calls(graph: Graph, operands: Sequence[TensorMeta]) -> tuple[int, ...]:
+    """The values that are one of an operator's several outputs, and might have a derivative.
 
-    Those that are numbers made from operands with a gradient, and own their memory.
+    They are numbers made from operands with a gradient, and own their memory.
     """
-    values = joint.graph.values
+    values = graph.values
     made_from = {index for index, meta in enumerate(operands) if meta.requires_grad}
-    is_read = set[int]()
     for index, value in enumerate(values):
-        if value.is_backward:
-            is_read.update(value.uses)
-        elif not made_from.isdisjoint(value.uses) and (
-            not isinstance(value.meta, TensorMeta) or value.meta.is_differentiable
-        ):
-            made_from.add(index)
+        if not value.is_backward and not made_from.isdisjoint(value.uses):
+            meta = value.meta
+            if not isinstance(meta, TensorMeta) or meta.is_differentiable:
+                made_from.add(index)
     return tuple(
         index
-        for index in sorted(is_read & made_from)
+        for index in sorted(made_from)
         if values[index].op is operator.getitem
         and all(operators.viewed(values[k]) is None for k in values[index].uses)
     )

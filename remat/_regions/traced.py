@@ -47,6 +47,7 @@ from remat._regions.opening import (
     is_differentiated_alike,
     opened_origin,
     operands_of,
+    parts_of_calls,
     reads_constants,
     unmapped_outputs,
 )
@@ -154,11 +155,9 @@ class TracedRegion:
         if self.given is not None:
             return self.given.forward
         if save:
-            if self._saving is None:
-                self._saving = self._own_forward(self.stages(roots))
+            self._saving = self._saving or self._own_forward(self.stages(roots))
             return self._saving
-        if self._alone is None:
-            self._alone = self._own_forward(None)
+        self._alone = self._alone or self._own_forward(None)
         return self._alone
 
     def _own_forward(self, stages: Stages | None) -> Forward:
@@ -312,8 +311,10 @@ class TracedRegion:
 
     def _is_differentiated_alike(self, roots: Roots) -> bool:
         function, operands = self.function, self.operands
-        if function.is_program and not any(meta.requires_grad for meta in operands):
-            return True
+        if function.is_program:
+            graph = self.forward(roots, save=False).program.graph
+            if not parts_of_calls(graph, operands):
+                return True
         if not self.has_derivatives(roots):
             return False
         stages = self.stages(roots)
@@ -361,10 +362,9 @@ class TracedRegion:
     def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         if self.opened_late and not self.has_derivatives(roots):
             return self.opened_late.vjp(roots, asked)
-        placements = self.placements
-        if placements is None:
+        if self.placements is None:
             asked = asked.taken_whole()
-        require_parts(placements or (), asked)
+        require_parts(self.placements or (), asked)
         still = asked.without_gradients()
         given, states = self._derivatives.backwards.get(
             still, lambda: self._backward(roots, still)
