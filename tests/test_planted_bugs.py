@@ -6,14 +6,19 @@ Same strategies, same judge as `test_properties.py`, which is what passes withou
 import pytest
 
 from tests import planted
+from tests.support import daily
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(("bug", "kind"), planted.BUGS.values(), ids=planted.BUGS)
-def test_a_planted_bug_is_caught(bug, kind):
+#: Those whose hunt is short.
+DAILY = planted.BUGS.keys() - {"merged_draws", "opaque_name", "wrong_index_of_output"}
+
+
+@pytest.mark.parametrize("planting", daily(planted.BUGS, DAILY))
+def test_a_planted_bug_is_caught(planting):
     """The hunt among the functions that it breaks ends with a counterexample."""
-    assert planted.hunt(bug, kind, shrink=False) is not None
+    assert planted.hunt(*planting, shrink=False) is not None
 
 
 def test_there_are_ten():

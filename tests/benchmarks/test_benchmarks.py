@@ -154,6 +154,7 @@ def test_keyed_draws_are_measured_beside_torchs_own(
         assert f"| {name} |" in printed
 
 
+@pytest.mark.sweep
 def test_reports_are_measured_beside_steps(capsys: pytest.CaptureFixture[str]):
     """A line for each size: a step, a report, and the first one, which traces."""
     shape = GPTShape(layers=2, width=16, heads=2, time=4, batch=1)

@@ -164,6 +164,7 @@ def test_one_graph_holds_transforms(fun: Any) -> None:
     assert_close(compiled(fun)(x), fun(x))
 
 
+@pytest.mark.sweep
 def test_inductor() -> None:
     """The backend that torch.compile takes by default; draws keep their order there too."""
     x, found = seeded(3, 4), list[Any]()
@@ -436,10 +437,12 @@ DRAWING: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("fun", "transform"), DRAWING.values(), ids=DRAWING)
-def test_draws_in_a_graph_are_those_outside(fun: Any, transform: Any) -> None:
+@pytest.mark.parametrize(
+    "drawing", daily(DRAWING, ["a module", "a function", "vmap(grad)"])
+)
+def test_draws_in_a_graph_are_those_outside(drawing: tuple[Any, Any]) -> None:
     """To the bit: forward and recomputation draw the same, generators end where they did."""
-    x, found = seeded(2, 3, 4), list[Any]()
+    x, found, (fun, transform) = seeded(2, 3, 4), list[Any](), drawing
     over = fun if transform is None else transform(fun)
     given = x if transform is mapped_gradient else x[0].requires_grad_(not transform)
 

@@ -13,7 +13,7 @@ from remat._programs import overwriting
 from remat._torch import runners
 from remat.testing import assert_equivalent
 from tests.benchmarks.memory import allocated
-from tests.support import seeded
+from tests.support import daily, seeded, swept
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = [
@@ -41,12 +41,15 @@ def runs_of(region: Any, *args: Any) -> list[bool]:
     return [program.is_compiled for program in region.programs(*args)]
 
 
+POLICIES: dict[str, Any] = {
+    "nothing": None,
+    "names": policies.save_only_these_names("h"),
+    "everything": policies.everything_saveable,
+}
+
+
 @pytest.mark.contract
-@pytest.mark.parametrize(
-    "policy",
-    [None, policies.save_only_these_names("h"), policies.everything_saveable],
-    ids=["nothing", "names", "everything"],
-)
+@pytest.mark.parametrize("policy", daily(POLICIES, ["names"]))
 def test_both_programs_are_compiled_under_every_policy(policy: Any) -> None:
     """Values and gradients agree with the plain function, policies are followed."""
     params, x = arguments()
@@ -69,17 +72,17 @@ def stack(weights: list[Tensor], x: Tensor) -> Tensor:
     return x
 
 
+#: Layers and rows of a step, by where its kernels are called from.
+SIZES = {"from Python": (4, 512), "from C++": (12, 64)}
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "policy",
-    [policies.nothing_saveable, policies.save_matmul_outputs],
-    ids=["nothing", "matmuls"],
+    "policy", [policies.save_matmul_outputs, *swept([policies.nothing_saveable])]
 )
-@pytest.mark.parametrize(
-    ("layers", "rows"), [(4, 512), (12, 64)], ids=["from Python", "from C++"]
-)
+@pytest.mark.parametrize("size", daily(SIZES, ["from C++"]))
 def test_a_compiled_step_peaks_no_higher(
-    policy: Any, layers: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    policy: Any, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was saved is let go inside the compiled backward, weights' gradients come early.
 
@@ -87,6 +90,7 @@ def test_a_compiled_step_peaks_no_higher(
     by its own rules.
     """
     monkeypatch.setattr(overwriting, "_FEWEST_BYTES", 2**60)
+    layers, rows = size
     weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(layers)]
     x = seeded(rows, 32)
 
@@ -156,7 +160,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("transform", daily(TRANSFORMS, ["grad", "per_example"]))
 def test_compiled_regions_under_transforms(transform: Any) -> None:
     """The derived programs are compiled too, and agree to rounding."""
     params, x = arguments()

@@ -17,6 +17,7 @@ from tests.storage import (
     shard_checks,
 )
 from tests.storage.worlds import checks_in, run
+from tests.support import swept
 
 MODULES = (
     held_checks,
@@ -45,11 +46,11 @@ def ended(
     return outcomes
 
 
-# What a torch release may change shows in two ranks; four are for our own arithmetic.
-TWO = pytest.param(2, marks=[pytest.mark.contract, pytest.mark.sweep])
+# Four are for our own arithmetic, which also shows in two.
+SIZES = [pytest.param(2, marks=pytest.mark.contract), *swept([4])]
 
 
-@pytest.mark.parametrize("size", [TWO, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", checks_in(MODULES))
 def test_on_every_rank(
     ended: Callable[[int], dict[str, list[str]]], name: str, size: int
