@@ -186,6 +186,7 @@ def _compiled_entry(
         output=traced.output,
         labels=names,
         written=tuple(operand for operand, _ in joint.mutations),
+        changed=traced.flattened.changed,
         unseen=_unseen(joint),
         streams=frozenset(value.stream for value in joint.graph.values) - {""},
         hooked=traced.hooked,

@@ -22,6 +22,7 @@ from remat._programs.barriers import kept
 from remat._regions.fast_path import FastPath
 from remat._regions.protocol import Call
 from remat._regions.retraceable import Roots
+from remat._regions.returned_views import make_views
 from remat._regions.rules import bind_all, run_fast
 from remat._regions.traced import TracedRegion
 from remat._switches.blocks import is_first_order
@@ -51,7 +52,10 @@ class Entry:
     labels: tuple[str, ...]
     #: The places of operands that the function changes: its buffers.
     written: tuple[int, ...]
-    #: Those of them that a kernel changes without counting up their version.
+    #: The places of arguments that get a gradient by what the function writes to them. Their
+    #: new values are the last of what the region returns.
+    changed: tuple[int, ...]
+    #: Those of its buffers that a kernel changes without counting up their version.
     unseen: frozenset[int]
     #: The streams of registered trackers that it draws from.
     streams: frozenset[str]
@@ -109,7 +113,8 @@ class Entry:
         """
         found = self._fast_path
         if found is ...:
-            is_more = self.written or self.hooked or not self.wants_gradient
+            is_more = self.written or self.changed or self.hooked
+            is_more = is_more or not self.wants_gradient
             # Without a guard some captured tensor may be wrapped.
             is_guarded = self.guard is not None or not self.captured
             is_one_run = is_guarded and not is_more
@@ -126,24 +131,37 @@ class Entry:
 
     def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         call = Call(self.region, roots, numerics, self.labels)
-        if not self.written:
+        if not self.written and not self.changed:
             return self.output.around(bind_all(call, tensors)[0])
         given = list(tensors)
-        for index in self.written:
+        for index in (*self.written, *self.changed):
             # The backward must find what the forward found.
             given[index] = kept(given[index])
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)
-        return self.output.around(self._with_buffers(returned, tensors))
+        count = len(returned) - len(self.changed)
+        for place, new in zip(self.changed, returned[count:], strict=True):
+            assert new is not None, "the copy of an argument is returned"
+            tensors[place].copy_(new)
+        return self.output.around(self._with_changed(returned[:count], tensors))
 
-    def _with_buffers(
+    def _with_changed(
         self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
+        """What is returned, of which parts are the tensors that were written to."""
         views = self.region.every_view
-        return [
-            tensors[view.operand]
-            if view.operand in self.written and view.path is None
-            else tensor
-            for view, tensor in zip(views, returned, strict=True)
-        ]
+        copies = [view.output for view in views[len(returned) :]]
+        place_of = dict(zip(copies, self.changed, strict=True))
+        found: list[Tensor | None] = []
+        for view, tensor in zip(views, returned, strict=False):
+            if view.output is not None and view.output in place_of:
+                own = dataclasses.replace(
+                    view, output=None, operand=place_of[view.output]
+                )
+                found += make_views([own], (), tensors)
+            elif view.operand in self.written and view.path is None:
+                found.append(tensors[view.operand])
+            else:
+                found.append(tensor)
+        return found

@@ -25,9 +25,10 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
 from remat._regions.retraceable import Roots
-from remat._torch import trees
+from remat._torch import guards, modes, trees
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
+from remat._tracing.refusals import gains_gradient
 from remat._tracing.side_effects import (
     require_no_effects,
     require_nothing_left,
@@ -40,11 +41,24 @@ from remat._tracing.trace import Flat, Request, Traced, trace
 
 @final
 class Flattened:
-    """The user's function as tensors in, tensors out; remembers the structure of its result."""
+    """The user's function as tensors in, tensors out; remembers the structure of its result.
 
-    def __init__(self, layout: Layout, num_tensors: int) -> None:
+    Attributes:
+        layout: how the arguments are put together.
+        num_tensors: how many tensors are among them.
+        changed: the places of arguments that get a gradient by what is written to them. The
+            function gets copies of these, and returns them after its results.
+        gained: the places of such arguments that a trace has found besides.
+        output: how the result is put together; None before the first trace.
+    """
+
+    def __init__(
+        self, layout: Layout, num_tensors: int, changed: tuple[int, ...]
+    ) -> None:
         self.layout = layout
         self.num_tensors = num_tensors
+        self.changed = changed
+        self.gained: tuple[int, ...] = ()
         self.output: trees.Frame | None = None
 
     def build(
@@ -54,9 +68,11 @@ class Flattened:
 
         def flat(operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
             function: Any = roots[0]
-            args, kwargs = self.layout.arguments(
-                operands[: self.num_tensors], roots[1:]
-            )
+            given = list(operands[: self.num_tensors])
+            for place in self.changed:
+                given[place] = given[place].clone()
+            args, kwargs = self.layout.arguments(given, roots[1:])
+            had = [*map(guards.requires_grad, given)]
             captured = () if fetch is None else fetch(roots)
             mapping = {
                 id(real): stands
@@ -68,11 +84,21 @@ class Flattened:
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
                 returned, output = trees.Frame.of(function(*args, **kwargs))
+            if self.output is None:
+                self.gained = tuple({*_gained(had, given)} - {*self.changed})
             self.output = self.output or output
             # A captured tensor that no operator of the user has met is still the real one.
-            return [mapping.get(id(each), each) for each in returned]
+            found = [mapping.get(id(each), each) for each in returned]
+            return [*found, *(given[place] for place in self.changed)]
 
         return flat
+
+
+def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The places of tensors that require grad now, and did not."""
+    now = map(guards.requires_grad, tensors)
+    pairs = enumerate(zip(had, now, strict=True))
+    return tuple(place for place, (before, after) in pairs if after and not before)
 
 
 @final
@@ -84,6 +110,8 @@ class TracedCall:
     joints: tuple[Joint, ...]
     #: The tensors that the function reaches by itself.
     captured: tuple[Tensor, ...]
+    #: Which of these get a gradient by what the function writes to them.
+    gained: tuple[int, ...]
     #: What the function reaches.
     survey: _captures.Survey = dataclasses.field(repr=False)
     #: What of it the trace read.
@@ -113,8 +141,19 @@ class TracedCall:
         )
 
 
+class _GainedGradient(Exception):
+    """A trace has written to arguments at these places what has a gradient."""
+
+    def __init__(self, places: tuple[int, ...]) -> None:
+        super().__init__(places)
+        self.places = places
+
+
 def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     """Traces the function of a call, with open sizes unless `fixed` is None.
+
+    If an argument without a gradient gets one, by what the function writes to it, the
+    function is traced again: what is written then is a result like any other.
 
     Args:
         site: the call.
@@ -125,15 +164,30 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
         TraceError, CapturedTensorError, SideEffectError: as their texts say.
         Exception: of torch's, where it cannot go on with a symbol for a size.
     """
+    try:
+        return _trace_call(site, fixed, where, ())
+    except _GainedGradient as found:
+        return _trace_call(site, fixed, where, found.places)
+
+
+def _trace_call(
+    site: CallSite, fixed: Fixed | None, where: str, changed: tuple[int, ...]
+) -> TracedCall:
     started = time.perf_counter()
     signature, roots = site.signature, site.roots
     require_no_engine(roots[0])
     survey = _captures.Survey(roots)
-    flattened = Flattened(signature.layout, len(signature.tensors))
+    flattened = Flattened(signature.layout, len(signature.tensors), changed)
     with undone_on_error(survey), python_and_numpy.told(where):
         traced, reads, template = _run_trace(site, survey, flattened, fixed)
         output = flattened.output
         assert output is not None, "a trace calls the function"
+        if flattened.gained:
+            raise _GainedGradient(flattened.gained)
+        # A trace around would take the look for one of the user's.
+        with modes.without_torch_function():
+            had = [*map(guards.requires_grad, traced.captured)]
+            gained = _gained(had, traced.stand_ins)
         hooked = put_back(survey)
         require_no_effects(survey, reads, traced, where)
         require_nothing_left(traced.fakes, output.statics, where)
@@ -148,7 +202,7 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
         fixed = (*fixed, *((True,) * tensor.dim() for tensor in traced.captured))
     seconds = time.perf_counter() - started
     return TracedCall(
-        joints, traced.captured, survey, reads, flattened, output, hooked, template,
+        joints, traced.captured, gained, survey, reads, flattened, output, hooked, template,
         fixed, seconds,
     )  # fmt: skip
 
@@ -177,7 +231,8 @@ def require_lawful(
 
     Raises:
         ImplicitRandomnessError: it draws from a generator that is not watched.
-        MutationError: it writes to a tensor that is differentiated, and no buffer.
+        MutationError: it writes to a tensor that is differentiated, and no buffer, or to a
+            captured tensor what has a gradient.
     """
     joint = traced.joints[0]
     _require_random_by_keys(joint, rng)
@@ -185,6 +240,10 @@ def require_lawful(
     captured = map(TensorMeta.of_operand, traced.captured)
     operands = (*site.signature.metas, *captured)
     _require_only_buffers_change(joint, operands, names, is_buffer)
+    for place in traced.gained:
+        name = names[len(site.signature.tensors) + place]
+        where = f"`{name}` ({TensorMeta.of(traced.captured[place])})"
+        raise gains_gradient(where)
 
 
 def _require_random_by_keys(joint: Joint, rng: str | None) -> None:

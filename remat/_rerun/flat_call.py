@@ -51,12 +51,12 @@ def call(
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
-    flat = _FlatCall(fun, reach, draws=rng == "preserve")
+    flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     function = _cast_alike(flat, operands)
     region = Rerun(function, function, wanted, flat.state)
     lifted = [lift(each) for each in operands]
     returned = bind(Call(region, (fun,), flat.numerics), lifted)
-    return flat.returned.around(returned)
+    return flat.returned.around(flat.with_changed(returned))
 
 
 @final
@@ -116,11 +116,24 @@ class _FlatCall:
         numerics: the switches that each run is under.
         returned: what the last run returned, without its tensors: each holds the graph of
             its run.
+        changed: the places of operands that got a gradient by what the first run wrote to
+            them. All runs return these after their results.
+        own: the places of results that are such an operand, and that operand's.
     """
 
-    def __init__(self, fun: Callable[..., Any], reach: _Reach, *, draws: bool) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        reach: _Reach,
+        wanted: Sequence[bool],
+        *,
+        draws: bool,
+    ) -> None:
         self.fun = fun
         self.reach = reach
+        self.changed: tuple[int, ...] = ()
+        self.own: dict[int, int] = {}
+        self._wanted = wanted
         self.numerics = Numerics.current()
         self.returned: trees.Frame
         followed = [*reach.operands, *reach.managed]
@@ -149,7 +162,33 @@ class _FlatCall:
             else:
                 self.constants.settle(self.state.used, self.state.kept)
                 self.state.used.clear()
-            return found
+                self._note_changed(tensors, found)
+            return [*found, *(tensors[place] for place in self.changed)]
+
+    def _note_changed(self, tensors: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        pairs = enumerate(zip(tensors, self._wanted, strict=True))
+        self.changed = tuple(
+            place for place, (each, had) in pairs if each.requires_grad and not had
+        )
+        places = {id(tensors[place]): place for place in self.changed}
+        self.own = {
+            index: places[id(each)]
+            for index, each in enumerate(found)
+            if id(each) in places
+        }
+
+    def with_changed(self, returned: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The results, of which some are operands that now have the gradient of what they hold."""
+        count, operands = len(returned) - len(self.changed), self.reach.operands
+        for place, new in zip(self.changed, returned[count:], strict=True):
+            assert new is not None, "an operand is returned"
+            # It holds these numbers already, and gets their graph.
+            with levels.version_kept(operands[place]):
+                operands[place].copy_(new)
+        return [
+            operands[self.own[index]] if index in self.own else each
+            for index, each in enumerate(returned[:count])
+        ]
 
     @contextlib.contextmanager
     def _prepared(

@@ -17,8 +17,10 @@ from torch import Tensor
 from remat._generators import device_states, streams
 from remat._generators.python_and_numpy import set_to, states
 from remat._generators.trackers import Snapshot
+from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import isolation, modes, tensors, tracer
+from remat._tracing.refusals import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
 from remat.policies._operators import function_name
@@ -149,6 +151,7 @@ class RunState:
         try:
             yield
             self.watch()
+            self._require_constants()
         finally:
             self.start = None
         self.before = start
@@ -161,6 +164,20 @@ class RunState:
                 if not tensors.same_bits(buffer, old)
             ]
         self._kept = []
+
+    def _require_constants(self) -> None:
+        """Refuses a first run that wrote to a buffer what has a gradient, and undoes it."""
+        gained = [
+            new for new, old in self._kept if new.requires_grad > old.requires_grad
+        ]
+        if not gained:
+            return
+        with torch.no_grad():
+            for buffer, old in self._kept:
+                buffer.copy_(old)
+        for buffer in gained:
+            buffer.detach_()
+        raise gains_gradient(f"a buffer ({TensorMeta.of(gained[0])})")
 
     @contextlib.contextmanager
     def _put_back(self, randomness: _Randomness) -> Generator[None]:

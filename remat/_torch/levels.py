@@ -245,13 +245,17 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
             with lowered(active[1]):
                 write_back(tensor, unwrap_at(new, level), unseen=unseen)
             return
-    version = (
-        _grad_mode._unsafe_preserve_version_counter(unwrapped(tensor))
-        if unseen
-        else contextlib.nullcontext()
-    )
+    version = version_kept(tensor) if unseen else contextlib.nullcontext()
     with torch.no_grad(), version:
         tensor.copy_(new)
+
+
+def version_kept(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, writes to a tensor do not count: no backward that saved it will raise."""
+    each = [tensor]
+    while functorch.is_functorch_wrapped_tensor(each[-1]):
+        each.append(functorch.get_unwrapped(each[-1]))
+    return _grad_mode._unsafe_preserve_version_counter(tuple(each))
 
 
 def is_mapped() -> bool:

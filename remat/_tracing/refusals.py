@@ -176,6 +176,19 @@ def mutates(line: str) -> MutationError:
     )
 
 
+def gains_gradient(where: str) -> MutationError:
+    """The error for a tensor that is no argument, and gets a gradient by what is written to it."""
+    return refusal(
+        MutationError,
+        where=where,
+        what="gets a gradient by what the function writes to it.",
+        why="The region returns gradients through its results alone, and whoever "
+        "reads the tensor afterwards would get none.",
+        do="Return the new value, write under torch.no_grad() or from x.detach(), "
+        "or pass the tensor as an argument.",
+    )
+
+
 def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
     """What an error of torch's, raised in a trace, says of the user's function, if anything."""
     text = str(error)

@@ -103,7 +103,7 @@ def link_of(
         )
     places = captured.places(found)
     own = len(entry.labels) - len(places)
-    if any(index < own for index in entry.written):
+    if entry.changed or any(index < own for index in entry.written):
         raise refusal(
             MutationError,
             where=f"a stage of a scheduled stack, {region!r}",
