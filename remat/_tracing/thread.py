@@ -64,6 +64,8 @@ class Running:
     look_ups: LookUps = dataclasses.field(default_factory=LookUps)
     #: An error of ours that torch may have replaced by one of its own.
     refused: RematError | None = None
+    #: What torch functions of the user have raised, whether or not the user's code caught it.
+    raised: list[Exception] = dataclasses.field(default_factory=list[Exception])
 
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
@@ -265,6 +267,19 @@ class UserCalls(TorchFunctionMode):
         if _thread.running is not running or not tracer.proxy_is_active():
             # An inner region has a trace of its own; torch's internals are not recorded.
             return func(*args, **(kwargs or {}))
+        try:
+            return self._recorded(func, args, kwargs)
+        except Exception as error:
+            running.raised.append(error)
+            raise
+
+    def _recorded(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        running = self._running
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs or {})
         args, kwargs = trees.map_tensors(lift, (args, kwargs or {}))

@@ -10,6 +10,7 @@ pass (`torch.func.functionalize`, views kept).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -152,7 +153,11 @@ class _Run:
 
     def _run(self, operands: list[Tensor]) -> list[Tensor | None]:
         running, request = self.running, self.request
-        with UserCalls(running), autograd.lifted_function_apply(self._take):
+        with (
+            _nothing_swallowed(running),
+            UserCalls(running),
+            autograd.lifted_function_apply(self._take),
+        ):
             results = request.function(tuple(operands))
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
@@ -221,6 +226,30 @@ class _Run:
             )
         )
         return [next(found) if each.requires_grad else None for each in operands]
+
+
+@contextlib.contextmanager
+def _nothing_swallowed(running: Running) -> Generator[None]:
+    """Refuses a function that catches what only a trace raises: on numbers it goes another way."""
+    ended: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        ended = error
+        raise
+    finally:
+        raised, running.raised = running.raised, []
+        if not isinstance(ended, RematError) and ended not in raised:
+            for error in raised:
+                _require_not_ours(error)
+
+
+def _require_not_ours(error: Exception) -> None:
+    if isinstance(error, RematError):
+        raise error
+    found = refusals.of_the_users(error, is_backward=False)
+    if found is not None:
+        raise found from error
 
 
 def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
