@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import types
 import weakref
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from remat._captures import Reads, Survey
 from remat._errors import SideEffectError, refusal
 from remat._graph.meta import TensorMeta
+from remat._tracing.left_behind import left_behind, referrers, take_out
 from remat._tracing.trace import Traced
 
 _Memoized: Any = type(functools.lru_cache(len))
@@ -76,9 +76,10 @@ def require_nothing_left(
         statics: what the function returned besides tensors.
         where: the function, as messages call it.
     """
-    leaked = _left_behind(fakes)
-    if leaked is None:
+    left = left_behind(fakes)
+    if not left:
         return
+    leaked = left[0]
     for returned in statics:
         if _holds(returned, leaked):
             name = type(returned).__name__
@@ -91,25 +92,9 @@ def require_nothing_left(
                 do=f"Register it (torch.export.register_dataclass({name}), for a "
                 "dataclass), or return a tuple, a dict or a named tuple.",
             )
-    raise _leak(leaked, where)
-
-
-def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> Tensor | None:
-    if all(fake() is None for fake in fakes):
-        return None
-    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
-    # holds: operators that save their output do (torch 2.15).
-    gc.collect()
-    # No `:=` here: before Python 3.12 it would be a cell, which holds the last of them.
-    alive = [each for each in [fake() for fake in fakes] if each is not None]
-    holders = [each for each in _referrers_of_left(alive) if each is not alive]
-    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
-    return next((each for each in alive if id(each) in held), None)
-
-
-def _referrers_of_left(tensors: Sequence[Tensor]) -> list[Any]:
-    found = gc.get_referrers(*tensors) if tensors else []
-    return [each for each in found if not isinstance(each, types.FrameType)]
+    error = _leak(leaked, where)
+    take_out(left)
+    raise error
 
 
 def _holds(thing: object, tensor: Tensor) -> bool:
@@ -125,7 +110,8 @@ def _holds(thing: object, tensor: Tensor) -> bool:
 
 def _leak(tensor: Tensor, where: str) -> SideEffectError:
     """The error for a tensor that was left; a cache of functools that has it is emptied."""
-    holder, do = _where_left(tensor), "Return the tensor from the function instead."
+    holder = _where_left(tensor)
+    do = 'Return the tensor from the function instead, or use engine="rerun".'
     memoized = _memoized(tensor)
     if memoized is not None:
         memoized.cache_clear()
@@ -139,7 +125,7 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
         SideEffectError,
         where=where,
         what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
-        why="It has no data, so its next use would fail.",
+        why="It has no data, so its next use would fail; it was taken out again.",
         do=do,
     )
 
@@ -157,7 +143,7 @@ def _memoized(tensor: Tensor) -> Any:
 
 
 def _where_left(tensor: Tensor) -> str:
-    for referrer in _referrers_of_left([tensor]):
+    for referrer in referrers([tensor]):
         if isinstance(referrer, dict):
             for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
                 if value is tensor and isinstance(key, str):

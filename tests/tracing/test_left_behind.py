@@ -1,0 +1,96 @@
+"""What a trace, whether or not it succeeds, leaves in a library's own objects: nothing."""
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import SideEffectError, TraceError, remat
+from tests.support import assert_bitwise, seeded
+
+SOURCE = """
+    import torch
+
+    TABLES, PAIRS, LOG, KEPT = {}, {}, [], None
+
+    def by_size(x):
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.arange(float(len(x)))
+        return x * TABLES[len(x)]
+
+    def in_pairs(x):
+        if len(x) not in PAIRS:
+            PAIRS[len(x)] = (torch.ones(len(x)), torch.arange(float(len(x))))
+        return x * PAIRS[len(x)][1]
+
+    def in_a_global(x):
+        global KEPT
+        if KEPT is None:
+            KEPT = torch.arange(float(len(x)))
+        return x * KEPT
+
+    class Memory:
+        buffer = None
+
+        def __init__(self):
+            self.own = None
+
+        def __call__(self, x):
+            if self.own is None:
+                self.own = torch.arange(float(len(x)))
+            return x * self.own
+
+    in_an_attribute = Memory()
+
+    def in_a_list(x):
+        LOG.append(torch.arange(float(len(x))))
+        return x * LOG[-1]
+"""
+NAMES = ["by_size", "in_pairs", "in_a_global", "in_an_attribute", "in_a_list"]
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package where packages are installed: the walk does not follow its code."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "keeps_tables.py").write_text(textwrap.dedent(SOURCE))
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("keeps_tables")
+    del sys.modules["keeps_tables"]
+
+
+def user_of(helper: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that calls it."""
+    return lambda x: helper(x).sin()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_that_a_trace_fills_is_as_before(library: Any, name: str) -> None:
+    """The error says what to do; the library goes on to work, and so does the remedy."""
+    fun, x = user_of(getattr(library, name)), seeded(4, dtype=torch.float32)
+    region = remat(fun)
+
+    with pytest.raises(SideEffectError):
+        region(x.requires_grad_())
+
+    assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_that_fails_later_leaves_nothing(library: Any, name: str) -> None:
+    """Whatever its error is."""
+    fun, x = user_of(getattr(library, name)), seeded(4, dtype=torch.float32)
+
+    with pytest.raises(TraceError):
+        remat(lambda x: fun(x) * float(x.sum()))(x.requires_grad_())
+
+    assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
