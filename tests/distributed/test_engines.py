@@ -30,12 +30,11 @@ DAILY: World = (
         data_parallel_checks,
         sharded_around_checks,
         tensor_parallel_checks,
-        pipeline_checks,
     ),
 )
 #: They compose what the first world checks.
 SWEPT: tuple[World, ...] = (
-    (2, (expert_checks, context_parallel_checks)),
+    (2, (pipeline_checks, expert_checks, context_parallel_checks)),
     (4, (two_dimensional_checks, context_parallel_checks)),
 )
 

@@ -39,6 +39,8 @@ POLICIES = {
 }
 #: Plain torch cannot differentiate these twice, or their numbers are too coarse.
 NOT_TWICE = {"attention", "attention_bfloat16", "half", "mixed_dtypes"}
+# They take as long as all others; `test_numerical_derivatives` has the like of them.
+LONG = ("attention_math", "cumulative", "decompositions", "lstm_cell_in_place")
 
 
 def smooth(w, x):
@@ -58,7 +60,13 @@ def arguments():
     return seeded(4, 4) / 2, seeded(3, 4, seed=1)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_TWICE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in NAMES if name not in {*NOT_TWICE, *LONG}),
+        *swept(LONG),
+    ],
+)
 def test_second_derivatives(name):
     """create_graph, twice: second derivatives of the zoo agree in float64."""
     args = in_double(ZOO[name].make_args())

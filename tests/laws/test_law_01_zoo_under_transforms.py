@@ -88,10 +88,8 @@ CASES = [
 
 
 def is_daily(name, transform):
-    """Whether a case is tried each time: the others are compositions of what is."""
-    if transform == "vmap_jvp_grad" or (name, "vmap_jvp_grad") in CANNOT:
-        return True
-    return name in CORE and transform not in PARTS
+    """Whether a case is tried each time: `vmap_grad` of all, and what the core is there for."""
+    return transform == "vmap_grad" or (name in CORE and transform not in PARTS)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_a_sweep_of_lengths_traces_once() -> None:
     assert (static.cache_info().misses, static.cache_info().hits) == (3, 2)
 
 
+@pytest.mark.sweep
 def test_a_block_at_lengths_to_64() -> None:
     """Odd batches among them; length 1 is a trace of its own: torch broadcasts by it."""
     region = traced(block)
