@@ -236,25 +236,23 @@ class _Run:
 @contextlib.contextmanager
 def _nothing_swallowed(running: Running) -> Generator[None]:
     """Refuses a function that catches what only a trace raises: on numbers it goes another way."""
-    ended: Exception | None = None
     try:
         yield
     except Exception as error:
-        ended = error
+        if not isinstance(error, RematError) and error not in running.raised:
+            _require_none_of_ours(running.raised)
         raise
-    finally:
-        raised, running.raised = running.raised, []
-        if not isinstance(ended, RematError) and ended not in raised:
-            for error in raised:
-                _require_not_ours(error)
+    _require_none_of_ours(running.raised)
+    running.raised.clear()
 
 
-def _require_not_ours(error: Exception) -> None:
-    if isinstance(error, RematError):
-        raise error
-    found = refusals.of_the_users(error, is_backward=False)
-    if found is not None:
-        raise found from error
+def _require_none_of_ours(raised: Sequence[Exception]) -> None:
+    for error in raised:
+        if isinstance(error, RematError):
+            raise error
+        found = refusals.of_the_users(error, is_backward=False)
+        if found is not None:
+            raise found from error
 
 
 def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:
