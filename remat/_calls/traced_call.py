@@ -27,6 +27,7 @@ from remat._graph.values import label
 from remat._regions.retraceable import Roots
 from remat._torch import guards, modes, trees
 from remat._tracing.engines import require_no_engine
+from remat._tracing.left_behind import taken_out_on_error
 from remat._tracing.open_sizes import Fixed, Template, trace_open
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.side_effects import (
@@ -48,7 +49,7 @@ class Flattened:
         num_tensors: how many tensors are among them.
         changed: the places of arguments that get a gradient by what is written to them. The
             function gets copies of these, and returns them after its results.
-        gained: the places of such arguments that a trace has found besides.
+        gained: their places as the first trace finds them, when none is known yet.
         output: how the result is put together; None before the first trace.
     """
 
@@ -84,8 +85,8 @@ class Flattened:
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
                 returned, output = trees.Frame.of(function(*args, **kwargs))
-            if self.output is None:
-                self.gained = tuple({*_gained(had, given)} - {*self.changed})
+            if self.output is None and not self.changed:
+                self.gained = _gained(had, given)
             self.output = self.output or output
             # A captured tensor that no operator of the user has met is still the real one.
             found = [mapping.get(id(each), each) for each in returned]
@@ -182,15 +183,16 @@ def _trace_call(
         traced, reads, template = _run_trace(site, survey, flattened, fixed)
         output = flattened.output
         assert output is not None, "a trace calls the function"
-        if flattened.gained:
-            raise _GainedGradient(flattened.gained)
-        # A trace around would take the look for one of the user's.
-        with modes.without_torch_function():
-            had = [*map(guards.requires_grad, traced.captured)]
-            gained = _gained(had, traced.stand_ins)
-        hooked = put_back(survey)
-        require_no_effects(survey, reads, traced, where)
-        require_nothing_left(traced.fakes, output.statics, where)
+        with taken_out_on_error(traced.fakes):
+            if flattened.gained:
+                raise _GainedGradient(flattened.gained)
+            # A trace around would take the look for one of the user's.
+            with modes.without_torch_function():
+                had = [*map(guards.requires_grad, traced.captured)]
+                gained = _gained(had, traced.stand_ins)
+            hooked = put_back(survey)
+            require_no_effects(survey, reads, traced, where)
+            require_nothing_left(traced.fakes, output.statics, where)
     joints = traced.joints
     if template is not None:
         filled = template.at(signature.metas)
@@ -240,10 +242,10 @@ def require_lawful(
     captured = map(TensorMeta.of_operand, traced.captured)
     operands = (*site.signature.metas, *captured)
     _require_only_buffers_change(joint, operands, names, is_buffer)
-    for place in traced.gained:
+    if traced.gained:
+        place = traced.gained[0]
         name = names[len(site.signature.tensors) + place]
-        where = f"`{name}` ({TensorMeta.of(traced.captured[place])})"
-        raise gains_gradient(where)
+        raise gains_gradient(f"`{name}` ({TensorMeta.of(traced.captured[place])})")
 
 
 def _require_random_by_keys(joint: Joint, rng: str | None) -> None:

@@ -7,11 +7,12 @@ walked; of these a cache is told from an attribute, and each is as if it had not
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -31,13 +32,23 @@ def left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(each for each in alive if id(each) in held)
 
 
+@contextlib.contextmanager
+def taken_out_on_error(fakes: Sequence[weakref.ref[Tensor]]) -> Generator[None]:
+    """Takes these tensors of a trace out of whatever holds them, if the body raises."""
+    try:
+        yield
+    except Exception:
+        _take_out(left_behind(fakes))
+        raise
+
+
 def referrers(things: Sequence[object]) -> list[Any]:
     """The objects that hold one of these, but for frames."""
     found = gc.get_referrers(*things) if things else []
     return [each for each in found if not isinstance(each, types.FrameType)]
 
 
-def take_out(tensors: Sequence[Tensor]) -> None:
+def _take_out(tensors: Sequence[Tensor]) -> None:
     """Takes tensors out of what holds them, alone or in tuples.
 
     An entry of a dict goes, and so does an element of a list. An attribute, or a module's

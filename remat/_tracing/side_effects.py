@@ -19,7 +19,7 @@ from torch import Tensor
 from remat._captures import Reads, Survey
 from remat._errors import SideEffectError, refusal
 from remat._graph.meta import TensorMeta
-from remat._tracing.left_behind import left_behind, referrers, take_out
+from remat._tracing.left_behind import left_behind, referrers
 from remat._tracing.trace import Traced
 
 _Memoized: Any = type(functools.lru_cache(len))
@@ -76,10 +76,9 @@ def require_nothing_left(
         statics: what the function returned besides tensors.
         where: the function, as messages call it.
     """
-    left = left_behind(fakes)
-    if not left:
+    leaked = next(iter(left_behind(fakes)), None)
+    if leaked is None:
         return
-    leaked = left[0]
     for returned in statics:
         if _holds(returned, leaked):
             name = type(returned).__name__
@@ -92,9 +91,7 @@ def require_nothing_left(
                 do=f"Register it (torch.export.register_dataclass({name}), for a "
                 "dataclass), or return a tuple, a dict or a named tuple.",
             )
-    error = _leak(leaked, where)
-    take_out(left)
-    raise error
+    raise _leak(leaked, where)
 
 
 def _holds(thing: object, tensor: Tensor) -> bool:

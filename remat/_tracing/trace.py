@@ -32,7 +32,7 @@ from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
 from remat._tracing.aliases import choose_outputs, copy_custom_aliases
 from remat._tracing.importing import Note
-from remat._tracing.left_behind import left_behind, take_out
+from remat._tracing.left_behind import taken_out_on_error
 from remat._tracing.thread import (
     Running,
     UserCalls,
@@ -111,12 +111,9 @@ def trace(request: Request) -> Traced:
         running.mode,
     ):
         run = _Run(request, running)
-        try:
+        with taken_out_on_error(running.fakes):
             module = _record_run(run)
             return _finish_trace(run, module)
-        except Exception:
-            take_out(left_behind(running.fakes))
-            raise
 
 
 def _shape_env(request: Request, outer: Running | None) -> Any:

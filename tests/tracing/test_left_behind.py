@@ -85,6 +85,24 @@ def test_a_cache_that_a_trace_fills_is_as_before(library: Any, name: str) -> Non
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
 
 
+LAST = [0]
+
+
+def test_a_refusal_of_something_else_leaves_nothing_either(library: Any) -> None:
+    """A function that changes state of its own is refused for that."""
+
+    def fun(x: Tensor) -> Tensor:
+        LAST[0] += 1
+        return library.by_size(x).sin()
+
+    x = seeded(4, dtype=torch.float32).requires_grad_()
+
+    with pytest.raises(SideEffectError, match="while it was traced"):
+        remat(fun)(x)
+
+    assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trace_that_fails_later_leaves_nothing(library: Any, name: str) -> None:
     """Whatever its error is."""
