@@ -29,6 +29,7 @@ from remat.planners._problem import (
     Solution,
     require_feasible,
 )
+from remat.planners._scipy import components
 from remat.planners._tally import Tally
 
 _MOST_CUTS = 64
@@ -111,18 +112,18 @@ def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, in
     """
     network = Network(problem)
     free = budget - problem.fixed_bytes
-    cut = network.cut(Fraction(0))
-    left, right = problem.outcome(problem.nothing), problem.outcome(cut.choices[0])
-    bound = math.ceil(cut.bound)
+    choice, _, least_cost = network.cut(Fraction(0))
+    left, right = problem.outcome(problem.nothing), problem.outcome(choice)
+    bound = math.ceil(least_cost)
     if right.saved_bytes <= budget:
         return min(left, right, key=lambda each: each.cost), None, bound
     for _ in range(_MOST_CUTS):
         if left.cost <= right.cost:
             break
         price = Fraction(left.cost - right.cost, right.saved_bytes - left.saved_bytes)
-        cut = network.cut(price)
-        bound = max(bound, math.ceil(cut.bound - price * free))
-        most, least = map(problem.outcome, cut.choices)
+        *choices, least_cost = network.cut(price)
+        bound = max(bound, math.ceil(least_cost - price * free))
+        most, least = map(problem.outcome, choices)
         line = _priced(price, left)
         if min(_priced(price, most), _priced(price, least)) >= line:
             if _priced(price, most) == _priced(price, least) == line:
@@ -154,49 +155,25 @@ def _exchanges(problem: Problem, left: Outcome, right: Outcome) -> Iterator[Outc
 
 def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
     """The items in which two choices differ, grouped by the steps that tie them."""
-    runs = _steps_run(problem, left), _steps_run(problem, right)
+    runs = Tally(problem, left).running, Tally(problem, right).running
     differs = [
         runs[0][place] != runs[1][place]
         or (step.item is not None and left[step.item] != right[step.item])
         for place, step in enumerate(problem.steps)
     ]
-    leader = list(range(len(problem.steps)))
-
-    def find(place: int) -> int:
-        while leader[place] != place:
-            leader[place] = leader[leader[place]]
-            place = leader[place]
-        return place
-
     first: dict[int, int] = {}
+    ties: list[tuple[int, int]] = []
     for place, step in enumerate(problem.steps):
-        if not differs[place]:
-            continue
-        if step.item is not None:
-            leader[find(place)] = find(first.setdefault(step.item, place))
-        for use in step.uses:
-            if differs[use]:
-                leader[find(place)] = find(use)
+        if differs[place]:
+            ties += [(place, use) for use in step.uses if differs[use]]
+            if step.item is not None:
+                ties.append((place, first.setdefault(step.item, place)))
+    part_of = components(ties, len(problem.steps))
     parts: dict[int, list[int]] = {}
     for item, place in first.items():
         if left[item] != right[item]:
-            parts.setdefault(find(place), []).append(item)
+            parts.setdefault(part_of[place], []).append(item)
     return list(parts.values())
-
-
-def _steps_run(problem: Problem, choice: Choice) -> list[bool]:
-    """Which steps run under a choice of the search."""
-    needed = [False] * len(problem.steps)
-    for place in problem.wanted:
-        needed[place] = True
-    for place in range(len(problem.steps) - 1, -1, -1):
-        step = problem.steps[place]
-        if needed[place] and step.item is not None and choice[step.item] is not None:
-            needed[place] = False
-        elif needed[place]:
-            for use in step.uses:
-                needed[use] = True
-    return needed
 
 
 def _branched(

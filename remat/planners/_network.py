@@ -16,7 +16,7 @@ is then a bound on the optimum, which it need not reach.
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, final
@@ -33,38 +33,29 @@ _SOURCE, _SINK = 0, 1
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
-class NetworkCut:
-    """The best choices at a price: the one that saves most, and the one that saves least.
-
-    No choice has a lower cost plus price times bytes than `bound`, fixed bytes left out.
-    """
-
-    choices: tuple[Choice, Choice]
-    bound: Fraction
-
-
-@final
 class Network:
     """The network of a problem, for any price."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._stops = [
-            step.item is not None and bool(problem.items[step.item])
+        # What can be saved to avoid each step; None where nothing can.
+        self._items = [
+            step.item if step.item is not None and problem.items[step.item] else None
             for step in problem.steps
         ]
         certain = self._reached(problem.wanted, through_items=False)
+        sources = {place for place in certain if self._items[place] is not None}
         self.certain_cost = problem.base_cost + sum(
-            problem.steps[place].cost for place in certain if not self._stops[place]
+            problem.steps[place].cost for place in certain - sources
         )
-        sources = {place for place in certain if self._stops[place]}
         reached = self._reached(sorted(sources), through_items=True)
         self.candidates = sorted(reached - (certain - sources))
         self._node: dict[int, tuple[int, int]] = {}
         self._lay_out()
         self._edges = [*self._fixed_edges(sources)]
-        self._shares = self._members()
+        # How many of the candidates make each item.
+        items = (self._items[place] for place in self.candidates)
+        self._shares = Counter(item for item in items if item is not None)
         self._sum = sum(problem.steps[place].cost for place in self.candidates)
 
     def _reached(self, places: Iterable[int], *, through_items: bool) -> set[int]:
@@ -75,7 +66,7 @@ class Network:
             if place in seen:
                 continue
             seen.add(place)
-            if through_items or not self._stops[place]:
+            if through_items or self._items[place] is None:
                 pending += self.problem.steps[place].uses
         return seen
 
@@ -83,9 +74,9 @@ class Network:
         """Numbers the nodes: two for a step that can be avoided, else one."""
         count = 2
         for place in self.candidates:
-            width = 1 + self._stops[place]
-            self._node[place] = count, count + width - 1
-            count += width
+            first, last = count, count + (self._items[place] is not None)
+            self._node[place] = first, last
+            count = last + 1
         self.num_nodes = count
 
     def _fixed_edges(self, sources: set[int]) -> Iterator[tuple[int, int]]:
@@ -96,17 +87,12 @@ class Network:
                 if use in self._node:
                     yield self._node[place][1], self._node[use][0]
 
-    def _members(self) -> dict[int, int]:
-        """How many of the candidates make each item."""
-        found: dict[int, int] = {}
-        for place in self.candidates:
-            item = self.problem.steps[place].item
-            if item is not None and self._stops[place]:
-                found[item] = found.get(item, 0) + 1
-        return found
+    def cut(self, price: Fraction) -> tuple[Choice, Choice, Fraction]:
+        """The best choices at a price, in cost per byte, and a bound.
 
-    def cut(self, price: Fraction) -> NetworkCut:
-        """The best choices at a price, in cost per byte."""
+        The first choice saves most, the second least. No choice has a lower cost plus
+        price times bytes than the bound, fixed bytes left out.
+        """
         price_, unit = price.numerator, price.denominator
         total = max(1, self._sum * unit)
         scale = Fraction(min(total, _MOST), total)
@@ -116,27 +102,24 @@ class Network:
         }
         edges = [(tail, head, _UNCUTTABLE) for tail, head in self._edges]
         for place in self.candidates:
-            step, (needed, run) = self.problem.steps[place], self._node[place]
-            edges.append((run, _SINK, _in_units(step.cost * unit, scale)))
-            if self._stops[place]:
-                assert step.item is not None
-                option = self.problem.items[step.item][picked[step.item]]
+            needed, run = self._node[place]
+            cost = self.problem.steps[place].cost
+            edges.append((run, _SINK, _in_units(cost * unit, scale)))
+            item = self._items[place]
+            if item is not None:
+                option = self.problem.items[item][picked[item]]
                 paid = unit * option.cost + price_ * option.size_bytes
-                capacity = _in_units(Fraction(paid, self._shares[step.item]), scale)
+                capacity = _in_units(Fraction(paid, self._shares[item]), scale)
                 edges.append((needed, run, capacity))
-        flow, sides = _minimum_cuts(edges, self.num_nodes)
-        choices = tuple(self._choice(side, picked) for side in sides)
-        return NetworkCut(
-            (choices[0], choices[1]), Fraction(flow) / scale / unit + self.certain_cost
-        )
+        flow, first, last = _minimum_cuts(edges, self.num_nodes)
+        bound = Fraction(flow) / scale / unit + self.certain_cost
+        return self._choice(first, picked), self._choice(last, picked), bound
 
     def _choice(self, side: Any, picked: dict[int, int]) -> Choice:
         found: list[int | None] = [None] * len(self.problem.items)
-        for place in self.candidates:
-            needed, run = self._node[place]
-            if side[needed] and not side[run]:
-                item = self.problem.steps[place].item
-                assert item is not None
+        for place, (needed, run) in self._node.items():
+            item = self._items[place]
+            if item is not None and side[needed] and not side[run]:
                 found[item] = picked[item]
         return tuple(found)
 
@@ -148,7 +131,7 @@ def _in_units(capacity: int | Fraction, scale: Fraction) -> int:
 
 def _minimum_cuts(
     edges: list[tuple[int, int, int]], num_nodes: int
-) -> tuple[int, tuple[Any, Any]]:
+) -> tuple[int, Any, Any]:
     """The flow, and the source sides of the smallest and the largest minimum cut."""
     table = np.array(edges, dtype=np.int64).reshape(-1, 3)
     network: Any = sparse.csr_array(
@@ -160,7 +143,7 @@ def _minimum_cuts(
     left.eliminate_zeros()
     first = _reachable(left, _SOURCE, num_nodes)
     last = ~_reachable(left.T.tocsr(), _SINK, num_nodes)
-    return int(result.flow_value), (first, last)
+    return int(result.flow_value), first, last
 
 
 def _reachable(network: Any, start: int, num_nodes: int) -> Any:

@@ -52,6 +52,14 @@ class Tally:
                 self._choice[item] = None
         return Outcome(tuple(self._choice), self.saved_bytes, self.cost)
 
+    @property
+    def running(self) -> list[bool]:
+        """Which steps run under the choice."""
+        return [
+            needs > 0 and (step.item is None or self._choice[step.item] is None)
+            for needs, step in zip(self._needs, self._problem.steps, strict=True)
+        ]
+
     def _count(self, item: int, sign: int) -> None:
         """Adds or takes away what the item's option holds and costs, if it is read."""
         option = self._choice[item]
