@@ -22,7 +22,7 @@ the schedule that holds least, are also tried in exact bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -110,23 +110,23 @@ class Budget(AbstractSchedule):
         limit = self.bytes_for(stages)
         if limit >= _all_bytes(stages):
             return Every(len(stages)).actions(stages)
-        least = _LeastBytes(stages)
-        if limit < least.needed:
+        needed, smallest = _least_bytes(stages)
+        if limit < needed:
             raise refusal(
                 BudgetError,
                 where=f"Budget({self.size!r}), which is {limit} bytes",
                 what="no schedule fits.",
-                why=f"The smallest feasible size is {least.needed} bytes "
-                f"({show_size(least.needed)}).",
-                do=f"Give at least Budget({least.needed}), or split the largest stage "
+                why=f"The smallest feasible size is {needed} bytes "
+                f"({show_size(needed)}).",
+                do=f"Give at least Budget({needed}), or split the largest stage "
                 "in two.",
             )
         candidates = [
-            _Planner(stages, limit).actions(),
-            least.actions(),
+            *_within_slots(stages, limit),
+            smallest,
             *(Every(k).actions(stages) for k in range(1, len(stages) + 1)),
         ]
-        return _cheapest_within(filter(None, candidates), stages, limit)
+        return _cheapest_within(candidates, stages, limit)
 
 
 def _all_bytes(stages: Sequence[Stage]) -> int:
@@ -137,13 +137,9 @@ def _all_bytes(stages: Sequence[Stage]) -> int:
 def _cheapest_within(
     candidates: Iterable[tuple[Action, ...]], stages: Sequence[Stage], limit: int
 ) -> tuple[Action, ...]:
-    found = [(replay(actions, stages), actions) for actions in candidates]
-    fitting = [
-        (result.cost, place)
-        for place, (result, _) in enumerate(found)
-        if result.peak_bytes <= limit
-    ]
-    return found[min(fitting)[1]][1]
+    replays = [(actions, replay(actions, stages)) for actions in candidates]
+    fitting = [pair for pair in replays if pair[1].peak_bytes <= limit]
+    return min(fitting, key=lambda pair: pair[1].cost)[0]
 
 
 Choice = Callable[[int, int, int], int]
@@ -200,92 +196,60 @@ class _Sizes:
         self.record = [-(-stage.record_bytes // unit) for stage in stages]
 
 
-@final
-class _LeastBytes:
-    """The schedule that holds least, in exact bytes, and how many it needs."""
+def _stretches(count: int) -> Iterator[tuple[int, int]]:
+    """The first and the last stage of each part of a stack, short parts first."""
+    for length in range(count):
+        for start in range(count - length):
+            yield start, start + length
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._count = len(stages)
-        self._sizes = _Sizes(stages)
-        self._choices: dict[tuple[int, int], int] = {}
-        self._least: dict[tuple[int, int], int] = {}
-        for length in range(self._count):
-            for start in range(self._count - length):
-                self._solve(start, start + length)
-        self.needed = self._least[0, self._count - 1]
 
-    def _solve(self, start: int, stop: int) -> None:
-        sizes = self._sizes
-        best = sizes.record[start] + sizes.state[start + 1]
-        if start < stop:
-            best += self._least[start + 1, stop]
-        choice = _RECORD
+def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[Action, ...]]:
+    """The least bytes that some schedule holds, exactly, and this schedule."""
+    sizes = _Sizes(stages)
+    # Of each part: the bytes, and the choice that takes no more.
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for start, stop in _stretches(len(stages)):
+        rest = found[start + 1, stop][0] if start < stop else 0
+        options = [(sizes.record[start] + sizes.state[start + 1] + rest, _RECORD)]
         for middle in range(start + 1, stop + 1):
             # A backward over stages holds at least what a run through them does.
-            needed = max(
-                sizes.state[middle] + self._least[middle, stop],
-                self._least[start, middle - 1],
-            )
-            if needed < best:
-                best, choice = needed, middle
-        self._least[start, stop] = best
-        self._choices[start, stop] = choice
-
-    def actions(self) -> tuple[Action, ...]:
-        """The actions of this schedule."""
-        part = _Stretch(0, self._count - 1, self.needed, False, True)
-        return _actions_of(lambda s, t, _: self._choices[s, t], part, self._sizes)
+            late = sizes.state[middle] + found[middle, stop][0]
+            options.append((max(late, found[start, middle - 1][0]), middle))
+        found[start, stop] = min(options)
+    part = _Stretch(0, len(stages) - 1, found[0, len(stages) - 1][0], False, True)
+    return part.room, _actions_of(lambda s, t, _: found[s, t][1], part, sizes)
 
 
-@final
-class _Planner:
-    """The dynamic program over stages and slots."""
+def _within_slots(stages: Sequence[Stage], limit: int) -> Iterator[tuple[Action, ...]]:
+    """The cheapest schedule, by a dynamic program over slots, if one fits them."""
+    unit = math.gcd(*(n for s in stages for n in (s.output_bytes, s.record_bytes))) or 1
+    if limit // unit > _SLOTS:
+        unit = -(-limit // _SLOTS)
+    slots, sizes = limit // unit, _Sizes(stages, unit)
+    sums: Any = np.cumsum([0, *(stage.cost for stage in stages)]).astype(float)
 
-    def __init__(self, stages: Sequence[Stage], limit: int) -> None:
-        sizes = [each for s in stages for each in (s.output_bytes, s.record_bytes)]
-        unit = math.gcd(*sizes) or 1
-        if limit // unit > _SLOTS:
-            unit = -(-limit // _SLOTS)
-        self._count = len(stages)
-        self._slots = limit // unit
-        self._sizes = _Sizes(stages, unit)
-        self._sums: Any = np.cumsum([0, *(stage.cost for stage in stages)]).astype(
-            float
-        )
-        self._costs: dict[tuple[int, int], Any] = {}
-        self._choices: dict[tuple[int, int], Any] = {}
-        for length in range(self._count):
-            for start in range(self._count - length):
-                self._solve(start, start + length)
+    def shifted(costs: Any, taken: int) -> Any:
+        """Costs by slots where some slots are taken."""
+        found = np.full(slots + 1, np.inf)
+        if taken <= slots:
+            found[taken:] = costs[: slots + 1 - taken]
+        return found
 
-    def _solve(self, start: int, stop: int) -> None:
-        sizes, sums = self._sizes, self._sums
+    costs: dict[tuple[int, int], Any] = {}
+    choices: dict[tuple[int, int], Any] = {}
+    for start, stop in _stretches(len(stages)):
         kept = sizes.record[start] + sizes.state[start + 1]
-        rest = self._costs[start + 1, stop] if start < stop else None
-        best: Any = self._shifted(rest, kept) + (sums[start + 1] - sums[start])
-        choice: Any = np.zeros(self._slots + 1, dtype=np.int16)
+        rest = costs[start + 1, stop] if start < stop else np.zeros(slots + 1)
+        best: Any = shifted(rest, kept) + (sums[start + 1] - sums[start])
+        choice: Any = np.full(slots + 1, _RECORD, dtype=np.int16)
         for middle in range(start + 1, stop + 1):
-            cost = self._shifted(self._costs[middle, stop], sizes.state[middle])
-            cost += self._costs[start, middle - 1]
+            cost = shifted(costs[middle, stop], sizes.state[middle])
+            cost += costs[start, middle - 1]
             cost += sums[middle] - sums[start]
             choice[cost < best] = middle
             best = np.minimum(best, cost)
-        self._costs[start, stop], self._choices[start, stop] = best, choice
-
-    def _shifted(self, costs: Any, taken: int) -> Any:
-        """Costs by slots where some slots are taken; None costs nothing."""
-        found = np.full(self._slots + 1, np.inf)
-        if taken <= self._slots:
-            left = self._slots + 1 - taken
-            found[taken:] = 0.0 if costs is None else costs[:left]
-        return found
-
-    def actions(self) -> tuple[Action, ...] | None:
-        """The cheapest schedule, None if none fits the slots."""
-        last = self._count - 1
-        if not np.isfinite(self._costs[0, last][self._slots]):
-            return None
-        part = _Stretch(0, last, self._slots, False, True)
-        return _actions_of(
-            lambda s, t, room: int(self._choices[s, t][room]), part, self._sizes
-        )
+        costs[start, stop], choices[start, stop] = best, choice
+    last = len(stages) - 1
+    if np.isfinite(costs[0, last][slots]):
+        part = _Stretch(0, last, slots, False, True)
+        yield _actions_of(lambda s, t, room: int(choices[s, t][room]), part, sizes)

@@ -88,8 +88,7 @@ class Sqrt(AbstractSchedule):
 
     def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
         """See the base class."""
-        count = len(stages)
-        return tuple(_segment_actions(count, max(1, math.isqrt(max(count - 1, 0)) + 1)))
+        return Every(math.isqrt(max(len(stages) - 1, 0)) + 1).actions(stages)
 
 
 def _segment_actions(count: int, size: int) -> Iterator[Action]:
