@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from typing import Any, final
 
 import torch
@@ -55,11 +55,7 @@ class LiveBytes(modes.DispatchMode):
         self._older: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator and counts the storages that it makes."""
         kwargs = kwargs or {}

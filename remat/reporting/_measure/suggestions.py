@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import final
 
@@ -56,14 +57,14 @@ def suggest(
 
 
 def _suggest_wrapping(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
-    lines: dict[str, int] = {}
+    lines: Counter[str] = Counter()
     for value in outside:
-        lines[value.source] = lines.get(value.source, 0) + value.size_bytes
-    source = max(lines, key=lambda line: lines[line])
+        lines[value.source] += value.size_bytes
+    [(source, most_bytes)] = lines.most_common(1)
     size = show_size(outside_bytes)
     text = f"{size} that no region makes are held outside any region"
     text += (
-        f", most of it ({show_size(lines[source])}) made at {source}: put the function "
+        f", most of it ({show_size(most_bytes)}) made at {source}: put the function "
         "around that line in @remat or, if it calls a model, its layers (modules.apply)."
         if source
         else ", by a backward inside the function: put what it differentiates in @remat."
@@ -72,14 +73,14 @@ def _suggest_wrapping(outside: Sequence[HeldValue], outside_bytes: int) -> Sugge
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Change:
     """What one line of code would change, in all traces of a function."""
 
     region: str  # the function
     value: Alternative  # one of the values that it is about
-    size_bytes: int  # by how much it changes what is held
-    work: int  # by how much it changes what is recomputed, see `work_of`
+    size_bytes: int = 0  # by how much it changes what is held
+    work: int = 0  # by how much it changes what is recomputed, see `work_of`
 
 
 def _changes(
@@ -89,16 +90,12 @@ def _changes(
     found: dict[Hashable, _Change] = {}
     for group in groups:
         for other in ask(group.traced):
-            key = group.name, other.key
-            known = found.get(key, _Change(group.name, other, 0, 0))
-            now = group.traced.outcome
-            more = group.saved_bytes(other.outcome) - group.saved_bytes(now)
-            work = other.outcome.work - now.work
-            found[key] = dataclasses.replace(
-                known,
-                size_bytes=known.size_bytes + more,
-                work=known.work + group.calls * work,
+            change = found.setdefault(
+                (group.name, other.key), _Change(group.name, other)
             )
+            now, then = group.traced.outcome, other.outcome
+            change.size_bytes += group.saved_bytes(then) - group.saved_bytes(now)
+            change.work += group.calls * (then.work - now.work)
     return list(found.values())
 
 
@@ -188,7 +185,7 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
     points = [_point("", groups, now)]
     for price, place, number in order:
         if price <= 0:
-            continue
+            break
         traced = groups[place].traced
         saved[place].add(number)
         found = traced.at(saved[place])
@@ -196,9 +193,8 @@ def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
             saved[place].discard(number)
             continue
         now[place] = found
-        points.append(
-            _point(describe(traced.alternative(number, {number})), groups, now)
-        )
+        added = describe(traced.alternative(number, {number}))
+        points.append(_point(added, groups, now))
     # Some values save nothing unless others are saved too.
     whole = [group.traced.at(set(group.traced.choices)) for group in groups]
     last = _point("all that is left", groups, whole)

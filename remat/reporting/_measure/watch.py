@@ -8,7 +8,7 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from typing import Any, final
 
@@ -119,6 +119,7 @@ class StepWatcher(StepListener):
         time_s: seconds spent in operators so far.
         live_bytes: what lives now.
         flops: of each phase, by torch's formulas.
+        counts: how often each operator ran, by its short name.
         events: each storage made and freed, in order.
         by_key: the living storages.
     """
@@ -128,7 +129,7 @@ class StepWatcher(StepListener):
         self.time_s = 0.0
         self.live_bytes = 0
         self.flops = {"forward": 0, "backward": 0}
-        self._counts: Counter[Any] = Counter()
+        self.counts: Counter[str] = Counter()
         self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
         self.by_key: dict[int, Allocation] = {}
@@ -152,11 +153,7 @@ class StepWatcher(StepListener):
             self._stack.pop()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
         kwargs = kwargs or {}
@@ -169,7 +166,7 @@ class StepWatcher(StepListener):
             _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
-        self._counts[func] += 1
+        self.counts[traits.name] += 1
         if traits.has_formula:
             self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
         run = self._stack[-1] if self._stack else None
@@ -180,14 +177,6 @@ class StepWatcher(StepListener):
                 for storage in storages(tensor):
                     self._count(storage, func, traits, item)
         return result
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How often each operator ran, by its short name."""
-        found: Counter[str] = Counter()
-        for op, count in self._counts.items():
-            found[operators.short_name(op)] += count
-        return found
 
     def _count(
         self, storage: torch.UntypedStorage, op: Any, traits: _Traits, item: int
@@ -211,25 +200,23 @@ class StepWatcher(StepListener):
     def _allocation(
         self, storage: torch.UntypedStorage, op: Any, item: int
     ) -> Allocation:
-        source, names = "", ()
         run = self._stack[-1] if self._stack else None
-        if run is not None and run.step >= 0:
-            value = run.graph.values[run.step]
-            source, names = value.source, value.names
-        elif self.phase == "forward":
-            source = user_line()
-        return Allocation(
-            key=tensors.key_of(storage),
-            size_bytes=storage.nbytes(),
+        made = Allocation(
+            tensors.key_of(storage),
+            storage.nbytes(),
             maker=op,
-            source=source,
-            names=names,
             phase=self.phase,
             run=run,
             step=-1 if run is None else run.step,
             item=item,
             node=self.node,
         )
+        if run is not None and run.step >= 0:
+            value = run.graph.values[run.step]
+            made.source, made.names = value.source, value.names
+        elif self.phase == "forward":
+            made.source = user_line()
+        return made
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         allocation = self._references.pop(reference)
@@ -253,9 +240,8 @@ class StepWatcher(StepListener):
 
 def _finish(result: Any) -> None:
     """Waits for an accelerator, whose operators return before they are done."""
-    if any(
-        each.device.type not in ("cpu", "meta") for each in trees.tensor_leaves(result)
-    ):
+    devices = {each.device.type for each in trees.tensor_leaves(result)}
+    if devices - {"cpu", "meta"}:
         torch.accelerator.synchronize()
 
 
@@ -264,6 +250,7 @@ def _finish(result: Any) -> None:
 class _Traits:
     """Properties of an operator that are known before it runs."""
 
+    name: str
     is_view: bool  # what it returns shares storage with what it takes
     is_mutable: bool  # it writes to an argument
     has_formula: bool  # torch can tell its FLOPs
@@ -276,7 +263,8 @@ def _traits_to_watch(op: Any) -> _Traits:
     is_repeatable = getattr(op, "namespace", "") == "aten" and not (
         is_view or is_mutable or operators.may_draw(op)
     )
-    return _Traits(is_view, is_mutable, flops.has_flops(op), is_repeatable)
+    has_formula, name = flops.has_flops(op), operators.short_name(op)
+    return _Traits(name, is_view, is_mutable, has_formula, is_repeatable)
 
 
 # The operators that have run in this process, which are warmed up.
