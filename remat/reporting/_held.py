@@ -26,7 +26,6 @@ class Node:
     """One node of autograd's graph, with what it saved."""
 
     raw: Any  # autograd's object
-    number: int  # its place in the order of the forward
     call: Call | None  # the call of a region that it is; None for an operator of torch
     # the tensors that it saved, by the order or the name in which it did
     saved: tuple[Tensor, ...]
@@ -42,32 +41,31 @@ def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor,
 
     Reading a saved tensor unpacks what saved-tensor hooks of others packed.
     """
-    raws = _raw_nodes(outputs)
-    nodes = [_node(raw) for raw in raws if not hasattr(raw, "variable")]
-    return tuple(sorted(nodes, key=lambda node: node.number)), _leaves_among(raws)
+    raws, leaves = _nodes_and_leaves(outputs)
+    return tuple(map(_node, sorted(raws, key=autograd.node_number))), leaves
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The leaves of autograd's graph behind some outputs."""
-    return _leaves_among(_raw_nodes(outputs))
+    return _nodes_and_leaves(outputs)[1]
 
 
-def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    """Autograd's objects behind some outputs, those that accumulate gradients included."""
-    return nodes_behind(
-        [output.grad_fn or get_gradient_edge(output).node for output in outputs]
+def _nodes_and_leaves(
+    outputs: Sequence[Tensor],
+) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """Autograd's objects behind some outputs, and what those that accumulate belong to."""
+    raws = nodes_behind(
+        [each.grad_fn or get_gradient_edge(each).node for each in outputs]
     )
-
-
-def _leaves_among(raws: Sequence[Any]) -> tuple[Tensor, ...]:
-    return tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
+    leaves = tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
+    return [raw for raw in raws if not hasattr(raw, "variable")], leaves
 
 
 def _node(raw: Any) -> Node:
     call = getattr(raw, "call", None)
     call = call if isinstance(call, Call) else None
     apart = () if call is None else call.region.held_apart
-    return Node(raw, autograd.node_number(raw), call, (*_saved_by(raw), *apart))
+    return Node(raw, call, (*_saved_by(raw), *apart))
 
 
 def _saved_by(raw: Any) -> Iterator[Tensor]:

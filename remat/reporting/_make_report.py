@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from typing import Any, final
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from remat.reporting._measure import suggestions
 from remat.reporting._measure.live_bytes import allocator_peaks
 from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import Foretold, RegionTrace, Waits, foretold
+from remat.reporting._measure.traced import RegionTrace, Waits, foretold
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
@@ -34,6 +34,9 @@ OUTSIDE = "outside of regions"
 GRADIENTS = "gradients"
 _KEEP = Keep()
 _MOST_POINTS = 1000
+
+_N = TypeVar("_N", int, float)
+_V = TypeVar("_V", HeldValue, RecomputedValue)
 
 
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -73,8 +76,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     step = MeasuredStep(f, args, kwargs)
     with step.kept():
-        found = _Measurement(step)
-    return found.report()
+        measurement = _Measurement(step)
+    return measurement.report()
 
 
 @final
@@ -85,15 +88,9 @@ class _Held:
     node: int  # the place of the node
     position: int  # the place of the tensor among what the node saved
     allocation: Allocation
-    size_bytes: int  # the bytes of the storage between forward and backward
+    waits: Waits  # the bytes of the storage between forward and backward
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_away: bool  # whether the storage is elsewhere than on the tensor's device
-
-    @property
-    def waits(self) -> Waits:
-        """Its bytes, by where they are."""
-        return Waits(0, self.size_bytes) if self.is_away else Waits(self.size_bytes)
 
 
 @final
@@ -115,8 +112,7 @@ class _Measurement:
             gradients = step.backward(outputs, self.leaves)
             self.watch.node = None
             del outputs
-            found = [each for each in gradients if each is not None]
-            self.gradients = self._allocations(found)
+            self.gradients = self._allocations(gradients)
 
     def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
@@ -133,14 +129,10 @@ class _Measurement:
                 for part in parts_of(tensor):
                     self._hold(place, position, tensor, part)
         self._returned = self._allocations(outputs)
-        self._away = {each.allocation for each in self.held.values() if each.is_away}
+        found = self.held.values()
+        self._away = {each.allocation for each in found if each.waits.elsewhere_bytes}
         here = set(self.watch.by_key.values()) - self._away
         self.held_bytes = sum(each.size_bytes for each in here)
-        self._waits_at: dict[tuple[int, int], Waits] = {}
-        for held in self.held.values():
-            at = held.node, held.position
-            known = self._waits_at.get(at, Waits())
-            self._waits_at[at] = Waits.sum([known, held.waits])
         self.device = str(outputs[0].device)
         self.is_timed = self.device != "meta"
 
@@ -156,14 +148,16 @@ class _Measurement:
                 continue  # an argument
             self.readers.setdefault(allocation.key, []).append((place, position))
             if self._comes_first(place, allocation.key):
+                size = allocation.size_bytes
+                is_elsewhere = is_away or allocation.is_in_file
+                waits = Waits(0, size) if is_elsewhere else Waits(size)
                 self.held[allocation.key] = _Held(
                     place,
                     position,
                     allocation,
-                    allocation.size_bytes,
+                    waits,
                     tuple(tensor.shape),
                     tensor.dtype,
-                    is_away or allocation.is_in_file,
                 )
 
     def _comes_first(self, place: int, key: int) -> bool:
@@ -172,20 +166,18 @@ class _Measurement:
         is_region = place in self.calls.at
         return known is None or (is_region and known.node not in self.calls.at)
 
-    def _allocations(self, tensors: Sequence[Tensor]) -> frozenset[Allocation]:
+    def _allocations(self, tensors: Sequence[Tensor | None]) -> frozenset[Allocation]:
         found = [
             self.watch.by_key.get(key_of(each))
             for tensor in tensors
+            if tensor is not None
             for each in storages(tensor)
         ]
         return frozenset(each for each in found if each is not None)
 
-    # What the measurement comes to.
-
     def report(self) -> Report:
         """The figures in a row."""
         self._caller = self.calls.callers(self.watch.runs)
-        self._programs: dict[int, Foretold] = {}
         self._backwards = self._backward_runs()
         self._outside = self._outside_values()
         regions = tuple(map(self._region, self.calls.rows))
@@ -198,7 +190,6 @@ class _Measurement:
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
         history = self._history()
-        is_known = all(each.recompute_flops is not None for each in regions)
         return Report(
             function=self.step.name,
             device=self.device,
@@ -214,13 +205,11 @@ class _Measurement:
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
             backward_flops=self.watch.flops["backward"],
-            recompute_flops=sum(each.recompute_flops or 0 for each in regions)
-            if is_known
-            else None,
+            recompute_flops=_sum_if_known(each.recompute_flops for each in regions),
             forward_s=self.forward_s if self.is_timed else None,
             backward_s=self.watch.time_s - self.forward_s if self.is_timed else None,
-            recompute_s=sum(each.recompute_s or 0.0 for each in regions)
-            if self.is_timed and is_known
+            recompute_s=_sum_if_known(each.recompute_s for each in regions)
+            if self.is_timed
             else None,
             regions=regions,
             values=self._values(),
@@ -234,12 +223,9 @@ class _Measurement:
     def _backward_runs(self) -> dict[int, ProgramRun]:
         """The run of each node's backward program: the longest, as views run there too."""
         found: dict[int, ProgramRun] = {}
-        for run in self.watch.runs:
+        for run in sorted(self.watch.runs, key=lambda run: -len(run.graph.values)):
             if run.phase == "backward" and id(run) in self._caller:
-                place = self._caller[id(run)].place
-                known = found.get(place, run)
-                longest = max(known, run, key=lambda each: len(each.graph.values))
-                found[place] = longest
+                found.setdefault(self._caller[id(run)].place, run)
         return found
 
     def _region(self, calls: Sequence[RegionCall]) -> RegionReport:
@@ -248,8 +234,14 @@ class _Measurement:
         predicted = Waits.sum(map(self._predicted, calls))
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
+        graphs = {id(run.graph): run.graph for run in known}  # equal layers share one
+        told = {key: foretold(graph) for key, graph in graphs.items()}
+        working_set_bytes = max(
+            (each.working_set_bytes for each in told.values()), default=0
+        )
         traced = calls[0].traced
-        flops = [self._foretold(run).flops if run and traced else None for run in runs]
+        flops = [told[id(run.graph)].flops if run and traced else None for run in runs]
+        backward_s = sum(sum(run.times_s.values()) for run in known)
         is_timed = bool(traced) and self.is_timed
         return RegionReport(
             name=calls[0].name,
@@ -261,28 +253,17 @@ class _Measurement:
             elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
             predicted_elsewhere_bytes=predicted.elsewhere_bytes if traced else None,
             working_set_bytes=max((run.peak_bytes for run in known), default=0),
-            predicted_working_set_bytes=max(
-                (self._foretold(run).working_set_bytes for run in known), default=0
-            )
-            if traced
-            else None,
+            predicted_working_set_bytes=working_set_bytes if traced else None,
             recompute_flops=sum(each or 0 for each in flops) if traced else None,
             recompute_s=sum(map(_reported_repeat_s, known)) if is_timed else None,
-            backward_s=sum(sum(run.times_s.values()) for run in known)
-            if is_timed
-            else None,
+            backward_s=backward_s if is_timed else None,
         )
-
-    def _foretold(self, run: ProgramRun) -> Foretold:
-        """What a run's program says of itself; equal layers share one."""
-        found = self._programs.get(id(run.graph))
-        if found is None:
-            found = self._programs[id(run.graph)] = foretold(run.graph)
-        return found
 
     def _waiting(self, places: Container[int]) -> Waits:
         """What the nodes at these places hold, by measurement."""
-        return Waits.sum(each for at, each in self._waits_at.items() if at[0] in places)
+        return Waits.sum(
+            each.waits for each in self.held.values() if each.node in places
+        )
 
     def _predicted(self, call: RegionCall) -> Waits:
         """The saved values by the trace, and the operands that this call holds first.
@@ -293,18 +274,15 @@ class _Measurement:
         if traced is None:
             return Waits()
         saved, count = len(traced.found.saved), len(traced.region.operands)
-        measured = {
-            position: each
-            for (place, position), each in self._waits_at.items()
-            if place == call.place
-        }
+        measured: dict[int, list[Waits]] = {}
+        for held in self.held.values():
+            if held.node == call.place and held.position < saved + count:
+                measured.setdefault(held.position, []).append(held.waits)
         found = [Waits(traced.state_bytes)]
         for position in {*range(saved), *measured}:
-            known = measured.get(position, Waits())
             is_view = position >= saved and (call.place, position) in self._as_it_is
-            if position < saved + count:
-                waits = None if is_view else traced.waits(position)
-                found.append(known if waits is None else waits)
+            waits = None if is_view else traced.waits(position)
+            found += measured.get(position, []) if waits is None else [waits]
         return Waits.sum(found)
 
     def _value(self, held: _Held) -> HeldValue:
@@ -325,7 +303,7 @@ class _Measurement:
             op=op,
             shape=held.shape,
             dtype=held.dtype,
-            size_bytes=held.size_bytes,
+            size_bytes=sum(held.waits),
             count=1,
             source=source,
             region="" if call is None else call.name,
@@ -334,26 +312,24 @@ class _Measurement:
         )
 
     def _consumers(self, allocation: Allocation) -> tuple[str, ...]:
-        found: dict[str, None] = {}
+        found: list[str] = []
         for place, position in self.readers[allocation.key]:
             call = self.calls.at.get(place)
             if call is None:
-                found[self.names[place]] = None
+                found.append(self.names[place])
             elif call.traced is None:
-                found[call.name] = None
+                found.append(call.name)
             else:
-                found.update(dict.fromkeys(call.traced.consumers.get(position, ())))
-        return tuple(found)
+                found += call.traced.consumers.get(position, ())
+        return tuple(dict.fromkeys(found))
 
     def _values(self) -> tuple[HeldValue, ...]:
         """What is held, equal values of several calls folded, the largest first."""
         found = Counter(map(self._value, self.held.values()))
-        values = [
+        return _largest_first(
             dataclasses.replace(each, count=count, size_bytes=count * each.size_bytes)
             for each, count in found.items()
-        ]
-        values.sort(key=lambda value: -value.size_bytes)
-        return tuple(values)
+        )
 
     def _recomputed(self) -> tuple[RecomputedValue, ...]:
         """What runs again, equal values of several traces folded, the largest first."""
@@ -372,7 +348,7 @@ class _Measurement:
                     region=calls[0].name,
                 )
                 counts[one] += len(calls)
-        values = [
+        return _largest_first(
             dataclasses.replace(
                 each,
                 count=count,
@@ -380,19 +356,17 @@ class _Measurement:
                 flops=count * each.flops,
             )
             for each, count in counts.items()
-        ]
-        return tuple(sorted(values, key=lambda value: -value.size_bytes))
+        )
 
-    def _outside_values(self) -> list[HeldValue]:
+    def _outside_values(self) -> tuple[HeldValue, ...]:
         """What no region makes or holds, and nobody is given, the largest first."""
-        found = [
+        return _largest_first(
             self._value(held)
             for held in self.held.values()
             if held.node not in self.calls.at
             and held.allocation.run is None
             and held.allocation not in self._returned
-        ]
-        return sorted(found, key=lambda value: -value.size_bytes)
+        )
 
     def _shared(self, traced: RegionTrace, calls: Sequence[RegionCall]) -> Counter[int]:
         """Of each class of a trace, how many calls return it to what holds it anyway."""
@@ -428,10 +402,9 @@ class _Measurement:
             return GRADIENTS
         held = self.held.get(allocation.key)
         if held is not None and held.allocation is allocation:
-            return (
-                self.calls.at[held.node].name if held.node in self.calls.at else OUTSIDE
-            )
-        call = self._caller.get(id(allocation.run))
+            call = self.calls.at.get(held.node)
+        else:
+            call = self._caller.get(id(allocation.run))
         return OUTSIDE if call is None else call.name
 
     def _history(self) -> list[Counter[str]]:
@@ -466,14 +439,24 @@ class _Measurement:
         rows = [history[place].values() for place in places]
         return Timeline(
             times_s=tuple(
-                events[place].time_s if self.is_timed else float(place)
-                for place in places
+                events[k].time_s if self.is_timed else float(k) for k in places
             ),
             groups=tuple(history[0]),
             size_bytes=tuple(zip(*rows, strict=True)),
             num_forward=sum(place < self.num_forward for place in places),
             is_timed=self.is_timed,
         )
+
+
+def _largest_first(values: Iterable[_V]) -> tuple[_V, ...]:
+    return tuple(sorted(values, key=lambda value: -value.size_bytes))
+
+
+def _sum_if_known(figures: Iterable[_N | None]) -> _N | None:
+    """The sum, None if one of the figures is unknown."""
+    found = [*figures]
+    known = [each for each in found if each is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
