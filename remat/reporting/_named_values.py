@@ -84,11 +84,11 @@ class _Seen:
 
     name: str
     source: str
+    tensor: Tensor
     phase: str
     node: int | None
-    run: ProgramRun | None
-    rank: int
-    tensor: Tensor
+    run: ProgramRun | None = None
+    rank: int = -1
 
 
 @final
@@ -132,18 +132,16 @@ class _NameWatcher(StepListener):
         result = modes.run_in_mode(func, args, kwargs or {})
         if func is naming.MARK:
             if not fakes.is_fake(args[0]):
-                self._see(args[1], user_line(), args[0], None, -1)
+                self._see(args[1], user_line(), args[0])
         elif self._stack:
             graph, results, step = self._stack[-1]
             if _is_wanted(graph, step[0]):
                 results[step[0]] = result
         return result
 
-    def _see(
-        self, name: str, source: str, tensor: Tensor, run: ProgramRun | None, rank: int
-    ) -> None:
+    def _see(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:
         copy = levels.unwrapped(tensor).detach().clone()
-        self.seen.append(_Seen(name, source, self.phase, self.node, run, rank, copy))
+        self.seen.append(_Seen(name, source, copy, self.phase, self.node, *of_run))
 
 
 def _is_wanted(graph: Graph, step: int) -> bool:
@@ -194,23 +192,23 @@ def named_values(
         watcher.phase = "backward"
         step.backward(outputs, leaves)
     callers = calls.callers(watcher.runs)
-    again = _Again(watcher.seen, callers, calls)
+    recomputed = _recomputed_by_key(watcher.seen, calls)
     counts: Counter[str] = Counter()
     found: list[NamedValue] = []
     for seen in watcher.seen:
         if seen.phase == "forward":
             call = callers.get(id(seen.run))
-            recomputed, rerun = again.of(seen, call)
-            call = call or rerun
+            row = recomputed.get(_key_of_named(seen, call))
+            again, by = row.popleft() if row else (None, call)
             found.append(
                 NamedValue(
                     seen.name,
                     counts[seen.name],
-                    "" if call is None else call.name,
-                    None if call is None else call.number,
+                    "" if by is None else by.name,
+                    None if by is None else by.number,
                     seen.source,
                     seen.tensor,
-                    recomputed,
+                    again,
                 )
             )
             counts[seen.name] += 1
@@ -230,39 +228,24 @@ def _require_named_numbers(step: MeasuredStep) -> None:
         )
 
 
-@final
-class _Again:
-    """The recomputed values, looked up by those of the forward."""
-
-    def __init__(
-        self, seen: Sequence[_Seen], callers: dict[int, RegionCall], calls: RegionCalls
-    ) -> None:
-        self._by_rank: dict[tuple[int, int, str], Tensor] = {}
-        by_node: list[tuple[int, _Seen]] = []
-        for each in seen:
-            if each.phase == "backward":
-                call = callers.get(id(each.run))
-                if call is not None:
-                    self._by_rank[call.place, each.rank, each.name] = each.tensor
-                elif each.node is not None and each.node in calls.at:
-                    by_node.append((each.node, each))
-        # What runs again in Python has no ranks: its names come in the forward's order.
-        self._in_order: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
-        for node, each in sorted(by_node, key=lambda pair: pair[0]):
-            row = self._in_order.setdefault(_key_of_named(each), deque())
-            row.append((each.tensor, calls.at[node]))
-
-    def of(
-        self, seen: _Seen, call: RegionCall | None
-    ) -> tuple[Tensor | None, RegionCall | None]:
-        """The recomputed tensor, and the call of engine="rerun" that did it."""
-        if call is not None:
-            return self._by_rank.get((call.place, seen.rank, seen.name)), None
-        if seen.run is not None:
-            return None, None
-        row = self._in_order.get(_key_of_named(seen))
-        return row.popleft() if row else (None, None)
+def _recomputed_by_key(
+    several: Sequence[_Seen], calls: RegionCalls
+) -> dict[Hashable, deque[tuple[Tensor, RegionCall]]]:
+    """What the calls of regions computed again, by what it shares with the forward's."""
+    by_node: dict[int | None, list[_Seen]] = {}
+    for seen in several:
+        if seen.phase == "backward":
+            by_node.setdefault(seen.node, []).append(seen)
+    found: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
+    for node, call in calls.at.items():
+        for seen in by_node.get(node, ()):
+            row = found.setdefault(_key_of_named(seen, call), deque())
+            row.append((seen.tensor, call))
+    return found
 
 
-def _key_of_named(seen: _Seen) -> Hashable:
+def _key_of_named(seen: _Seen, call: RegionCall | None) -> Hashable:
+    if seen.run is not None:
+        return call and call.place, seen.rank, seen.name
+    # What runs again in Python has no ranks: its names come in the forward's order.
     return seen.name, seen.source, seen.tensor.shape
