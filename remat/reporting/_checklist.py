@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -185,17 +186,10 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
         with _CopyWatcher(leaves) as watcher:
             outputs = step.forward()
             nodes, _ = graph_of(outputs)
-    held = {
-        tensors.key_of(storage)
-        for node in nodes
-        for tensor in node.saved
-        for storage in storages(tensor)
-    }
-    size = sum(
-        each.untyped_storage().nbytes()
-        for key, each in watcher.copies.items()
-        if key in held
-    )
+    saved = [tensor for node in nodes for tensor in node.saved]
+    held = {tensors.key_of(each) for tensor in saved for each in storages(tensor)}
+    copies = [each for key, each in watcher.copies.items() if key in held]
+    size = sum(each.untyped_storage().nbytes() for each in copies)
     figure = (
         f"parameters {show_size(found.parameter_bytes)}; "
         f"copies of them among the activations {show_size(size)}"
@@ -224,19 +218,9 @@ def _determinism(step: MeasuredStep, found: Report) -> _Answer:
         leaves = leaves_of(outputs)
         first = step.backward(outputs, leaves, keep=True)
         second = step.backward(outputs, leaves)
-    differing = _gradients_off(first, second)
+    differing = len(_gaps(first, second))
     figure = f"{differing} of {len(leaves)} gradients differ in a second recomputation"
     return _pass_or_fail(differing == 0), figure
-
-
-def _gradients_off(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> int:
-    return sum(not _same_gradient(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return tensors.same_bits(one, other)
 
 
 def _attention_once(step: MeasuredStep) -> _Answer:
@@ -244,17 +228,19 @@ def _attention_once(step: MeasuredStep) -> _Answer:
         outputs = step.forward()
         forward = watch.counts.copy()
         step.backward(outputs, leaves_of(outputs))
-    again = watch.counts - forward
-    ran = sum(count for name, count in forward.items() if _is_fused_attention(name))
-    twice = sum(count for name, count in again.items() if _is_fused_attention(name))
+    ran, whole = _fused_attentions(forward), _fused_attentions(watch.counts)
     if ran == 0:
         return NOT_APPLICABLE, "no fused attention ran"
-    figure = f"{ran} in the forward, {twice} again in the backward"
-    return _pass_or_fail(twice == 0), figure
+    figure = f"{ran} in the forward, {whole - ran} again in the backward"
+    return _pass_or_fail(whole == ran), figure
 
 
-def _is_fused_attention(name: str) -> bool:
-    return "scaled_dot_product" in name and not name.endswith("backward")
+def _fused_attentions(counts: Counter[str]) -> int:
+    return sum(
+        count
+        for name, count in counts.items()
+        if "scaled_dot_product" in name and not name.endswith("backward")
+    )
 
 
 def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
@@ -268,9 +254,9 @@ def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
     if data.numel() == 0:
         return NOT_APPLICABLE, "the batch is empty"
     tokens = data[..., 0].numel() if is_embedded else data.numel()
-    with_remat = _seconds(step)
+    with_remat = _second_time_s(step)
     with disabled():
-        without = _seconds(step)
+        without = _second_time_s(step)
     memory = memory_bytes(data.device)
     largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
     figure = (
@@ -295,8 +281,7 @@ def _largest(facts: Facts, data: Tensor, memory: int) -> int:
     return max(memory - fixed, 0) * data.shape[0] // max(moving, 1)
 
 
-def _seconds(step: MeasuredStep) -> float:
-    """For the checklist's throughput: seconds of one step, the second of two."""
+def _second_time_s(step: MeasuredStep) -> float:
     step.seconds()
     return step.seconds()
 
@@ -325,26 +310,24 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answ
     with disabled():
         leaves, plain = step.gradients()
     _, region = step.gradients(leaves)
-    differing = _gradients_off(plain, region)
-    if differing == 0:
+    gaps = _gaps(plain, region)
+    if not gaps:
         return PASS, f"all {len(plain)} to the last bit"
-    gap = max(_gaps(plain, region), default=float("inf"))
-    allowed = _rounding(plain_report, plain)
+    gap, allowed = max(gaps), _rounding(plain_report, plain)
     figure = (
-        f"{differing} of {len(plain)} differ, relatively by at most {gap:.2g} "
+        f"{len(gaps)} of {len(plain)} differ, relatively by at most {gap:.2g} "
         f"(rounding: {allowed:.0e})"
     )
     return _pass_or_fail(gap <= allowed), figure
 
 
-def _gaps(
-    one: Sequence[Tensor | None], other: Sequence[Tensor | None]
-) -> Iterator[float]:
+def _gaps(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> list[float]:
     """For each pair that differs, its largest difference relative to its largest element."""
+    found: list[float] = []
     for a, b in zip(one, other, strict=True):
         if a is None or b is None:
-            if a is not b:
-                yield float("inf")
-        elif a.numel():
+            found += [] if a is b else [float("inf")]
+        elif not tensors.same_bits(a, b):
             scale = a.abs().max().double().clamp_min(torch.finfo(torch.float32).tiny)
-            yield float((a - b).abs().max().double() / scale)
+            found.append(float((a - b).abs().max().double() / scale))
+    return found

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PEER = "torch_remat"
-# Of what is saved without remat: points between the policies.
-_BUDGETS = (0.25, 0.5, 0.75)
+_POLICIES = (
+    policies.nothing_saveable,
+    policies.save_attention_outputs,
+    policies.save_matmul_outputs,
+    # Of what is saved without remat: points between the policies.
+    *map(policies.budget, (0.25, 0.5, 0.75)),
+    policies.everything_saveable,
+)
 
 
 @final
@@ -108,14 +114,11 @@ class Comparison:
                 why="Nothing is computed on meta tensors.",
                 do="Pass tensors on a real device.",
             )
-        own, peers = (
-            {
-                row.name: (row.held_bytes, row.step_s or 0.0)
-                for row in self.rows
-                if row.is_peer is each
-            }
-            for each in (False, True)
-        )
+        own: dict[str, tuple[int, float]] = {}
+        peers: dict[str, tuple[int, float]] = {}
+        for row in self.rows:
+            points = peers if row.is_peer else own
+            points[row.name] = row.held_bytes, row.step_s or 0.0
         return comparison_figure(own, peers, title=self.function)
 
 
@@ -159,9 +162,7 @@ def compare(
     if importlib.util.find_spec(_PEER) is not None:
         wrappers = {_PEER: importlib.import_module(_PEER).checkpoint(), **wrappers}
     others = {name: wrap(plain) for name, wrap in wrappers.items()}
-    steps = {
-        name: MeasuredStep(each, (), kwargs) for name, each in {**own, **others}.items()
-    }
+    steps = {k: MeasuredStep(each, (), kwargs) for k, each in (own | others).items()}
     watched: dict[str, tuple[int, int, int]] = {}
     times: dict[str, list[float]] = {name: [] for name in steps}
     with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
@@ -191,13 +192,6 @@ def compare(
 
 def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """What is compared: no remat, policies, and budgets between them."""
-    rows = (
-        policies.nothing_saveable,
-        policies.save_attention_outputs,
-        policies.save_matmul_outputs,
-        *map(policies.budget, _BUDGETS),
-        policies.everything_saveable,
-    )
 
     @functools.wraps(plain, updated=())  # its tensors are looked for in what it wraps
     def without(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +199,7 @@ def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
             return plain(*args, **kwargs)
 
     ways: dict[str, Callable[..., Any]] = {"no remat": without}
-    ways |= {repr(policy): remat(plain, policy=policy) for policy in rows}
+    ways |= {repr(policy): remat(plain, policy=policy) for policy in _POLICIES}
     if is_region(f):
         ways.setdefault(repr(f.settings.policy), f)
     return ways
