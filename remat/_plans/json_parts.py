@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,12 +29,8 @@ def from_storage(storage: AbstractStorage | None) -> Any:
     kind = type(storage).__name__
     if getattr(storages, kind, None) is not type(storage):
         raise _not_for_json(storage)
-    each: Any = storage
-    fields = {
-        field.name: getattr(each, field.name) for field in dataclasses.fields(each)
-    }
-    parts = {key: _json_of(each, storage) for key, each in fields.items()}
-    return {"kind": kind, **parts}
+    names = [field.name for field in dataclasses.fields(cast("Any", storage))]
+    return {"kind": kind, **{k: _json_of(getattr(storage, k), storage) for k in names}}
 
 
 def _json_of(value: Any, storage: AbstractStorage) -> Any:
@@ -61,8 +57,7 @@ def to_storage(text: Any) -> AbstractStorage | None:
     if text is None:
         return None
     if isinstance(text, list):
-        links: list[Any] = text  # pyright: ignore[reportUnknownVariableType]
-        made = [to_storage(each) for each in links]
+        made = map(to_storage, cast("list[Any]", text))
         return Chain(tuple(each for each in made if each is not None))
     fields: dict[str, Any] = dict(text)
     kind: Any = getattr(storages, str(fields.pop("kind")))
