@@ -2,8 +2,8 @@
 
 `_equivalent`: runs both, and compares results and state; `_named_transforms`: grad, vmap and
 others by name, cotangents; `_compare`: two tensors; `_difference`: operators recorded and matched,
-the first that differs; `_call_arguments`: a call on copies; `_state`: captured tensors,
-generators. `remat.testing.strategies` makes random functions; only it needs hypothesis.
+the first that differs; `_repeated_call`: a call on copies of its arguments, from one state of
+captured tensors and generators. `remat.testing.strategies` makes random functions; only it needs hypothesis.
 """
 
 from remat.testing._compare import NotEquivalentError

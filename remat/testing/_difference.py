@@ -21,10 +21,9 @@ from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
 from remat._user_lines import user_line
-from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import Gap, mismatched, same_bits
 from remat.testing._named_transforms import contiguous_cotangents, gradients
-from remat.testing._state import State, captured
+from remat.testing._repeated_call import RepeatedCall, captured
 
 _AFTER = " after the call"
 
@@ -150,12 +149,10 @@ def first_difference(
     """
 
     def compare(*args: Any, **kwargs: Any) -> Difference | None:
-        arguments = CallArguments.of(f, args, kwargs)
-        tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
-        state = State((f, g), {each.device for each in tensors})
+        call = RepeatedCall((f, g), args, kwargs)
         wanted = [label for label, t in captured(f).items() if t.requires_grad]
-        one, results = _record_operators(f, arguments, state, wanted)
-        other, found = _record_operators(g, arguments, state, wanted)
+        one, results = _record_operators(f, call, wanted)
+        other, found = _record_operators(g, call, wanted)
         result = _first_result(results, found)
         if result is None:
             return None
@@ -173,27 +170,21 @@ _Results = dict[str, Tensor | None]
 
 
 def _record_operators(
-    function: Callable[..., Any],
-    arguments: CallArguments,
-    state: State,
-    captures: Iterable[str],
+    function: Callable[..., Any], call: RepeatedCall, captures: Iterable[str]
 ) -> tuple[list[_Computed], _Results]:
-    leaves = arguments.copied()
-    flattened = FlatFunction(function, arguments, leaves)
-    wanted = [leaves[place].requires_grad_() for place in arguments.wanted]
-    with state.kept():
+    with call.run(function) as flat:
+        wanted = [leaf.requires_grad_() for leaf in flat.wanted]
         reached = captured(function)
         labels = [k for k in captures if k in reached]
         operands = [*wanted, *(reached[label] for label in labels)]
         with naming.marking(), _Recorder() as recorder:
-            outputs = flattened(*wanted)
+            outputs = flat(*wanted)
             recorder.phase = "backward"
             found = gradients(outputs, operands, contiguous_cotangents)
-        after = state.seen() | arguments.seen(leaves)
-    names = [f"the gradient of {k}" for k in (*arguments.wanted_labels, *labels)]
-    results: _Results = dict(zip(flattened.labels, outputs, strict=True))
+    names = [f"the gradient of {k}" for k in (*call.wanted_labels, *labels)]
+    results: _Results = dict(zip(flat.labels, outputs, strict=True))
     results |= dict(zip(names, found, strict=True))
-    results |= {f"{label}{_AFTER}": tensor for label, tensor in after.items()}
+    results |= {f"{label}{_AFTER}": tensor for label, tensor in flat.after.items()}
     return recorder.steps, results
 
 
@@ -212,13 +203,8 @@ def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference
             rivals.remove(equal)
     for step in unmatched:
         for rival in pool.get(step.key, []):
-            return Difference(
-                step.phase,
-                step.op,
-                ", ".join(step.names),
-                step.source,
-                Gap.between(step.value, rival.value),
-            )
+            gap, name = Gap.between(step.value, rival.value), ", ".join(step.names)
+            return Difference(step.phase, step.op, name, step.source, gap)
     return None
 
 

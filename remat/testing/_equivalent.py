@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from remat._calls.decorated import is_region
 from remat._errors import refusal
 from remat._torch.tensors import storage_key
-from remat.testing._call_arguments import CallArguments, FlatFunction
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
     USUAL,
@@ -23,7 +22,7 @@ from remat.testing._named_transforms import (
     gradients,
     parse_transform,
 )
-from remat.testing._state import State, captured
+from remat.testing._repeated_call import FlatFunction, RepeatedCall, captured
 
 # What torch raises if it has no rule for an operator under a transform; there is no
 # separate class for that.
@@ -120,15 +119,12 @@ def assert_equivalent(
     is_exact = promised if exact is None else exact
 
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
-        pair = _Pair(f, g, CallArguments.of(f, args, kwargs), cotangents, is_exact)
-        compared: list[str] = []
-        excused: list[Excuse] = []
-        for name, parts in parsed.items():
-            excuse = pair.compare(name, parts)
-            if excuse is None:
-                compared.append(name)
-            else:
-                excused.append(Excuse(name, excuse))
+        pair = _Pair(f, g, RepeatedCall((f, g), args, kwargs), cotangents, is_exact)
+        answers = {name: pair.compare(name, parts) for name, parts in parsed.items()}
+        excused = [
+            Excuse(name, why) for name, why in answers.items() if why is not None
+        ]
+        compared = [name for name, why in answers.items() if why is None]
         if not compared:
             raise _nothing_compared(excused)
         return Equivalence(tuple(compared), tuple(excused))
@@ -164,23 +160,15 @@ class _Result:
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Pair:
     """Two functions and one call."""
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        g: Callable[..., Any],
-        arguments: CallArguments,
-        cotangents: Cotangents,
-        exact: bool,
-    ) -> None:
-        self.f, self.g = f, g
-        self.arguments = arguments
-        self.cotangents = cotangents
-        self.exact = exact
-        tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
-        self.state = State((f, g), {each.device for each in tensors})
+    f: Callable[..., Any]
+    g: Callable[..., Any]
+    call: RepeatedCall
+    cotangents: Cotangents
+    exact: bool
 
     def compare(self, name: str, parts: tuple[str, ...]) -> str | None:
         """Compares under one transform; returns why not, if `f` does not support it."""
@@ -203,17 +191,14 @@ class _Pair:
     def _run(
         self, function: Callable[..., Any], parts: tuple[str, ...], given: Cotangents
     ) -> _Result:
-        leaves = self.arguments.copied()
-        flattened = FlatFunction(function, self.arguments, leaves)
-        with self.state.kept():
+        with self.call.run(function) as flattened:
             if parts[-1] == "functional_call":
                 result = self._functional(flattened, parts[:-1])
             elif parts[0] == "backward":
                 result = self._backward(flattened, parts[1:], given)
             else:
                 result = self._transformed(flattened, parts)
-            after = self.state.seen() | self.arguments.seen(leaves)
-            return dataclasses.replace(result, after=after)
+        return dataclasses.replace(result, after=flattened.after)
 
     def _backward(
         self, flattened: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
@@ -221,16 +206,16 @@ class _Pair:
         """Outputs, and gradients by plain autograd, of captured tensors too."""
         is_of_grad = inner == ("of grad",)
         inner = () if is_of_grad else inner
-        leaves = self.arguments.copied() if inner else flattened.leaves
-        flattened.leaves = leaves
-        wanted = [leaves[place].requires_grad_() for place in self.arguments.wanted]
+        if inner:
+            flattened.leaves = self.call.copied()
+        wanted = [leaf.requires_grad_() for leaf in flattened.wanted]
         reached = dict(self._captured(flattened.function))
         operands = [*wanted, *reached.values()]
         outputs = apply(inner, flattened)(*wanted)
         found = gradients(outputs, operands, cotangents)
         bits = self.exact and not inner
         alone = bits and _results_share_nothing([*operands, *outputs])
-        labels = [*self.arguments.wanted_labels, *reached]
+        labels = [*self.call.wanted_labels, *reached]
         names = _result_labels(len(outputs)) if inner else flattened.labels
         if is_of_grad:
             count = len(wanted)
@@ -256,11 +241,10 @@ class _Pair:
         }
 
     def _transformed(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
-        wanted = [flattened.leaves[place] for place in self.arguments.wanted]
-        found = apply(parts, flattened)(*wanted)
+        found = apply(parts, flattened)(*flattened.wanted)
         if parts != ("grad",):
             return _compared_closely(found)
-        labels = _gradient_labels(self.arguments.wanted_labels)
+        labels = _gradient_labels(self.call.wanted_labels)
         return _Result(_detached_results(found), labels, (self.exact,) * len(found))
 
     def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
@@ -269,9 +253,8 @@ class _Pair:
             raise TypeError("functional_call takes modules")
         named = dict(module.named_parameters())
         given = [parameter.detach().clone() for parameter in named.values()]
-        given += [flattened.leaves[place] for place in self.arguments.wanted]
         flat: Flat = flattened.with_parameters(tuple(named))
-        return _compared_closely(apply(parts, flat)(*given))
+        return _compared_closely(apply(parts, flat)(*given, *flattened.wanted))
 
 
 def _compared_closely(found: Sequence[Tensor | None]) -> _Result:

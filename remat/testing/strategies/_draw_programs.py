@@ -88,48 +88,21 @@ def programs(
     arguments = tuple(
         draw(tensors(shape=shape, seed=seed)) for seed in range(draw(st.integers(1, 2)))
     )
-    choices = draw(st.lists(_drawn_choices(statements), min_size=1, max_size=max_steps))
+    operands = st.tuples(_NUMBERS, _NUMBERS)
+    choice = st.tuples(st.sampled_from(statements), operands, st.sampled_from(_NAMES))
+    choices = draw(st.lists(choice, min_size=1, max_size=max_steps))
     outputs = draw(st.lists(_NUMBERS, max_size=2))
-    spans = draw(
-        st.lists(st.builds(_Span, _NUMBERS, _NUMBERS, policies()), max_size=max_inner)
-    )
+    span = st.builds(Inner, _NUMBERS, _NUMBERS, policies())
+    spans = draw(st.lists(span, max_size=max_inner))
     writer = _Writer(arguments, captures)
-    for choice in choices:
-        writer.add(choice)
+    for drawn in choices:
+        writer.add(*drawn)
     return _with_inner(writer.program(outputs), spans)
 
 
-# Large enough for each operand of a long function to be as likely as the next.
+# They stand for operands, and for where regions inside start and stop: large enough for
+# each operand of a long function to be as likely as the next.
 _NUMBERS = st.integers(0, 255)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Choice:
-    """A statement as it is drawn: numbers stand for its operands."""
-
-    statement: Statement
-    operands: tuple[int, int]
-    name: str
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Span:
-    """A region inside as it is drawn: numbers stand for where it starts and ends."""
-
-    start: int
-    stop: int
-    policy: AbstractPolicy
-
-
-def _drawn_choices(statements: list[Statement]) -> st.SearchStrategy[_Choice]:
-    return st.builds(
-        _Choice,
-        st.sampled_from(statements),
-        st.tuples(_NUMBERS, _NUMBERS),
-        st.sampled_from(_NAMES),
-    )
 
 
 @final
@@ -154,15 +127,12 @@ class _Writer:
         self.captured = list(CAPTURED_OPERANDS) if captures else []
         self.makes: list[str] = []
 
-    def add(self, choice: _Choice) -> None:
+    def add(self, statement: Statement, numbers: tuple[int, int], name: str) -> None:
         """Adds a statement with its operands, unless there are none that it takes."""
-        statement = choice.statement
         there = [*self.operands, *self.captured]
-        operands = tuple(
-            there[number % len(there)]
-            for number in choice.operands[: statement.num_operands]
-        )
-        name = choice.name if statement.name == "name" else ""
+        numbers_used = numbers[: statement.num_operands]
+        operands = tuple(there[number % len(there)] for number in numbers_used)
+        name = name if statement.name == "name" else ""
         number = len(self.makes)
         other = f"v{number + 1}" if statement.has_other else ""
         step = Step(statement, operands, f"v{number}", other, name)
@@ -212,7 +182,7 @@ class _Writer:
         return Program(self.arguments, tuple(reversed(kept)), outputs)
 
 
-def _with_inner(program: Program, spans: list[_Span]) -> Program:
+def _with_inner(program: Program, spans: list[Inner]) -> Program:
     found: list[Inner] = []
     first = 0
     for span in spans:

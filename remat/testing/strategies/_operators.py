@@ -117,13 +117,14 @@ _DRAWS = {
 }
 _STATE = {"batch_norm": ("{out} = NORM({0})",)}
 
-GROUPS: dict[str, tuple[Statement, ...]] = {
+_TABLES = {
+    "plain": _POINTWISE | _REDUCTIONS | _PRODUCTS | _MANY_OUTPUTS | _VIEWS,
+    "in place": _IN_PLACE,
+    "capture": _CAPTURES,
+    "draw": _DRAWS,
+    "state": _STATE,
+}
+GROUPS = {
     kind: tuple(Statement(name, lines, kind) for name, lines in table.items())
-    for kind, table in {
-        "plain": _POINTWISE | _REDUCTIONS | _PRODUCTS | _MANY_OUTPUTS | _VIEWS,
-        "in place": _IN_PLACE,
-        "capture": _CAPTURES,
-        "draw": _DRAWS,
-        "state": _STATE,
-    }.items()
+    for kind, table in _TABLES.items()
 }

@@ -1,0 +1,169 @@
+"""One call that can be repeated: on copies of its arguments, from one state."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from remat import _captures
+from remat._calls.signature import labels
+from remat._torch import trees
+from remat._torch.tensors import storage_key
+from remat.testing._named_transforms import is_differentiable
+
+
+def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that functions reach, by their path in words."""
+    survey = _captures.Survey(tuple(map(inspect.unwrap, functions)))
+    return {str(node.label): node.value for node, *_ in survey.tensors.values()}
+
+
+def _copied_leaf(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A detached copy with the same strides; what shares memory, shares it in the copy."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    key = storage_key(tensor)
+    storage = storages.setdefault(key, tensor.untyped_storage().clone())
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@final
+class RepeatedCall:
+    """A call of two functions, and the state from which every run of one starts.
+
+    The state is the generators and what the functions reach. It is found by the same
+    walk by which a region finds its captured state, so it leaves out what a region could
+    not know either.
+
+    Attributes:
+        leaves: the leaves of (args, kwargs).
+        spec: how they are put together.
+        labels: what messages call them.
+        wanted: which leaves are differentiated: those that require grad if any does,
+            else every floating one; of one tensor given twice, the first.
+        wanted_labels: what messages call these.
+    """
+
+    def __init__(
+        self,
+        functions: tuple[Callable[..., Any], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.leaves, self.spec = trees.flatten((args, dict(kwargs)))
+        names = labels(functions[0], args, kwargs)
+        self.labels = tuple(f"argument `{name}`" for name in names)
+        places = [k for k, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
+        explicit = [k for k in places if self.leaves[k].requires_grad]
+        firsts = {id(self.leaves[k]): k for k in reversed(explicit or places)}
+        self.wanted = tuple(sorted(firsts.values()))
+        self.wanted_labels = tuple(self.labels[place] for place in self.wanted)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._devices = {each.device for each in tensors if each.device.type != "cpu"}
+        self._functions = tuple(map(inspect.unwrap, functions))
+        self._survey = _captures.Survey(self._functions)
+        self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
+        self._cpu = torch.get_rng_state()
+
+    def copied(self) -> list[Any]:
+        """The leaves with copies of the tensors; a tensor given twice is one copy."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        copies = {
+            id(leaf): _copied_leaf(leaf, storages)
+            for leaf in self.leaves
+            if isinstance(leaf, Tensor)
+        }
+        return [copies.get(id(leaf), leaf) for leaf in self.leaves]
+
+    @contextlib.contextmanager
+    def run(self, function: Callable[..., Any]) -> Generator[FlatFunction]:
+        """Inside, the state may change; afterwards it is restored, and noted as it was."""
+        flat = FlatFunction(function, self)
+        leaves = flat.leaves
+        kind = next((each.type for each in self._devices), "cuda")
+        with torch.random.fork_rng(self._devices, device_type=kind):  # pyright: ignore[reportUnknownMemberType]
+            torch.set_rng_state(self._cpu)
+            try:
+                yield flat
+                flat.after = self._seen(leaves)
+            finally:
+                self._survey.restore(self._numbers)
+
+    def _seen(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
+        """What is now in the tensors that either function reaches, and in the generator."""
+        found = captured(*self._functions)
+        found["the default generator"] = torch.get_rng_state()
+        arguments = zip(self.labels, leaves, strict=True)
+        found |= {name: leaf for name, leaf in arguments if isinstance(leaf, Tensor)}
+        return {label: tensor.detach().clone() for label, tensor in found.items()}
+
+
+@final
+class FlatFunction:
+    """A function as tensors in, tensors out; remembers what it returned last.
+
+    Attributes:
+        leaves: copies of the leaves of the call.
+        spec: the structure of what it returned.
+        statics: the leaves of that which are not tensors.
+        labels: what messages call those that are.
+        after: arguments and captured state after its run.
+    """
+
+    def __init__(self, function: Callable[..., Any], call: RepeatedCall) -> None:
+        self.function = function
+        self.leaves = call.copied()
+        self._call = call
+        self.spec: Any = None
+        self.statics: tuple[Any, ...] = ()
+        self.labels: tuple[str, ...] = ()
+        self.after: dict[str, Tensor] = {}
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The leaves to differentiate."""
+        return [self.leaves[place] for place in self._call.wanted]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Calls the function with these tensors as the leaves to differentiate."""
+        args, kwargs = self._bound(tensors)
+        return self._apart(self.function(*args, **kwargs))
+
+    def with_parameters(self, names: Sequence[str]) -> Callable[..., Any]:
+        """The function of these parameters of the module, then of the tensors."""
+        module = self.function
+        assert isinstance(module, nn.Module)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(names, tensors, strict=False))
+            args, kwargs = self._bound(tensors[len(names) :])
+            return self._apart(torch.func.functional_call(module, given, args, kwargs))
+
+        return run
+
+    def _bound(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's (args, kwargs) with these tensors as the wanted leaves."""
+        pairs = zip(self.wanted, tensors, strict=True)
+        replaced = {id(leaf): tensor for leaf, tensor in pairs}
+        filled = [replaced.get(id(leaf), leaf) for leaf in self.leaves]
+        return trees.unflatten(filled, self._call.spec)
+
+    def _apart(self, result: Any) -> tuple[Tensor, ...]:
+        pairs = trees.leaves_with_path(result)
+        self.spec = trees.flatten(result)[1]
+        self.statics = tuple(leaf for _, leaf in pairs if not isinstance(leaf, Tensor))
+        self.labels = tuple(
+            f"output `{'.'.join(path)}`" if path else "the output"
+            for path, leaf in pairs
+            if isinstance(leaf, Tensor)
+        )
+        return tuple(leaf for _, leaf in pairs if isinstance(leaf, Tensor))
