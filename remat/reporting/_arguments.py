@@ -39,8 +39,9 @@ def load_target(target: str) -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise _refused_word(target, "cannot be called.", "Name a function or a module.")
+    found: Any = thing
     is_class = isinstance(thing, type) and issubclass(thing, nn.Module)
-    return cast("Any", thing)() if is_class else thing
+    return found() if is_class else found
 
 
 def _import_target(place: str, target: str) -> Any:
@@ -120,7 +121,7 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
         *path, last = name.split(".")
         owner: Any = found
         for part in path:
-            owner = owner.setdefault(part, {})
+            owner = cast("dict[str, Any]", owner).setdefault(part, {})
             if not isinstance(owner, dict):
                 what = f"`{part}` is already a value, not a dict."
                 raise _refused_word(word, what, "Give it one name or the other.")

@@ -35,7 +35,6 @@ GRADIENTS = "gradients"
 _KEEP = Keep()
 _MOST_POINTS = 1000
 
-_N = TypeVar("_N", int, float)
 _V = TypeVar("_V", HeldValue, RecomputedValue)
 
 
@@ -190,6 +189,9 @@ class _Measurement:
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
         history = self._history()
+        is_known = all(each.recompute_flops is not None for each in regions)
+        recompute_flops = sum(each.recompute_flops or 0 for each in regions)
+        recompute_s = sum(each.recompute_s or 0.0 for each in regions)
         return Report(
             function=self.step.name,
             device=self.device,
@@ -205,12 +207,10 @@ class _Measurement:
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
             backward_flops=self.watch.flops["backward"],
-            recompute_flops=_sum_if_known(each.recompute_flops for each in regions),
+            recompute_flops=recompute_flops if is_known else None,
             forward_s=self.forward_s if self.is_timed else None,
             backward_s=self.watch.time_s - self.forward_s if self.is_timed else None,
-            recompute_s=_sum_if_known(each.recompute_s for each in regions)
-            if self.is_timed
-            else None,
+            recompute_s=recompute_s if self.is_timed and is_known else None,
             regions=regions,
             values=self._values(),
             recomputed=self._recomputed(),
@@ -450,13 +450,6 @@ class _Measurement:
 
 def _largest_first(values: Iterable[_V]) -> tuple[_V, ...]:
     return tuple(sorted(values, key=lambda value: -value.size_bytes))
-
-
-def _sum_if_known(figures: Iterable[_N | None]) -> _N | None:
-    """The sum, None if one of the figures is unknown."""
-    found = [*figures]
-    known = [each for each in found if each is not None]
-    return sum(known) if len(known) == len(found) else None
 
 
 def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
