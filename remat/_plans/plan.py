@@ -37,31 +37,18 @@ _SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One value that a plan decides about.
+    """One value that a plan decides about."""
 
-    Attributes:
-        place: its place among the values of the forward.
-        name: what `checkpoint_name` called it, or "".
-        op: the operator that made it, "aten.mm".
-        shape: the sizes of its dimensions.
-        dtype: its dtype, "float32".
-        source: the user's "file.py:line" that made it.
-        size_bytes: bytes of its elements.
-        cost: of the operator that makes it, in the unit of the plan's costs.
-        storage: how it is saved; None if it is recomputed.
-        held_bytes: what it holds while it waits, 0 if it is recomputed.
-    """
-
-    place: int
-    name: str
-    op: str
+    place: int  # its place among the values of the forward
+    name: str  # what `checkpoint_name` called it, or ""
+    op: str  # the operator that made it, "aten.mm"
     shape: tuple[int, ...]
-    dtype: str
-    source: str
-    size_bytes: int
-    cost: int
-    storage: AbstractStorage | None
-    held_bytes: int
+    dtype: str  # "float32"
+    source: str  # the user's "file.py:line" that made it
+    size_bytes: int  # of its elements
+    cost: int  # of the operator that makes it, in the unit of the plan's costs
+    storage: AbstractStorage | None  # how it is saved; None if it is recomputed
+    held_bytes: int  # what it holds while it waits, 0 if it is recomputed
 
     @property
     def decision(self) -> str:
@@ -72,35 +59,23 @@ class PlanRow:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """The outcome of one budget.
-
-    Attributes:
-        budget_bytes: the budget.
-        saved_bytes: what would be held.
-        recompute_cost: what recomputation would cost, in the unit of the plan's costs.
-        lower_bound: no choice within the budget costs less.
-    """
+    """The outcome of one budget."""
 
     budget_bytes: int
-    saved_bytes: int
-    recompute_cost: int
-    lower_bound: int
+    saved_bytes: int  # what would be held
+    recompute_cost: int  # of recomputation, in the unit of the plan's costs
+    lower_bound: int  # no choice within the budget costs less
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """Where two plans for one program differ.
+    """Where two plans for one program differ."""
 
-    Attributes:
-        changes: the rows of both plans for each value that they treat differently.
-        saved_bytes: how many bytes more the second plan holds.
-        recompute_cost: how much more recomputation costs in it.
-    """
-
+    # the rows of both plans for each value that they treat differently
     changes: tuple[tuple[PlanRow, PlanRow], ...]
-    saved_bytes: int
-    recompute_cost: int
+    saved_bytes: int  # how many bytes more the second plan holds
+    recompute_cost: int  # how much more recomputation costs in it
 
     def __str__(self) -> str:
         """One line a value, and the totals."""

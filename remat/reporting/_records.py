@@ -12,78 +12,47 @@ import torch
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A value that waits for the backward, or several equal ones of folded layers.
+    """A value that waits for the backward, or several equal ones of folded layers."""
 
-    Attributes:
-        name: what `checkpoint_name` called it, or the path of an argument of a region.
-        op: the operator that made it.
-        shape: the sizes of its dimensions.
-        dtype: its dtype.
-        size_bytes: bytes of its storage, wherever that is, summed over its `count`
-            calls.
-        count: how many calls hold one like it.
-        source: the user's "file.py:line" that made it.
-        region: which region holds it; "" if plain autograd does.
-        storage: how it waits, as code; "Keep()" means unchanged.
-        consumers: the backward operators that read it.
-    """
-
-    name: str
-    op: str
+    name: str  # what `checkpoint_name` called it, or the path of a region's argument
+    op: str  # the operator that made it
     shape: tuple[int, ...]
     dtype: torch.dtype
-    size_bytes: int
-    count: int
-    source: str
-    region: str
-    storage: str
-    consumers: tuple[str, ...]
+    size_bytes: int  # of its storage, wherever that is, summed over its `count` calls
+    count: int  # how many calls hold one like it
+    source: str  # the user's "file.py:line" that made it
+    region: str  # which region holds it; "" if plain autograd does
+    storage: str  # how it waits, as code; "Keep()" means unchanged
+    consumers: tuple[str, ...]  # the backward operators that read it
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecomputedValue:
-    """A value that a region's backward computes again, in all calls alike.
+    """A value that a region's backward computes again, in all calls alike."""
 
-    Attributes:
-        name: what `checkpoint_name` called it.
-        op: the operator that makes it.
-        shape: the sizes of its dimensions.
-        dtype: its dtype.
-        size_bytes: what saving it would take in all `count` calls.
-        count: how many calls recompute one like it.
-        flops: FLOPs to make it again in all calls, by torch's formulas.
-        source: the user's "file.py:line" that made it.
-        region: which region it is a value of.
-    """
-
-    name: str
-    op: str
+    name: str  # what `checkpoint_name` called it
+    op: str  # the operator that makes it
     shape: tuple[int, ...]
     dtype: torch.dtype
-    size_bytes: int
-    count: int
-    flops: int
-    source: str
-    region: str
+    size_bytes: int  # what saving it would take in all `count` calls
+    count: int  # how many calls recompute one like it
+    flops: int  # to make it again in all calls, by torch's formulas
+    source: str  # the user's "file.py:line" that made it
+    region: str  # which region it is a value of
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """Equal calls of one region.
+    """Equal calls of one region."""
 
-    Attributes:
-        first: the place of the first of them among the calls of the region, from 0.
-        count: how many there are.
-        held_bytes: what each holds.
-        recompute_flops: FLOPs that each runs again; None if unknown (engine="rerun").
-    """
-
-    first: int
-    count: int
-    held_bytes: int
-    recompute_flops: int | None
+    first: int  # the place of the first of them among the calls of the region, from 0
+    count: int  # how many there are
+    held_bytes: int  # what each holds
+    recompute_flops: (
+        int | None
+    )  # what each runs again; None if unknown (engine="rerun")
 
 
 @final
@@ -91,88 +60,60 @@ class Layer:
 class RegionReport:
     """One region, all its calls together.
 
-    Attributes:
-        name: the function's name.
-        policy: the policy, as code.
-        calls: how many calls the step made.
-        layers: equal calls folded, in the order of the first of each kind.
-        held_bytes: measured bytes that its calls hold, each storage counted once, with
-            the first call that holds it; what waits elsewhere is not among them.
-        predicted_held_bytes: the same as predicted from the trace and the storages;
-            None if there is no trace. For a value whose bytes depend on its numbers
-            (`Sparse`), or that waits in a storage of the user's own, this has the
-            measured bytes.
-        elsewhere_bytes: measured bytes that wait in host memory, on another device than
-            the value's, or in files.
-        predicted_elsewhere_bytes: the same as predicted.
-        working_set_bytes: the most that one backward had made and not yet freed.
-        predicted_working_set_bytes: the same by its program; None if there is none.
-        recompute_flops: FLOPs run again, by torch's formulas (matmuls, convolutions,
-            attention); None if unknown.
-        recompute_s: seconds in the operators run again; None if unknown.
-        backward_s: seconds in the operators of its backwards, these included; None on
-            the meta device.
+    What is predicted is known from the trace and the storages; None if there is no trace.
+    For a value whose bytes depend on its numbers (`Sparse`), or that waits in a storage of
+    the user's own, it has the measured bytes.
     """
 
-    name: str
-    policy: str
-    calls: int
-    layers: tuple[Layer, ...]
+    name: str  # the function's name
+    policy: str  # as code
+    calls: int  # how many calls the step made
+    layers: tuple[Layer, ...]  # equal calls folded, in the order of the first of each
+    # measured bytes that its calls hold, each storage counted once, with the first call
+    # that holds it; what waits elsewhere is not among them
     held_bytes: int
     predicted_held_bytes: int | None
+    # measured bytes that wait in host memory, on another device than the value's, or in
+    # files
     elsewhere_bytes: int
     predicted_elsewhere_bytes: int | None
-    working_set_bytes: int
-    predicted_working_set_bytes: int | None
+    working_set_bytes: int  # the most that one backward had made and not yet freed
+    predicted_working_set_bytes: int | None  # by its program
+    # run again, by torch's formulas (matmuls, convolutions, attention); None if unknown
     recompute_flops: int | None
-    recompute_s: float | None
+    recompute_s: float | None  # in the operators run again; None if unknown
+    # in the operators of its backwards, these included; None on the meta device
     backward_s: float | None
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most bytes lived, without arguments and parameters.
+    """The moment at which most bytes lived, without arguments and parameters."""
 
-    Attributes:
-        size_bytes: what lived.
-        phase: "forward" or "backward".
-        region: whose forward or backward ran; "" outside of regions.
-        call: which call of it, from 0; None outside of regions.
-        op: the operator that reached the peak; in a backward outside of regions, the
-            autograd node.
-        source: the user's line, "" in a backward.
-        groups: the bytes by owner: a region, "outside of regions", "gradients".
-    """
-
-    size_bytes: int
-    phase: str
-    region: str
-    call: int | None
+    size_bytes: int  # what lived
+    phase: str  # "forward" or "backward"
+    region: str  # whose forward or backward ran; "" outside of regions
+    call: int | None  # which call of it, from 0; None outside of regions
+    # the operator that reached it; in a backward outside of regions, the autograd node
     op: str
-    source: str
+    source: str  # the user's line, "" in a backward
+    # the bytes by owner: a region, "outside of regions", "gradients"
     groups: tuple[tuple[str, int], ...]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-    """The bytes that live over one step.
+    """The bytes that live over one step."""
 
-    Attributes:
-        times_s: seconds spent in operators until each point; on the meta device the
-            number of the event.
-        groups: the owners: regions, "outside of regions", "gradients".
-        size_bytes: for each owner, the bytes at each point.
-        num_forward: how many of the points lie in the forward.
-        is_timed: whether the times are seconds.
-    """
-
+    # seconds spent in operators until each point; on the meta device the number of the
+    # event
     times_s: tuple[float, ...]
-    groups: tuple[str, ...]
-    size_bytes: tuple[tuple[int, ...], ...]
-    num_forward: int
-    is_timed: bool
+    groups: tuple[str, ...]  # the owners: regions, "outside of regions", "gradients"
+    size_bytes: tuple[tuple[int, ...], ...]  # for each owner, at each point
+    num_forward: int  # how many of the points lie in the forward
+    is_timed: bool  # whether the times are seconds
 
     @property
     def time_words(self) -> str:
@@ -188,42 +129,30 @@ class Timeline:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavingPoint:
-    """What saving some values of the regions would cost and save.
+    """What saving some values of the regions would cost and save."""
 
-    Attributes:
-        added: the value that this point saves beyond the one before, in words.
-        saved_bytes: bytes that the regions would save, without arguments and what lives
-            anyway (an output that the next region holds).
-        recompute_work: what would be recomputed, in FLOPs: by torch's formula where there
-            is one, else one for each element that a step makes.
-    """
-
-    added: str
+    added: str  # the value that this point saves beyond the one before, in words
+    # what the regions would save, without arguments and what lives anyway (an output
+    # that the next region holds)
     saved_bytes: int
+    # what would be recomputed, in FLOPs: by torch's formula where there is one, else
+    # one for each element that a step makes
     recompute_work: int
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Suggestion:
-    """One next step.
+    """One next step."""
 
-    Attributes:
-        kind: "save" a value, "drop" one, "wrap" code in a region, or "none".
-        value: the value, in words.
-        source: the line to change.
-        size_bytes: by how much the held bytes change; an upper bound for "wrap",
-            because the new region still holds its inputs.
-        fraction: by which part of the recomputation's work it changes.
-        text: all of this in a sentence.
-    """
-
-    kind: str
-    value: str
-    source: str
+    kind: str  # "save" a value, "drop" one, "wrap" code in a region, or "none"
+    value: str  # the value, in words
+    source: str  # the line to change
+    # by how much the held bytes change; an upper bound for "wrap", because the new
+    # region still holds its inputs
     size_bytes: int
-    fraction: float
-    text: str
+    fraction: float  # by which part of the recomputation's work it changes
+    text: str  # all of this in a sentence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

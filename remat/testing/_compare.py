@@ -20,24 +20,18 @@ class NotEquivalentError(RematError, AssertionError):
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """How two tensors of one shape differ.
+    """How two tensors of one shape differ."""
 
-    Attributes:
-        index: the first element that differs.
-        values: what the first and the second tensor hold there.
-        num_different: how many elements differ.
-        num_elements: how many there are.
-        absolute: the largest difference; it is zero for equal elements, infinite ones
-            too.
-        relative: the largest difference relative to the first tensor's element; infinite
-            where that is zero.
-    """
-
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # the first element that differs
+    # what the first and the second tensor hold there
     values: tuple[float | complex, float | complex]
-    num_different: int
-    num_elements: int
-    absolute: float
+    num_different: int  # how many elements differ
+    num_elements: int  # how many there are
+    absolute: (
+        float  # the largest difference; zero for equal elements, infinite ones too
+    )
+    # the largest difference relative to the first tensor's element; infinite where that
+    # is zero
     relative: float
 
     @classmethod

@@ -93,11 +93,8 @@ def heading(facts: Facts) -> Iterator[str]:
         yield f"        {size} by CUDA's allocator, what one kernel keeps for itself included"
     groups = facts.peak.groups
     yield "        " + ", ".join(f"{show_size(size)} {name}" for name, size in groups)
-    optimizer = (
-        "not counted (with_optimizer adds it)"
-        if facts.optimizer_bytes is None
-        else show_size(facts.optimizer_bytes)
-    )
+    optimizer = _words_if_known(show_size, facts.optimizer_bytes)
+    optimizer = optimizer or "not counted (with_optimizer adds it)"
     yield (
         f"apart   parameters {show_size(facts.parameter_bytes)}, "
         f"gradients {show_size(facts.gradient_bytes)}, "
@@ -235,43 +232,32 @@ def show_ratio(figure: float | None, plain: float | None) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One figure of two reports.
+    """One figure of two reports."""
 
-    Attributes:
-        figure: its name.
-        before: in the first report; None where it has none.
-        after: in the second.
-        unit: "B", "FLOP" or "s".
-    """
-
-    figure: str
-    before: float | None
-    after: float | None
-    unit: str
+    figure: str  # its name
+    before: float | None  # in the first report; None where it has none
+    after: float | None  # in the second
+    unit: str  # "B", "FLOP" or "s"
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diff:
-    """Two reports side by side.
+    """Two reports side by side."""
 
-    Attributes:
-        rows: the figures of the step, then the held bytes of each region.
-    """
-
-    rows: tuple[Change, ...]
+    rows: tuple[
+        Change, ...
+    ]  # the figures of the step, then the held bytes of each region
 
     def __str__(self) -> str:
         """A table: figure, before, after, and the ratio."""
-        rows = [
-            (
-                row.figure,
-                _figure_in_words(row.before, row.unit),
-                _figure_in_words(row.after, row.unit),
-                show_ratio(row.after, row.before),
-            )
-            for row in self.rows
-        ]
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            show = {"B": show_size, "FLOP": show_flops, "s": show_time}[row.unit]
+            both = [
+                _words_if_known(show, each) or "-" for each in (row.before, row.after)
+            ]
+            rows.append((row.figure, *both, show_ratio(row.after, row.before)))
         return "\n".join(table(("figure", "before", "after", "ratio"), rows))
 
 
@@ -298,11 +284,3 @@ def diff(one: Facts, other: Facts) -> Diff:
         for name in dict.fromkeys((*held[0], *held[1]))
     ]
     return Diff(tuple(rows))
-
-
-def _figure_in_words(figure: float | None, unit: str) -> str:
-    if figure is None:
-        return "-"
-    shows: dict[str, Callable[[Any], str]]
-    shows = {"B": show_size, "FLOP": show_flops, "s": show_time}
-    return shows[unit](figure)
