@@ -170,11 +170,10 @@ def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
     """Gives each block its share."""
     # Not 1.0: a draw's recorded state may be more than all that is saved without remat.
     whole = [block.plan(_ANY) for block in blocks]
-    kinds = list(dict.fromkeys(each.fingerprint for each in whole))
-    members = [
-        [place for place, each in enumerate(whole) if each.fingerprint == kind]
-        for kind in kinds
-    ]
+    kinds: dict[str, list[int]] = {}
+    for place, each in enumerate(whole):
+        kinds.setdefault(each.fingerprint, []).append(place)
+    members = list(kinds.values())
     frontiers = [whole[places[0]].frontier() for places in members]
     most = sum(each.saved_bytes for each in whole)
     total = int(size * most) if isinstance(size, float) else size
@@ -223,13 +222,11 @@ def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not stacks:
         return []
-    name, stack = max(stacks, key=_num_parameters)
+    name, stack = max(
+        stacks, key=lambda each: sum(p.numel() for p in each[1].parameters())
+    )
     prefix = f"{name}." if name else ""
     return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
-
-
-def _num_parameters(named: tuple[str, nn.Module]) -> int:
-    return sum(parameter.numel() for parameter in named[1].parameters())
 
 
 def _called(

@@ -84,11 +84,9 @@ def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tenso
     def run(steps: Tensor) -> Any:
         moved: list[Tensor] = []
         for place, tensor in enumerate(tensors):
-            seeds = range(31 * place + 1, 31 * place + 1 + _NUM_DIRECTIONS)
-            directions = [scattered_like(tensor, seed) for seed in seeds]
             parts = [
-                step.to(tensor.dtype) * direction
-                for step, direction in zip(steps.unbind(), directions, strict=True)
+                step.to(tensor.dtype) * scattered_like(tensor, seed)
+                for seed, step in enumerate(steps.unbind(), start=31 * place + 1)
             ]
             moved.append(tensor + torch.stack(parts).sum(0))
         return f(*moved)
@@ -128,9 +126,8 @@ def _under_vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.jacrev(_sums_to_transform(f), tuple(range(len(tensors))))(
-        *tensors
-    )
+    places = tuple(range(len(tensors)))
+    return torch.func.jacrev(_sums_to_transform(f), places)(*tensors)
 
 
 def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -88,8 +88,7 @@ class RegionTrace:
     def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The class of each of some values, and the bytes that it holds if it is saved."""
         for index in saved:
-            held = self._held_in(*self._saved(index))
-            yield self._root_number(index), held.size_bytes
+            yield self._root_number(index), self._saved(index).size_bytes
 
     @functools.cached_property
     def output_classes(self) -> dict[tuple[int, int], int]:
@@ -122,12 +121,11 @@ class RegionTrace:
         """
         saved = self.found.saved
         if position < len(saved):
-            storage, meta = self._saved(saved[position])
+            held = self._saved(saved[position])
         else:
             operand = position - len(saved)
             storage = self.region.inputs.get(operand, Keep())
-            meta = self.region.operands[operand]
-        held = self._held_in(storage, meta)
+            held = self._held_in(storage, self.region.operands[operand])
         return None if held.is_bound else Waits(held.size_bytes, held.elsewhere_bytes)
 
     def _held_in(self, storage: AbstractStorage, meta: TensorMeta) -> Held:
@@ -136,12 +134,12 @@ class RegionTrace:
             self._held[key] = storage.held(meta)
         return self._held[key]
 
-    def _saved(self, index: int) -> tuple[AbstractStorage, TensorMeta]:
-        """How a value of the joint graph waits, also if it is not saved now, and its form."""
+    def _saved(self, index: int) -> Held:
+        """What a value of the joint graph holds, also if it is not saved now."""
         meta = self.analysis.joint.graph.values[index].meta
         assert isinstance(meta, TensorMeta)
         decision = self._decisions.get(self._root_number(index), Save())
-        return decision.storage, meta
+        return self._held_in(decision.storage, meta)
 
     @property
     def forward_work(self) -> int:
@@ -158,17 +156,16 @@ class RegionTrace:
         joint = self.analysis.joint
         graph = backward_graph(joint, self.found, self.found.saved, joint.gradients)
         owners = roots(graph)
-        found: dict[int, dict[str, bool]] = {}
-        for value in graph.values[graph.num_inputs :]:
+        found: dict[int, dict[str, None]] = {}
+        for value in sorted(
+            graph.values[graph.num_inputs :], key=operator.attrgetter("is_repeat")
+        ):
             if operators.viewed(value) is None and value.op is not operator.getitem:
                 name = operators.short_name(value.op)
                 name = f"again {name}" if value.is_repeat else name
                 for use in value.uses:
-                    found.setdefault(owners[use], {})[name] = value.is_repeat
-        return {
-            position: tuple(sorted(names, key=lambda name: names[name]))
-            for position, names in found.items()
-        }
+                    found.setdefault(owners[use], {})[name] = None
+        return {position: tuple(names) for position, names in found.items()}
 
     def saved_value(self, position: int) -> tuple[str, str, str, str]:
         """Names, operator, line and storage of the saved value at this place."""
@@ -182,11 +179,8 @@ class RegionTrace:
     @property
     def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
         """The values that the backward computes again, with the operator of each."""
-        views = self.analysis.views
-        return tuple(
-            (self._made_by(number), views[number])
-            for number in self._repeated(self.found)
-        )
+        again, views = self._repeated(self.found), self.analysis.views
+        return tuple((self._made_by(number), views[number]) for number in again)
 
     @property
     def choices(self) -> tuple[int, ...]:
