@@ -41,14 +41,6 @@ class RepeatedCall:
     The state is the generators and what the functions reach. It is found by the same
     walk by which a region finds its captured state, so it leaves out what a region could
     not know either.
-
-    Attributes:
-        leaves: the leaves of (args, kwargs).
-        spec: how they are put together.
-        labels: what messages call them.
-        wanted: which leaves are differentiated: those that require grad if any does,
-            else every floating one; of one tensor given twice, the first.
-        wanted_labels: what messages call these.
     """
 
     def __init__(
@@ -61,6 +53,8 @@ class RepeatedCall:
         names = labels(functions[0], args, kwargs)
         self.labels = tuple(f"argument `{name}`" for name in names)
         places = [k for k, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
+        # Differentiated is what requires grad if anything does, else every floating leaf;
+        # of one tensor given twice, the first.
         explicit = [k for k in places if self.leaves[k].requires_grad]
         firsts = {id(self.leaves[k]): k for k in reversed(explicit or places)}
         self.wanted = tuple(sorted(firsts.values()))
@@ -107,24 +101,16 @@ class RepeatedCall:
 
 @final
 class FlatFunction:
-    """A function as tensors in, tensors out; remembers what it returned last.
-
-    Attributes:
-        leaves: copies of the leaves of the call.
-        spec: the structure of what it returned.
-        statics: the leaves of that which are not tensors.
-        labels: what messages call those that are.
-        after: arguments and captured state after its run.
-    """
+    """A function as tensors in, tensors out; remembers what it returned last."""
 
     def __init__(self, function: Callable[..., Any], call: RepeatedCall) -> None:
         self.function = function
         self.leaves = call.copied()
         self._call = call
-        self.spec: Any = None
-        self.statics: tuple[Any, ...] = ()
-        self.labels: tuple[str, ...] = ()
-        self.after: dict[str, Tensor] = {}
+        self.spec: Any = None  # the structure of what it returned
+        self.statics: tuple[Any, ...] = ()  # the leaves of that which are not tensors
+        self.labels: tuple[str, ...] = ()  # what messages call those that are
+        self.after: dict[str, Tensor] = {}  # arguments and captured state after its run
 
     @property
     def wanted(self) -> list[Tensor]:

@@ -15,48 +15,30 @@ from remat.reporting._measure.watch import ProgramRun, StepListener
 
 @final
 class RegionCall:
-    """A node of a region.
-
-    Attributes:
-        place: the place of the node among all.
-        call: the node's own description.
-        name: the function's name.
-        policy: its policy as code.
-        key: equal for calls that are one row: one code under one policy.
-        traced: the trace; None if it has none of its own.
-        number: its place among the calls of its row.
-    """
+    """A node of a region."""
 
     def __init__(self, place: int, node: Node) -> None:
         assert node.call is not None
-        self.place = place
-        self.call = node.call
+        self.place = place  # of the node among all
+        self.call = node.call  # the node's own description
         function = self.call.roots[0]
         self.name = name_of(function)
         if self.call.region.is_derivative:
             self.name += ", differentiated"
         self.policy = self.call.region.policy_text
+        # Equal for calls that are one row: one code under one policy.
         self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
-        self.traced: RegionTrace | None = None
-        self.number = 0
+        self.traced: RegionTrace | None = None  # None if it has none of its own
+        self.number = 0  # its place among the calls of its row
 
 
 @final
 class RegionCalls:
-    """All calls of regions that one backward will meet.
-
-    Attributes:
-        at: the call at the place of a node.
-        rows: the calls of one code under one policy together.
-        traces: each trace with its calls.
-    """
+    """All calls of regions that one backward will meet."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self.at = {
-            place: RegionCall(place, node)
-            for place, node in enumerate(nodes)
-            if node.call
-        }
+        # By the place of the node.
+        self.at = {k: RegionCall(k, node) for k, node in enumerate(nodes) if node.call}
         rows: dict[Hashable, list[RegionCall]] = {}
         traces: dict[int, tuple[RegionTrace, list[RegionCall]]] = {}
         for call in self.at.values():
@@ -69,8 +51,10 @@ class RegionCalls:
                     traces[id(region)] = RegionTrace(region, call.call.roots), []
                 call.traced, calls = traces[id(region)]
                 calls.append(call)
-        self.rows = list(rows.values())
-        self.traces = list(traces.values())
+        self.rows = list(
+            rows.values()
+        )  # the calls of one code under one policy together
+        self.traces = list(traces.values())  # each trace with its calls
         self._name_apart()
 
     def _name_apart(self) -> None:

@@ -24,14 +24,7 @@ from remat.reporting._held import leaves_of
 
 @final
 class MeasuredStep:
-    """A call that can be run again and again from one state.
-
-    Attributes:
-        function: what is called.
-        name: what reports call it.
-        arguments: the tensors that it is given, each once.
-        devices: where these are, and the tensors that it reaches otherwise.
-    """
+    """A call that can be run again and again from one state."""
 
     def __init__(
         self,
@@ -40,7 +33,7 @@ class MeasuredStep:
         kwargs: Mapping[str, Any],
     ) -> None:
         self.function = function
-        self.name = name_of(function)
+        self.name = name_of(function)  # what reports call it
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -49,7 +42,7 @@ class MeasuredStep:
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _measured_leaf(each, explicit) for key, each in given.items()}
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
-        self.arguments = tuple(aliases.values())
+        self.arguments = tuple(aliases.values())  # the tensors, each once
         changeable = [*self.arguments, *reached]
         self.devices = frozenset(each.device for each in changeable)
         self._numbers = [
@@ -93,7 +86,6 @@ class MeasuredStep:
         return outputs
 
     def _without_gradient(self, leaves: Sequence[Any]) -> RematError:
-        """The error if nothing that is returned has a gradient."""
         found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
         unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
         return refusal(

@@ -13,7 +13,6 @@ from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Value, roots
-from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph
 from remat._partition.peak import peak_of_run
@@ -63,20 +62,15 @@ class Alternative:
 
 @final
 class RegionTrace:
-    """Answers questions about a region's trace.
-
-    Attributes:
-        region: the region.
-        analysis: its joint graph, with classes.
-        found: where forward and backward part.
-    """
+    """Answers questions about a region's trace."""
 
     def __init__(self, region: Explained, roots: Roots) -> None:
         self.region = region
         self._roots = roots
-        self.analysis: Analysis = region.stages(roots).analysis
-        self.found: Cut = region.stages(roots).cut
-        self._decisions = region.stages(roots).decisions
+        stages = region.stages(roots)
+        self.analysis = stages.analysis
+        self.found = stages.cut  # where forward and backward part
+        self._decisions = stages.decisions
         self._known: dict[frozenset[int], Effect] = {}
         self._held: dict[tuple[AbstractStorage, TensorMeta], Held] = {}
 

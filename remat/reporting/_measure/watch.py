@@ -79,19 +79,13 @@ class Event:
 
 
 class StepListener(Watcher):
-    """A watcher of one step, which is told how far the step has come.
-
-    Attributes:
-        phase: "forward" or "backward", set by who drives the step.
-        node: the place of the autograd node whose backward runs.
-        runs: the programs of regions that ran, in order.
-    """
+    """A watcher of one step, which is told how far the step has come."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "forward"
-        self.node: int | None = None
-        self.runs: list[ProgramRun] = []
+        self.phase = "forward"  # or "backward", set by who drives the step
+        self.node: int | None = None  # the place of the one whose backward runs
+        self.runs: list[ProgramRun] = []  # the programs of regions, in order
 
     def enter(self, node: int, _: object) -> None:
         """Notes that the backward has come to a node, whose prehook this is."""
@@ -114,25 +108,17 @@ class StepWatcher(StepListener):
     When one of torch's operators runs for the first time in the process, it runs twice
     if that changes nothing, and only the second run counts, because kernels load and
     tune in their first call.
-
-    Attributes:
-        time_s: seconds spent in operators so far.
-        live_bytes: what lives now.
-        flops: of each phase, by torch's formulas.
-        counts: how often each operator ran, by its short name.
-        events: each storage made and freed, in order.
-        by_key: the living storages.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.time_s = 0.0
+        self.time_s = 0.0  # in operators so far
         self.live_bytes = 0
-        self.flops = {"forward": 0, "backward": 0}
-        self.counts: Counter[str] = Counter()
+        self.flops = {"forward": 0, "backward": 0}  # by torch's formulas
+        self.counts: Counter[str] = Counter()  # of operators, by their short names
         self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
-        self.by_key: dict[int, Allocation] = {}
+        self.by_key: dict[int, Allocation] = {}  # what lives
         self._stack: list[ProgramRun] = []
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
 
