@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from remat._api import remat
 from remat._errors import refusal
@@ -238,18 +239,15 @@ def _called(
     """The blocks with their arguments in one call of the model, on fake tensors."""
     calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
 
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[name].append(_BlockCall(name, module, args, kwargs))
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[name].append(_BlockCall(name, module, args, kwargs))
 
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    handles = [watch(name, module) for name, module in named]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in named:
+            hook = functools.partial(note, name)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         fakes.call_on_fakes(model, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, found in calls.items():
         if len(found) != 1:
             raise refusal(

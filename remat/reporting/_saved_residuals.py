@@ -78,9 +78,16 @@ def _read_across(analysis: Analysis) -> Cut:
     return dataclasses.replace(whole, saved=saved, operands=operands)
 
 
-_HEADINGS = (
-    "argument", "name", "operator", "value", "bytes", "storage", "source", "reason",
-)  # fmt: skip
+_COLUMNS: dict[str, Callable[[Residual], str]] = {
+    "argument": lambda each: each.path,
+    "name": lambda each: each.name if each.name != each.path else "",
+    "operator": lambda each: each.op,
+    "value": show_type,
+    "bytes": lambda each: show_size(each.size_bytes),
+    "storage": lambda each: repr(each.storage),
+    "source": lambda each: each.source,
+    "reason": lambda each: each.reason,
+}
 
 
 def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -103,22 +110,11 @@ def print_saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> N
         total                                  12 B
     """
     residuals = saved_residuals(f, *args, **kwargs)
-    rows = [_HEADINGS, *map(_residual_row, residuals)]
-    total = sum(residual.size_bytes for residual in residuals)
-    rows.append(("total", "", "", "", show_size(total), "", "", ""))
+    columns = dict(_COLUMNS)
     if all(residual.storage.keeps for residual in residuals):
-        rows = [(*row[:5], *row[6:]) for row in rows]
+        del columns["storage"]
+    total = sum(residual.size_bytes for residual in residuals)
+    last = {"argument": "total", "bytes": show_size(total)}
+    rows = [[show(each) for show in columns.values()] for each in residuals]
+    rows = [[*columns], *rows, [last.get(column, "") for column in columns]]
     print("\n".join(aligned(rows)))
-
-
-def _residual_row(residual: Residual) -> tuple[str, ...]:
-    return (
-        residual.path,
-        residual.name if residual.name != residual.path else "",
-        residual.op,
-        show_type(residual),
-        show_size(residual.size_bytes),
-        repr(residual.storage),
-        residual.source,
-        residual.reason,
-    )

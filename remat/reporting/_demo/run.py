@@ -108,8 +108,7 @@ def _blocks() -> dict[str, Block]:
         policies.save_matmul_outputs,
         policies.save_only_these_names("attn"),
     )
-    regions: dict[str, Block] = {repr(row): remat(block, policy=row) for row in rows}
-    return {"no remat": block} | regions
+    return {"no remat": block, **{repr(row): remat(block, policy=row) for row in rows}}
 
 
 def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
