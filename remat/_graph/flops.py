@@ -67,11 +67,6 @@ def _shapes(tree: Any) -> Any:
     return tree
 
 
-def has_flops(op: Any) -> bool:
-    """Whether torch has a formula for the FLOPs of an operator, see `flops_of`."""
-    return _formula_of(op) is not None
-
-
 def _formula_of(op: Any) -> Callable[..., Any] | None:
     packet = getattr(op, "overloadpacket", op)
     registry = flop_counter.flop_registry

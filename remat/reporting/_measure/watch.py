@@ -143,34 +143,30 @@ class StepWatcher(StepListener):
     ) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
         kwargs = kwargs or {}
-        traits = _traits_to_watch(func)
         if func not in _WARM and not types:
-            _warm_up(func, traits, args, kwargs)
+            _warm_up(func, args, kwargs)
         started = time.perf_counter()
         result = modes.run_in_mode(func, args, kwargs)
         if self._waits:
             _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
-        self.counts[traits.name] += 1
-        if traits.has_formula:
-            self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
+        self.counts[operators.short_name(func)] += 1
+        self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
         run = self._stack[-1] if self._stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
-        if not traits.is_view:  # what a view shows was there before
+        if not _returns_view(func):  # what a view shows was there before
             for item, tensor in enumerate(tensors_in(result)):
                 for storage in storages(tensor):
-                    self._count(storage, func, traits, item)
+                    self._count(storage, func, item)
         return result
 
-    def _count(
-        self, storage: torch.UntypedStorage, op: Any, traits: _Traits, item: int
-    ) -> None:
+    def _count(self, storage: torch.UntypedStorage, op: Any, item: int) -> None:
         reference = weakref.ref(storage, self._forget)
         known = self._references.get(reference)
         if known is None:
-            if traits.is_mutable:
+            if _is_mutable(op):
                 return  # it was there before
             known = self._allocation(storage, op, item)
             self._references[reference] = known
@@ -231,33 +227,16 @@ def _finish(result: Any) -> None:
         torch.accelerator.synchronize()
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Traits:
-    """Properties of an operator that are known before it runs."""
-
-    name: str
-    is_view: bool  # what it returns shares storage with what it takes
-    is_mutable: bool  # it writes to an argument
-    has_formula: bool  # torch can tell its FLOPs
-    is_repeatable: bool  # it is torch's own, and running it twice changes nothing
-
-
-@functools.cache
-def _traits_to_watch(op: Any) -> _Traits:
-    is_view, is_mutable = operators.returns_view(op), operators.is_mutable(op)
-    is_repeatable = getattr(op, "namespace", "") == "aten" and not (
-        is_view or is_mutable or operators.may_draw(op)
-    )
-    has_formula, name = flops.has_flops(op), operators.short_name(op)
-    return _Traits(name, is_view, is_mutable, has_formula, is_repeatable)
-
+_returns_view = functools.cache(operators.returns_view)
+_is_mutable = functools.cache(operators.is_mutable)
 
 # The operators that have run in this process, which are warmed up.
 _WARM: set[Any] = set()
 
 
-def _warm_up(op: Any, traits: _Traits, args: Any, kwargs: Any) -> None:
-    if traits.is_repeatable:
+def _warm_up(op: Any, args: Any, kwargs: Any) -> None:
+    """Runs an operator once more, if it is torch's own and that changes nothing."""
+    changes = _returns_view(op) or _is_mutable(op) or operators.may_draw(op)
+    if getattr(op, "namespace", "") == "aten" and not changes:
         modes.run_in_mode(op, args, kwargs)
     _WARM.add(op)
