@@ -147,7 +147,16 @@ class Program:
 
     def __repr__(self) -> str:
         """The source, with everything that it captures, and its arguments."""
-        return self._source(with_regions=True)
+        width = self.arguments[0].shape[-1]
+        head = [f"{k} = {GLOBALS[k].format(width=width)}" for k in self._used(GLOBALS)]
+        cells = self._used(CELLS)
+        body = [*self._inner_source(), *self._fun_source()]
+        if cells or self.inner:
+            made = ", ".join(f"{k}={CELLS[k].format(width=width)}" for k in cells)
+            body = [f"def make({', '.join(cells)}):", *_indented_source(body)]
+            body += ["    return fun", "", f"fun = make({made})"]
+        tail = [f"arguments = {self.arguments!r}"]
+        return "\n".join([*head, *([""] if head else []), *body, "", *tail])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # hypothesis prints values by this hook of IPython's.
@@ -161,17 +170,17 @@ class Program:
             "torch": torch,
             "F": F,
             "normal": normal,
-            "remat": _api.remat,
+            "remat": _no_region,
             "checkpoint_name": naming.checkpoint_name,
         }
-        plain = self._source(with_regions=False)
-        exec(compile(plain, _FILE, "exec"), namespace)
+        source = repr(self)
+        linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
+        exec(compile(source, _FILE, "exec"), namespace)
         made = namespace["fun"]
         # The second time captures stay, so that both functions share them.
         found = {name: namespace[name] for name in self._used(GLOBALS)}
         cells = _cells_of(made)
-        source = self._source(with_regions=True)
-        linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
+        namespace["remat"] = _api.remat
         exec(compile(source, _FILE, "exec"), namespace)
         namespace.update(found)
         if "make" in namespace:
@@ -183,23 +192,10 @@ class Program:
         text = "\n".join(line for step in self.steps for line in step.lines)
         return [name for name in names if re.search(rf"\b{name}\b", text)]
 
-    def _source(self, *, with_regions: bool) -> str:
-        width = self.arguments[0].shape[-1]
-        head = [f"{k} = {GLOBALS[k].format(width=width)}" for k in self._used(GLOBALS)]
-        cells = self._used(CELLS)
-        body = [*self._inner_source(with_regions), *self._fun_source()]
-        if cells or self.inner:
-            made = ", ".join(f"{k}={CELLS[k].format(width=width)}" for k in cells)
-            body = [f"def make({', '.join(cells)}):", *_indented_source(body)]
-            body += ["    return fun", "", f"fun = make({made})"]
-        tail = [f"arguments = {self.arguments!r}"]
-        return "\n".join([*head, *([""] if head else []), *body, "", *tail])
-
-    def _inner_source(self, with_regions: bool) -> Iterator[str]:
+    def _inner_source(self) -> Iterator[str]:
         draws = ', rng="preserve"' if "draw" in self.kinds else ""
         for number, inner in enumerate(self.inner):
-            decorator = f"@remat(policy={inner.policy!r}{draws})"
-            yield decorator if with_regions else "# plain"
+            yield f"@remat(policy={inner.policy!r}{draws})"
             takes, gives = self._interface(inner)
             yield f"def inner{number}({', '.join(takes)}):"
             yield from _indented_source(self._lines(inner.start, inner.stop))
@@ -235,6 +231,10 @@ class Program:
     def gives(self, inner: Inner) -> bool:
         """Whether anything outside reads what a region inside would make."""
         return bool(self._interface(inner)[1])
+
+
+def _no_region(**_: Any) -> Callable[[Any], Any]:
+    return lambda fun: fun
 
 
 def _cells_of(function: Callable[..., Any]) -> dict[str, Any]:
