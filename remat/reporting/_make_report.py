@@ -15,9 +15,9 @@ from remat._torch.tensors import key_of, storage_key
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
 from remat.reporting._measure.live_bytes import allocator_peaks
-from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.region_calls import RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import RegionTrace, Waits, foretold
+from remat.reporting._measure.traced import RegionCall, RegionTrace, Waits, foretold
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
@@ -180,12 +180,9 @@ class _Measurement:
         self._backwards = self._backward_runs()
         self._outside = self._outside_values()
         regions = tuple(map(self._region, self.calls.rows))
-        groups = [
-            suggestions.Group(
-                calls[0].name, len(calls), traced, self._shared(traced, calls)
-            )
-            for traced, calls in self.calls.traces
-        ]
+        traces = self.calls.traces
+        for traced in traces:
+            traced.shared = self._shared(traced)
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
         history = self._history()
@@ -215,8 +212,8 @@ class _Measurement:
             values=self._values(),
             recomputed=self._recomputed(),
             unmatched=self._unmatched(),
-            suggestion=suggestions.suggest(groups, self.held_bytes, self._outside),
-            frontier=suggestions.frontier(groups),
+            suggestion=suggestions.suggest(traces, self.held_bytes, self._outside),
+            frontier=suggestions.frontier(traces),
             timeline=self._timeline(history),
         )
 
@@ -334,7 +331,7 @@ class _Measurement:
     def _recomputed(self) -> tuple[RecomputedValue, ...]:
         """What runs again, equal values of several traces folded, the largest first."""
         counts: Counter[RecomputedValue] = Counter()
-        for traced, calls in self.calls.traces:
+        for traced in self.calls.traces:
             for op, value in traced.recomputed:
                 one = RecomputedValue(
                     name=", ".join(value.names),
@@ -345,9 +342,9 @@ class _Measurement:
                     count=1,
                     flops=value.flops,
                     source=value.source,
-                    region=calls[0].name,
+                    region=traced.calls[0].name,
                 )
-                counts[one] += len(calls)
+                counts[one] += len(traced.calls)
         return _largest_first(
             dataclasses.replace(
                 each,
@@ -368,13 +365,13 @@ class _Measurement:
             and held.allocation not in self._returned
         )
 
-    def _shared(self, traced: RegionTrace, calls: Sequence[RegionCall]) -> Counter[int]:
+    def _shared(self, traced: RegionTrace) -> Counter[int]:
         """Of each class of a trace, how many calls return it to what holds it anyway."""
         found: Counter[int] = Counter()
         held = {each.allocation for each in self.held.values()}
         for made in held | self._returned:
             maker = self._caller.get(id(made.run))
-            if maker is None or maker not in calls or made.phase != "forward":
+            if maker is None or maker not in traced.calls or made.phase != "forward":
                 continue
             holders = {place for place, _ in self.readers.get(made.key, ())}
             number = traced.output_classes.get((made.step, made.item))
@@ -385,7 +382,7 @@ class _Measurement:
 
     def _unmatched(self) -> tuple[tuple[str, str], ...]:
         names: dict[Any, set[str]] = {}
-        for traced, _ in self.calls.traces:
+        for traced in self.calls.traces:
             values = traced.analysis.joint.graph.values
             known = names.setdefault(traced.region.policy, set())
             known.update(name for value in values for name in value.names)

@@ -23,8 +23,9 @@ from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat._user_lines import user_line
 from remat.reporting._held import graph_of
-from remat.reporting._measure.region_calls import RegionCall, RegionCalls, hook
+from remat.reporting._measure.region_calls import RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.traced import RegionCall
 from remat.reporting._measure.watch import ProgramRun, StepListener
 
 

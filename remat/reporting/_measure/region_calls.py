@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import final
 
-from remat import _captures
-from remat._regions.out_of_memory import name_of
 from remat.reporting._held import Node
-from remat.reporting._measure.traced import RegionTrace
+from remat.reporting._measure.traced import RegionCall, RegionTrace
 from remat.reporting._measure.watch import ProgramRun, StepListener
-
-
-@final
-class RegionCall:
-    """A node of a region."""
-
-    def __init__(self, place: int, node: Node) -> None:
-        assert node.call is not None
-        self.place = place  # of the node among all
-        self.call = node.call  # the node's own description
-        function = self.call.roots[0]
-        self.name = name_of(function)
-        if self.call.region.is_derivative:
-            self.name += ", differentiated"
-        self.policy = self.call.region.policy_text
-        # Equal for calls that are one row: one code under one policy.
-        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
-        self.traced: RegionTrace | None = None  # None if it has none of its own
-        self.number = 0  # its place among the calls of its row
 
 
 @final
@@ -40,7 +19,7 @@ class RegionCalls:
         # By the place of the node.
         self.at = {k: RegionCall(k, node) for k, node in enumerate(nodes) if node.call}
         rows: dict[Hashable, list[RegionCall]] = {}
-        traces: dict[int, tuple[RegionTrace, list[RegionCall]]] = {}
+        traces: dict[int, RegionTrace] = {}
         for call in self.at.values():
             row = rows.setdefault(call.key, [])
             call.number = len(row)
@@ -48,13 +27,12 @@ class RegionCalls:
             region = call.call.region.explained
             if region is not None:
                 if id(region) not in traces:
-                    traces[id(region)] = RegionTrace(region, call.call.roots), []
-                call.traced, calls = traces[id(region)]
-                calls.append(call)
-        self.rows = list(
-            rows.values()
-        )  # the calls of one code under one policy together
-        self.traces = list(traces.values())  # each trace with its calls
+                    traces[id(region)] = RegionTrace(region, call.call.roots)
+                call.traced = traces[id(region)]
+                call.traced.calls.append(call)
+        # The calls of one code under one policy together.
+        self.rows = list(rows.values())
+        self.traces = list(traces.values())
         self._name_apart()
 
     def _name_apart(self) -> None:
@@ -72,10 +50,7 @@ class RegionCalls:
 
         Forwards run in the order of the calls; for a backward, the run has its node.
         """
-        waiting: dict[int, Iterator[RegionCall]] = {}
-        for traced, calls in self.traces:
-            program = traced.region.forward(calls[0].call.roots, True).program
-            waiting[id(program.graph)] = iter(calls)
+        waiting = {id(each.forward_graph): iter(each.calls) for each in self.traces}
         found: dict[int, RegionCall] = {}
         for run in runs:
             if run.phase == "forward":

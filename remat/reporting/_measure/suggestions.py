@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
@@ -16,28 +16,8 @@ from remat.reporting._records import HeldValue, SavingPoint, Suggestion
 _LEAST_FRACTION = 0.05
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """A traced region and how often the step called it."""
-
-    name: str
-    calls: int
-    traced: RegionTrace
-    # of a class, how many calls return it to what holds it anyway: the next region, an
-    # operator of torch's, or the caller
-    shared: Mapping[int, int]
-
-    def saved_bytes(self, outcome: Effect) -> int:
-        """What all calls would save, beyond what lives anyway."""
-        return sum(
-            size * (self.calls - self.shared.get(number, 0))
-            for number, size in self.traced.saved_sizes(outcome.saved)
-        )
-
-
 def suggest(
-    groups: Sequence[Group], held_bytes: int, outside: Sequence[HeldValue]
+    traces: Sequence[RegionTrace], held_bytes: int, outside: Sequence[HeldValue]
 ) -> Suggestion:
     """The change that is likely to be worth most.
 
@@ -48,7 +28,7 @@ def suggest(
     outside_bytes = sum(value.size_bytes for value in outside)
     if outside_bytes > held_bytes / 2:
         return _suggest_wrapping(outside, outside_bytes)
-    found = _suggest_saving(groups) or _suggest_dropping(groups)
+    found = _suggest_saving(traces) or _suggest_dropping(traces)
     if found is None and outside_bytes > _LEAST_FRACTION * held_bytes:
         return _suggest_wrapping(outside, outside_bytes)
     return found or Suggestion(
@@ -84,30 +64,25 @@ class _Change:
 
 
 def _changes(
-    groups: Sequence[Group], ask: Callable[[RegionTrace], Iterator[Alternative]]
+    traces: Sequence[RegionTrace], ask: Callable[[RegionTrace], Iterator[Alternative]]
 ) -> list[_Change]:
     """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
-    for group in groups:
-        for other in ask(group.traced):
-            change = found.setdefault(
-                (group.name, other.key), _Change(group.name, other)
-            )
-            now, then = group.traced.outcome, other.outcome
-            change.size_bytes += group.saved_bytes(then) - group.saved_bytes(now)
-            change.work += group.calls * (then.work - now.work)
+    for trace in traces:
+        name, now = trace.calls[0].name, trace.outcome
+        for other in ask(trace):
+            change = found.setdefault((name, other.key), _Change(name, other))
+            change.size_bytes += other.outcome.saved_bytes - now.saved_bytes
+            change.work += other.outcome.work - now.work
     return list(found.values())
 
 
-def _forward_work(groups: Sequence[Group]) -> int:
-    return sum(group.calls * group.traced.forward_work for group in groups)
-
-
-def _suggest_saving(groups: Sequence[Group]) -> Suggestion | None:
+def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
     """Of the values that save much work, the one that saves most per byte."""
-    found = _changes(groups, RegionTrace.saving)
+    found = _changes(traces, RegionTrace.saving)
     most = max((-each.work for each in found), default=0)
-    if most <= 0 or most < _LEAST_FRACTION * _forward_work(groups):
+    everything = sum(trace.forward_work for trace in traces)
+    if most <= 0 or most < _LEAST_FRACTION * everything:
         return None
 
     def price(change: _Change) -> float:
@@ -119,7 +94,7 @@ def _suggest_saving(groups: Sequence[Group]) -> Suggestion | None:
     near = [each for each in worthy if price(each) <= max(1.1 * least, least)]
     # Of those that cost about the same, one that has a name needs the smallest change.
     best = max(near, key=lambda each: (bool(each.value.names), -each.work))
-    total = sum(group.calls * group.traced.outcome.work for group in groups)
+    total = sum(trace.outcome.work for trace in traces)
     return _as_saving(best, -best.work / total)
 
 
@@ -139,12 +114,12 @@ def _as_saving(change: _Change, fraction: float) -> Suggestion:
     return Suggestion("save", value, change.value.source, more, -fraction, text)
 
 
-def _suggest_dropping(groups: Sequence[Group]) -> Suggestion | None:
+def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
     """The saved value whose recomputation is cheapest for its bytes."""
-    everything = _forward_work(groups)
+    everything = sum(trace.forward_work for trace in traces)
     found = [
         each
-        for each in _changes(groups, RegionTrace.dropping)
+        for each in _changes(traces, RegionTrace.dropping)
         if each.size_bytes < 0 and each.work < _LEAST_FRACTION * everything
     ]
     if not found:
@@ -166,51 +141,49 @@ def describe(value: Alternative) -> str:
     return f"{value.op} at {value.source}" if value.source else value.op
 
 
-def frontier(groups: Sequence[Group]) -> tuple[SavingPoint, ...]:
+def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
     """From saving nothing to saving all that is useful, the best value per byte first.
 
     The order is by what each value saves if nothing else is saved (a heuristic); each
     point is evaluated on the programs.
     """
-    saved: list[set[int]] = [set() for _ in groups]
-    now = [group.traced.at(set()) for group in groups]
+    saved: list[set[int]] = [set() for _ in traces]
+    now = [trace.at(set()) for trace in traces]
     order = sorted(
         (
-            (_group_price(group, number, now[place]), place, number)
-            for place, group in enumerate(groups)
-            for number in group.traced.choices
+            (_worth_of_saving(trace, number), place, number)
+            for place, trace in enumerate(traces)
+            for number in trace.choices
         ),
         reverse=True,
     )
-    points = [_point("", groups, now)]
-    for price, place, number in order:
-        if price <= 0:
+    points = [_point("", now)]
+    for worth, place, number in order:
+        if worth <= 0:
             break
-        traced = groups[place].traced
+        trace = traces[place]
         saved[place].add(number)
-        found = traced.at(saved[place])
+        found = trace.at(saved[place])
         if found.work >= now[place].work:
             saved[place].discard(number)
             continue
         now[place] = found
-        added = describe(traced.alternative(number, {number}))
-        points.append(_point(added, groups, now))
+        points.append(_point(describe(trace.alternative(number, {number})), now))
     # Some values save nothing unless others are saved too.
-    whole = [group.traced.at(set(group.traced.choices)) for group in groups]
-    last = _point("all that is left", groups, whole)
+    last = _point(
+        "all that is left", [trace.at(set(trace.choices)) for trace in traces]
+    )
     if last.recompute_work < points[-1].recompute_work:
         points.append(last)
     return tuple(points)
 
 
-def _group_price(group: Group, number: int, nothing: Effect) -> float:
-    found = group.traced.at({number})
-    each = group.saved_bytes(found) / group.calls
-    return (nothing.work - found.work) / max(each, 1)
+def _worth_of_saving(trace: RegionTrace, number: int) -> float:
+    """The work that a class spares for each byte, if nothing else is saved."""
+    nothing, found = trace.at(set()), trace.at({number})
+    return (nothing.work - found.work) / max(found.saved_bytes, len(trace.calls))
 
 
-def _point(added: str, groups: Sequence[Group], now: Sequence[Effect]) -> SavingPoint:
-    pairs = [*zip(groups, now, strict=True)]
-    size = sum(each.saved_bytes(found) for each, found in pairs)
-    work = sum(each.calls * found.work for each, found in pairs)
-    return SavingPoint(added, size, work)
+def _point(added: str, now: Sequence[Effect]) -> SavingPoint:
+    size_bytes, work = map(sum, zip(Effect(0, 0), *now, strict=True))
+    return SavingPoint(added, size_bytes, work)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple, final
 
-from remat import policies
+from remat import _captures, policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
@@ -16,9 +17,11 @@ from remat._graph.values import Graph, Value, roots
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph
 from remat._partition.peak import peak_of_run
+from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained
 from remat._regions.retraceable import Roots
 from remat.policies import Save
+from remat.reporting._held import Node
 from remat.storage import AbstractStorage, Held, Keep
 
 
@@ -36,11 +39,10 @@ class Waits(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Effect:
-    """The effect of decisions."""
+class Effect(NamedTuple):
+    """The effect of decisions, in all calls of a region together."""
 
-    saved: tuple[int, ...]  # the joint graph's values that wait
+    saved_bytes: int  # what waits because of them, beyond what lives anyway
     work: int  # of what is recomputed, see `work_of`
 
 
@@ -61,10 +63,33 @@ class Alternative:
 
 
 @final
+class RegionCall:
+    """A node of a region."""
+
+    def __init__(self, place: int, node: Node) -> None:
+        assert node.call is not None
+        self.place = place  # of the node among all
+        self.call = node.call  # the node's own description
+        function = self.call.roots[0]
+        self.name = name_of(function)
+        if self.call.region.is_derivative:
+            self.name += ", differentiated"
+        self.policy = self.call.region.policy_text
+        # Equal for calls that are one row: one code under one policy.
+        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
+        self.traced: RegionTrace | None = None  # None if it has none of its own
+        self.number = 0  # its place among the calls of its row
+
+
+@final
 class RegionTrace:
     """Answers questions about a region's trace."""
 
     def __init__(self, region: Explained, roots: Roots) -> None:
+        self.calls: list[RegionCall] = []
+        # Of a class, how many calls return it to what holds it anyway: the next region,
+        # an operator of torch's, or the caller.
+        self.shared: Counter[int] = Counter()
         self.region = region
         self._roots = roots
         stages = region.stages(roots)
@@ -77,12 +102,20 @@ class RegionTrace:
     @functools.cached_property
     def outcome(self) -> Effect:
         """What is saved and recomputed now."""
-        return Effect(self.found.saved, self._work(self.found.repeats))
+        return self._effect(self.found)
 
-    def saved_sizes(self, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The class of each of some values, and the bytes that it holds if it is saved."""
-        for index in saved:
-            yield self._root_number(index), self._saved(index).size_bytes
+    def _effect(self, found: Cut) -> Effect:
+        size_bytes = sum(
+            self._saved(index).size_bytes
+            * (len(self.calls) - self.shared[self._root_number(index)])
+            for index in found.saved
+        )
+        return Effect(size_bytes, self._work(found.repeats))
+
+    @property
+    def forward_graph(self) -> Graph:
+        """The program of its forward."""
+        return self.region.forward(self._roots, True).program.graph
 
     @functools.cached_property
     def output_classes(self) -> dict[tuple[int, int], int]:
@@ -91,7 +124,7 @@ class RegionTrace:
         The key also has the index among the tensors that the operator returned. A copy
         of an output is left out, because the value itself does not live with it.
         """
-        program = self.region.forward(self._roots, True).program.graph
+        program = self.forward_graph
         joint, owners = self.analysis.joint, roots(program)
         found: dict[tuple[int, int], int] = {}
         for own, ref in zip(program.outputs, joint.outputs, strict=False):
@@ -137,7 +170,7 @@ class RegionTrace:
 
     @property
     def forward_work(self) -> int:
-        """Work of the whole forward, see `work_of`."""
+        """Work of the whole forward in all calls, see `work_of`."""
         return self._work(self.analysis.forward)
 
     @functools.cached_property
@@ -190,8 +223,7 @@ class RegionTrace:
         """What would be saved and recomputed if these classes were permitted."""
         key = frozenset(saveable)
         if key not in self._known:
-            found = self._cut(saveable)
-            self._known[key] = Effect(found.saved, self._work(found.repeats))
+            self._known[key] = self._effect(self._cut(saveable))
         return self._known[key]
 
     def saving(self) -> Iterator[Alternative]:
@@ -235,7 +267,7 @@ class RegionTrace:
         return self.analysis.numbers[self.analysis.roots[index]]
 
     def _work(self, steps: Iterable[int]) -> int:
-        return sum(self._works[index] for index in steps)
+        return len(self.calls) * sum(self._works[index] for index in steps)
 
     @functools.cached_property
     def _works(self) -> tuple[int, ...]:
