@@ -105,9 +105,9 @@ class RegionTrace:
         return self._effect(self.found)
 
     def _effect(self, found: Cut) -> Effect:
+        calls, shared = len(self.calls), self.shared
         size_bytes = sum(
-            self._saved(index).size_bytes
-            * (len(self.calls) - self.shared[self._root_number(index)])
+            self._saved(index).size_bytes * (calls - shared[self._root_number(index)])
             for index in found.saved
         )
         return Effect(size_bytes, self._work(found.repeats))
