@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -99,29 +100,20 @@ class _NameWatcher(StepListener):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[_Seen] = []
-        self._stack: list[tuple[Graph, dict[int, Any], list[int]]] = []
+        self._results: dict[int, dict[int, Any]] = {}  # of each run that has begun
 
     @contextlib.contextmanager
     def following(
         self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> Generator[Callable[[int], None]]:
         """Keeps what each step gives until the run ends, then copies what has a name."""
-        results: dict[int, Any] = dict(enumerate(inputs))
-        step = [-1]
-        run = self.begin_run(graph)
-        self._stack.append((graph, results, step))
-
-        def at(index: int) -> None:
-            step[0] = index
-            value = graph.values[index]
-            if value.op is operator.getitem:
-                results[index] = results[value.args[0].index][value.args[1]]
-
-        try:
-            yield at
-        finally:
-            self._stack.pop()
+        with self.running(graph) as run:
+            self._results[id(run)] = dict(enumerate(inputs))
+            yield functools.partial(setattr, run, "step")
+        results = self._results.pop(id(run))
         for index, value in enumerate(graph.values):
+            if value.op is operator.getitem and value.args[0].index in results:
+                results[index] = results[value.args[0].index][value.args[1]]
             is_own = value.op is not None or run.phase == "forward"
             for name in value.names if is_own and index in results else ():
                 self._see(name, value.source, results[index], run, value.rank)
@@ -134,10 +126,10 @@ class _NameWatcher(StepListener):
         if func is naming.MARK:
             if not fakes.is_fake(args[0]):
                 self._see(args[1], user_line(), args[0])
-        elif self._stack:
-            graph, results, step = self._stack[-1]
-            if _is_wanted(graph, step[0]):
-                results[step[0]] = result
+        elif self.stack:
+            run = self.stack[-1]
+            if _is_wanted(run.graph, run.step):
+                self._results[id(run)][run.step] = result
         return result
 
     def _see(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:

@@ -85,17 +85,23 @@ class StepListener(Watcher):
         super().__init__()
         self.phase = "forward"  # or "backward", set by who drives the step
         self.node: int | None = None  # the place of the one whose backward runs
-        self.runs: list[ProgramRun] = []  # the programs of regions, in order
+        self.runs: list[ProgramRun] = []  # of the programs of regions, in order
+        self.stack: list[ProgramRun] = []  # those that have begun and not ended
 
     def enter(self, node: int, _: object) -> None:
         """Notes that the backward has come to a node, whose prehook this is."""
         self.node = node
 
-    def begin_run(self, graph: Graph) -> ProgramRun:
-        """Notes that a program begins to run."""
+    @contextlib.contextmanager
+    def running(self, graph: Graph) -> Generator[ProgramRun]:
+        """Around a run of a program, which it notes."""
         run = ProgramRun(graph, self.phase, self.node)
         self.runs.append(run)
-        return run
+        self.stack.append(run)
+        try:
+            yield run
+        finally:
+            self.stack.pop()
 
 
 @final
@@ -119,7 +125,6 @@ class StepWatcher(StepListener):
         self._waits = torch.accelerator.is_available()
         self.events: list[Event] = []
         self.by_key: dict[int, Allocation] = {}  # what lives
-        self._stack: list[ProgramRun] = []
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
 
     @contextlib.contextmanager
@@ -127,16 +132,8 @@ class StepWatcher(StepListener):
         self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> Generator[Callable[[int], None]]:
         """Notes a run of a program, and its steps as they come."""
-        run = self.begin_run(graph)
-        self._stack.append(run)
-
-        def at(step: int) -> None:
-            run.step = step
-
-        try:
-            yield at
-        finally:
-            self._stack.pop()
+        with self.running(graph) as run:
+            yield functools.partial(setattr, run, "step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -153,7 +150,7 @@ class StepWatcher(StepListener):
         self.time_s += elapsed
         self.counts[operators.short_name(func)] += 1
         self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
-        run = self._stack[-1] if self._stack else None
+        run = self.stack[-1] if self.stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
         if not _returns_view(func):  # what a view shows was there before
@@ -171,7 +168,7 @@ class StepWatcher(StepListener):
             known = self._allocation(storage, op, item)
             self._references[reference] = known
             self.by_key[known.key] = known
-            for each in self._stack:
+            for each in self.stack:
                 each.made.add(known)
             self._note(known, known.size_bytes)
         elif storage.nbytes() != known.size_bytes:
@@ -182,7 +179,7 @@ class StepWatcher(StepListener):
     def _allocation(
         self, storage: torch.UntypedStorage, op: Any, item: int
     ) -> Allocation:
-        run = self._stack[-1] if self._stack else None
+        run = self.stack[-1] if self.stack else None
         made = Allocation(
             tensors.key_of(storage),
             storage.nbytes(),
@@ -214,7 +211,7 @@ class StepWatcher(StepListener):
     def _note(self, allocation: Allocation, change: int) -> None:
         self.live_bytes += change
         self.events.append(Event(self.time_s, change, allocation))
-        for run in self._stack:
+        for run in self.stack:
             if allocation in run.made:
                 run.live_bytes += change
                 run.peak_bytes = max(run.peak_bytes, run.live_bytes)
