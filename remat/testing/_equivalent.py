@@ -126,22 +126,19 @@ def assert_equivalent(
         ]
         compared = [name for name, why in answers.items() if why is None]
         if not compared:
-            raise _nothing_compared(excused)
+            reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
+            raise refusal(
+                NotEquivalentError,
+                where="assert_equivalent",
+                what="nothing was compared: the first function supports none of the "
+                f"transforms ({reasons or 'there were none'}).",
+                why="Without a comparison, nothing shows that two functions are "
+                "equivalent.",
+                do="Name a transform that the first function supports.",
+            )
         return Equivalence(tuple(compared), tuple(excused))
 
     return compare
-
-
-def _nothing_compared(excused: Sequence[Excuse]) -> NotEquivalentError:
-    reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
-    return refusal(
-        NotEquivalentError,
-        where="assert_equivalent",
-        what="nothing was compared: the first function supports none of the "
-        f"transforms ({reasons or 'there were none'}).",
-        why="Without a comparison, nothing shows that two functions are equivalent.",
-        do="Name a transform that the first function supports.",
-    )
 
 
 @final
@@ -184,7 +181,14 @@ class _Pair:
         try:
             found = self._run(self.g, parts, cotangents)
         except UNSUPPORTED as error:
-            raise _only_second(name, error) from error
+            raise refusal(
+                NotEquivalentError,
+                where=f"under {name}",
+                what=f"only the second function raises {type(error).__name__}: "
+                f"{_first_line(error).rstrip('. ')}.",
+                why="The first one gives a result there.",
+                do="See the error from which this one is raised.",
+            ) from error
         _require_equal_results(expected, found, f"under {name}")
         return None
 
@@ -295,17 +299,6 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
     for label in one.after.keys() & other.after.keys():
         what = f"{label} after the call"
         require_same(one.after[label], other.after[label], what, where, exact=True)
-
-
-def _only_second(name: str, error: Exception) -> NotEquivalentError:
-    return refusal(
-        NotEquivalentError,
-        where=f"under {name}",
-        what=f"only the second function raises {type(error).__name__}: "
-        f"{_first_line(error).rstrip('. ')}.",
-        why="The first one gives a result there.",
-        do="See the error from which this one is raised.",
-    )
 
 
 def _first_line(error: Exception) -> str:

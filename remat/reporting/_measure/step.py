@@ -81,14 +81,11 @@ class MeasuredStep:
         outputs = tuple(
             each for each in leaves if isinstance(each, Tensor) and each.requires_grad
         )
-        if not outputs:
-            raise self._without_gradient(leaves)
-        return outputs
-
-    def _without_gradient(self, leaves: Sequence[Any]) -> RematError:
+        if outputs:
+            return outputs
         found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
         unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
-        return refusal(
+        raise refusal(
             RematError,
             where=self.name,
             what=f"returned no tensor that requires grad{unknown}.",
