@@ -141,19 +141,20 @@ def assert_equivalent(
     return compare
 
 
+#: What messages call a value, the value, and whether its bits are compared.
+_Row = tuple[str, Tensor | None, bool]
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Result:
     """One run of one function under one transform."""
 
-    values: tuple[Tensor | None, ...]
-    labels: tuple[str, ...]
-    #: For each value, whether bits are compared.
-    exact: tuple[bool, ...]
+    rows: list[_Row]
     #: The structure of the output, and its leaves that are not tensors.
-    rest: tuple[Any, ...] = ()
+    rest: tuple[Any, ...]
     #: Arguments and captured state after the call.
-    after: dict[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+    after: dict[str, Tensor]
 
 
 @final
@@ -169,17 +170,14 @@ class _Pair:
 
     def compare(self, name: str, parts: tuple[str, ...]) -> str | None:
         """Compares under one transform; returns why not, if `f` does not support it."""
-        cotangents = self.cotangents
         try:
-            expected = self._run(self.f, parts, cotangents)
+            expected = self._run(self.f, parts, self.cotangents)
             if self.exact and parts == ("grad",):
-                # Law 1 compares with plain autograd, not with torch.func.grad.
-                backward = ("backward", "of grad")
-                expected = self._run(self.f, backward, contiguous_cotangents)
+                expected = self._plain_gradients()
         except UNSUPPORTED as error:
             return f"{type(error).__name__}: {_first_line(error)}"
         try:
-            found = self._run(self.g, parts, cotangents)
+            found = self._run(self.g, parts, self.cotangents)
         except UNSUPPORTED as error:
             raise refusal(
                 NotEquivalentError,
@@ -195,87 +193,82 @@ class _Pair:
     def _run(
         self, function: Callable[..., Any], parts: tuple[str, ...], given: Cotangents
     ) -> _Result:
-        with self.call.run(function) as flattened:
+        with self.call.run(function) as flat:
             if parts[-1] == "functional_call":
-                result = self._functional(flattened, parts[:-1])
+                rows = self._functional(flat, parts[:-1])
             elif parts[0] == "backward":
-                result = self._backward(flattened, parts[1:], given)
+                rows = self._backward(flat, parts[1:], given)
             else:
-                result = self._transformed(flattened, parts)
-        return dataclasses.replace(result, after=flattened.after)
+                rows = self._transformed(flat, parts)
+        rest = (flat.spec, flat.statics) if parts == ("backward",) else ()
+        return _Result(rows, rest, flat.after)
+
+    def _plain_gradients(self) -> _Result:
+        """What law 1 compares "grad" with: plain autograd's gradients, zeros for none."""
+        found = self._run(self.f, ("backward",), contiguous_cotangents)
+        rows = {label: (each, exact) for label, each, exact in found.rows}
+        wanted: list[_Row] = []
+        for place, name in zip(self.call.wanted, self.call.wanted_labels, strict=True):
+            label = f"the gradient of {name}"
+            each, exact = rows[label]
+            zero = torch.zeros_like(self.call.leaves[place]).detach()
+            wanted.append((label, zero if each is None else each, exact))
+        return _Result(wanted, (), found.after)
 
     def _backward(
-        self, flattened: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
-    ) -> _Result:
+        self, flat: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
+    ) -> list[_Row]:
         """Outputs, and gradients by plain autograd, of captured tensors too."""
-        is_of_grad = inner == ("of grad",)
-        inner = () if is_of_grad else inner
         if inner:
-            flattened.leaves = self.call.copied()
-        wanted = [leaf.requires_grad_() for leaf in flattened.wanted]
-        reached = dict(self._captured(flattened.function))
-        operands = [*wanted, *reached.values()]
-        outputs = apply(inner, flattened)(*wanted)
-        found = gradients(outputs, operands, cotangents)
-        bits = self.exact and not inner
-        alone = bits and _results_share_nothing([*operands, *outputs])
-        labels = [*self.call.wanted_labels, *reached]
-        names = _result_labels(len(outputs)) if inner else flattened.labels
-        if is_of_grad:
-            count = len(wanted)
-            values = tuple(
-                torch.zeros_like(leaf) if each is None else each
-                for leaf, each in zip(wanted, found, strict=False)
-            )
-            return _Result(values, _gradient_labels(labels[:count]), (alone,) * count)
-        return _Result(
-            (*_detached_results(outputs), *found),
-            (*names, *_gradient_labels(labels)),
-            (*(bits for _ in outputs), *(alone for _ in found)),
-            () if inner else (flattened.spec, flattened.statics),
-        )
-
-    def _captured(self, function: Callable[..., Any]) -> dict[str, Tensor]:
-        """The tensors beyond the arguments that want a gradient, as `f` calls them."""
-        own = captured(function)
-        return {
+            flat.leaves = self.call.copied()
+        wanted = [leaf.requires_grad_() for leaf in flat.wanted]
+        own = captured(flat.function)
+        reached = {  # the captured tensors that want a gradient, as `f` calls them
             label: own.get(label, tensor)
             for label, tensor in captured(self.f).items()
             if tensor.requires_grad
         }
+        operands = [*wanted, *reached.values()]
+        outputs = apply(inner, flat)(*wanted)
+        found = gradients(outputs, operands, cotangents)
+        bits = self.exact and not inner
+        alone = bits and _results_share_nothing([*operands, *outputs])
+        names = _numbered_labels(outputs) if inner else flat.labels
+        labels = _gradient_labels([*self.call.wanted_labels, *reached])
+        return [*_rows(names, outputs, bits), *_rows(labels, found, alone)]
 
-    def _transformed(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
-        found = apply(parts, flattened)(*flattened.wanted)
-        if parts != ("grad",):
-            return _compared_closely(found)
-        labels = _gradient_labels(self.call.wanted_labels)
-        return _Result(_detached_results(found), labels, (self.exact,) * len(found))
+    def _transformed(self, flat: FlatFunction, parts: tuple[str, ...]) -> list[_Row]:
+        found = apply(parts, flat)(*flat.wanted)
+        if parts == ("grad",):
+            return _rows(_gradient_labels(self.call.wanted_labels), found, self.exact)
+        return _rows(_numbered_labels(found), found, False)
 
-    def _functional(self, flattened: FlatFunction, parts: tuple[str, ...]) -> _Result:
-        module = flattened.function
+    def _functional(self, flat: FlatFunction, parts: tuple[str, ...]) -> list[_Row]:
+        module = flat.function
         if not isinstance(module, nn.Module):
             raise TypeError("functional_call takes modules")
         named = dict(module.named_parameters())
         given = [parameter.detach().clone() for parameter in named.values()]
-        flat: Flat = flattened.with_parameters(tuple(named))
-        return _compared_closely(apply(parts, flat)(*given, *flattened.wanted))
+        function: Flat = flat.with_parameters(tuple(named))
+        found = apply(parts, function)(*given, *flat.wanted)
+        return _rows(_numbered_labels(found), found, False)
 
 
-def _compared_closely(found: Sequence[Tensor | None]) -> _Result:
-    count = len(found)
-    return _Result(_detached_results(found), _result_labels(count), (False,) * count)
+def _rows(
+    labels: Sequence[str], tensors: Sequence[Tensor | None], exact: bool
+) -> list[_Row]:
+    return [
+        (label, each if each is None else each.detach(), exact)
+        for label, each in zip(labels, tensors, strict=True)
+    ]
 
 
-def _result_labels(count: int) -> tuple[str, ...]:
-    return tuple(f"tensor {index} of the result" for index in range(count))
+def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
+    return [f"tensor {index} of the result" for index in range(len(found))]
 
 
-def _gradient_labels(labels: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"the gradient of {label}" for label in labels)
-
-
-def _detached_results(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(each if each is None else each.detach() for each in tensors)
+def _gradient_labels(names: Sequence[str]) -> list[str]:
+    return [f"the gradient of {name}" for name in names]
 
 
 def _results_share_nothing(tensors: Sequence[Tensor | None]) -> bool:
@@ -284,7 +277,7 @@ def _results_share_nothing(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
-    if one.rest != other.rest or len(one.values) != len(other.values):
+    if one.rest != other.rest or len(one.rows) != len(other.rows):
         raise refusal(
             NotEquivalentError,
             where=f"{where}, the structure of the outputs",
@@ -293,8 +286,9 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
             "not tensors.",
             do="Return the same from both.",
         )
-    rows = zip(one.values, other.values, one.labels, one.exact, strict=True)
-    for expected, found, label, exact in rows:
+    for (label, expected, exact), (_, found, _) in zip(
+        one.rows, other.rows, strict=True
+    ):
         require_same(expected, found, label, where, exact=exact)
     for label in one.after.keys() & other.after.keys():
         what = f"{label} after the call"
