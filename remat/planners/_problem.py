@@ -23,31 +23,22 @@ Choice = tuple[int | None, ...]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One way in which an item may be saved.
+    """One way in which an item may be saved."""
 
-    Attributes:
-        size_bytes: what it counts against the budget.
-        cost: of storing it and of bringing it back.
-    """
-
-    size_bytes: int
-    cost: int = 0
+    size_bytes: int  # what it counts against the budget
+    cost: int = 0  # of storing it and of bringing it back
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One computation that the backward may have to run.
+    """One computation that the backward may have to run."""
 
-    Attributes:
-        cost: of running it once.
-        uses: the earlier steps whose values it reads; inputs are left out.
-        item: what must be saved to avoid this step; None if it cannot be avoided.
-    """
-
-    cost: int
-    uses: tuple[int, ...] = ()
-    item: int | None = None
+    cost: int  # of running it once
+    uses: tuple[
+        int, ...
+    ] = ()  # the earlier steps whose values it reads, without inputs
+    item: int | None = None  # what must be saved to avoid it; None if that cannot be
 
 
 @final
@@ -142,17 +133,11 @@ class Problem:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """A choice without values that nothing reads, with its bytes and cost.
+    """A choice without values that nothing reads, with its bytes and cost."""
 
-    Attributes:
-        choice: for each item that is read from what was saved, its option.
-        saved_bytes: what is held, the fixed bytes included.
-        cost: of what runs again, and of storing what is saved.
-    """
-
-    choice: Choice
-    saved_bytes: int
-    cost: int
+    choice: Choice  # for each item that is read from what was saved, its option
+    saved_bytes: int  # what is held, the fixed bytes included
+    cost: int  # of what runs again, and of storing what is saved
 
 
 def cheapest(options: Sequence[Option], price: int, unit: int) -> int:

@@ -19,15 +19,10 @@ from remat.planners._scipy import optimize
 @final
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A point of a program's frontier.
+    """A point of a program's frontier."""
 
-    Attributes:
-        saved_bytes: what it holds.
-        cost: what it recomputes.
-    """
-
-    saved_bytes: int
-    cost: int
+    saved_bytes: int  # what it holds
+    cost: int  # what it recomputes
 
 
 def share(
