@@ -49,13 +49,6 @@ class Problem:
     Several steps of one item make the same value: if it is saved, none of them runs; if
     not, each of them runs that something needs.
 
-    Attributes:
-        steps: the computations.
-        wanted: those whose values the backward needs in any case.
-        items: for each item the options in which it may be saved.
-        fixed_bytes: what is held in any case.
-        base_cost: the cost of what runs again in any case.
-
     Raises:
         ValueError: a number is negative, or a step reads one that does not come before.
 
@@ -71,10 +64,12 @@ class Problem:
     """
 
     steps: tuple[Step, ...]
-    wanted: tuple[int, ...]
-    items: tuple[tuple[Option, ...], ...]
-    fixed_bytes: int = 0
-    base_cost: int = 0
+    wanted: tuple[int, ...]  # the steps whose values the backward needs in any case
+    items: tuple[
+        tuple[Option, ...], ...
+    ]  # for each the options in which it may be saved
+    fixed_bytes: int = 0  # what is held in any case
+    base_cost: int = 0  # of what runs again in any case
 
     def __post_init__(self) -> None:
         """Checks the numbers and the order of the steps."""
@@ -171,12 +166,6 @@ def require_feasible(problem: Problem, budget: int, where: str) -> None:
 class Solution:
     """A choice within a budget, and a bound on its distance from the optimum.
 
-    Attributes:
-        choice: for each item the option in which it is saved, None to recompute it.
-        saved_bytes: what is held.
-        cost: of what runs again, and of storing what is saved.
-        lower_bound: no choice within the budget costs less.
-
     Example:
         >>> from remat.planners import Solution
         >>> Solution(choice=(None,), saved_bytes=0, cost=50, lower_bound=49).gap
@@ -184,9 +173,9 @@ class Solution:
     """
 
     choice: Choice
-    saved_bytes: int
-    cost: int
-    lower_bound: int
+    saved_bytes: int  # what is held
+    cost: int  # of what runs again, and of storing what is saved
+    lower_bound: int  # no choice within the budget costs less
 
     @property
     def gap(self) -> float:
