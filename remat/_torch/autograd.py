@@ -85,7 +85,12 @@ def has_no_formula(error: RuntimeError) -> bool:
 
     Obsolete when torch has a class for these errors.
     """
-    told = ("derivative for ", "forward AD with ", "modified by an inplace operation")
+    told = (
+        "derivative for ",
+        "does not support automatic differentiation",
+        "forward AD with ",
+        "modified by an inplace operation",
+    )
     return any(part in str(error) for part in told)
 
 

@@ -124,6 +124,8 @@ FUNCTIONS: dict[str, Unit] = {
     "silu": lambda w, x: F.silu(x @ w) @ w,
     "group_norm": lambda w, x: F.group_norm(x @ w, 2, w[0].cos(), w[1]),
     "solve": solved,
+    # Its backward writes into complex zeros, which has no formula as an operator.
+    "spectrum": lambda w, x: torch.fft.irfft(torch.fft.rfft((x @ w).sin()), n=WIDTH),
     "sparse": lambda w, x: (x @ w).sin().to_sparse().to_dense() @ w,
     "dropout": lambda w, x: random.dropout(KEY, torch.tanh(x @ w), 0.3) @ w,
     "in_place": in_place,
