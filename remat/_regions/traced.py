@@ -439,11 +439,10 @@ class TracedRegion:
     def _jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[TracedRegion, tuple[int, ...]]:
-        chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
             return self, moved  # there is no tangent to compute
-        outputs = tuple(chosen[index] for index in moved)
+        outputs = tuple(self.chosen[index] for index in moved)
         recorded = state_metas(self.stages(roots).analysis) if num_states else []
         operands = (
             *self.operands,
@@ -503,6 +502,7 @@ class TracedRegion:
             verify=self.verify and not is_given,
             inputs=self.inputs,
             calls=self.calls,
+            made_from=self if is_given else None,
         )
         return Pushed(region, moved)
 

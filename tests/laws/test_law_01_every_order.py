@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map_only
 
-from remat import policies, random, remat
+from remat import policies, random, remat, storage
 from tests.laws.derivatives import TORCH
 from tests.laws.nests import NESTS, loss
 from tests.support import assert_close, pairwise, seeded, swept
@@ -37,6 +37,7 @@ POLICIES = {
     "matmuls": policies.save_matmul_outputs,
     "everything": policies.everything_saveable,
 }
+EVERYTHING = POLICIES["everything"]
 SECOND_ORDER = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))")
 
 Unit = Callable[[Tensor, Tensor], Tensor]
@@ -209,6 +210,57 @@ def by_leaf(number: Callable[[Tensor], Tensor]) -> Tensor:
     """The gradient by plain autograd."""
     leaf = W.clone().requires_grad_()
     return torch.autograd.grad(number(leaf), leaf)[0]
+
+
+def sine_of_tanh(w: Tensor) -> Tensor:
+    """What a region below computes."""
+    return w.tanh().sin()
+
+
+#: Regions that no level below opens, for what they return or how their values wait.
+CLOSED: dict[str, Callable[[Tensor], Any]] = {
+    "whole numbers": remat(
+        lambda w: (sine_of_tanh(w), torch.arange(2)), policy=EVERYTHING
+    ),
+    "a detached value": remat(
+        lambda w: (sine_of_tanh(w), w.detach().sin()), policy=EVERYTHING
+    ),
+    "offloaded": remat(
+        lambda w: (sine_of_tanh(w), w * 2),
+        policy=EVERYTHING.stored(storage.Offload(pin=False)),
+    ),
+}
+
+
+def tangent_of_gradient(f: Unit, w: Tensor) -> Any:
+    """Forward mode over the gradient by the weights."""
+    return jvp(grad(lambda w: loss(f)(w, X)), (w,), (w.cos(),))
+
+
+TWICE_OVER: dict[str, Callable[[Unit], Any]] = {
+    "jvp(jvp(grad))": lambda f: jvp(
+        lambda w: tangent_of_gradient(f, w), (W,), (W.sin(),)
+    ),
+    "grad(jvp(grad))": lambda f: grad(
+        lambda w: tangent_of_gradient(f, w)[1].square().sum()
+    )(W),
+    "grad(vmap(jvp(grad)))": lambda f: grad(
+        lambda w: (
+            vmap(lambda w: tangent_of_gradient(f, w)[1])(torch.stack([w, w * w]))
+            .square()
+            .sum()
+        )
+    )(W),
+}
+
+
+@pytest.mark.parametrize("nest", TWICE_OVER)
+@pytest.mark.parametrize("kind", CLOSED)
+def test_levels_around_forward_mode_over_a_closed_region(kind: str, nest: str) -> None:
+    """What it saved has no tangents of its own, so its pushed backward stays closed too."""
+    found = TWICE_OVER[nest](lambda w, _: CLOSED[kind](w)[0])
+
+    assert_close(found, TWICE_OVER[nest](lambda w, _: sine_of_tanh(w)))
 
 
 PULLED: dict[str, Callable[[Unit], Any]] = {
