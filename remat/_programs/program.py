@@ -28,6 +28,7 @@ from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
 from remat._programs.inside_traces import device_of, interpret
+from remat._programs.lending import Lender
 from remat._programs.overwriting import reusing
 from remat._torch import guards, modes, schemas, tracer
 
@@ -61,6 +62,8 @@ class Program:
     num_saved: int = 0
     #: Of a backward, how many of its last inputs are cotangents.
     num_cotangents: int = 0
+    #: Whether it takes what the program before it in a backward has recomputed.
+    is_borrowing: bool = False
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
@@ -68,6 +71,8 @@ class Program:
 
     def consume(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs; empties the list, and frees each input after its last use."""
+        if self._lender is not None and not tracer.proxy_is_active():
+            return self._lender.consume(inputs)
         if self._shares_memory:
             # Outputs that share memory must stay views: an in-place change shows in all.
             with torch.no_grad():
@@ -93,6 +98,15 @@ class Program:
             return self._run(inputs)
         with watcher.following(self.graph, inputs) as at:
             return self._watched(at, inputs)
+
+    @functools.cached_property
+    def _lender(self) -> Lender | None:
+        if not self.is_borrowing:
+            return None
+        alone = dataclasses.replace(self, is_borrowing=False)
+        return Lender(
+            self.graph, lambda graph: dataclasses.replace(alone, graph=graph).consume
+        )
 
     @functools.cached_property
     def is_compiled(self) -> bool:
@@ -128,7 +142,7 @@ class Program:
     @functools.cached_property
     def quiet(self) -> Quiet:
         """`consume` where no dispatch mode listens and no gradient is recorded, in parts."""
-        if self._shares_memory:
+        if self._shares_memory or self.is_borrowing:
             return Quiet(contextlib.nullcontext, self.consume)
         return Quiet(modes.below_autograd, self._short)
 

@@ -84,6 +84,7 @@ def backward_given(
         function.backend,
         num_saved=count,
         num_cotangents=len(cotangents),
+        is_borrowing=asked.is_borrowing,
     )
     is_exact = [each.is_exact for each in kept.storages]
     forward = Forward(

@@ -217,4 +217,5 @@ def opened_call(
     opened = region.opened(call.roots, wants, has_tangent)
     if opened is None:
         return None
-    return OpenedCall(call.of(opened.region), opened.num_outputs)
+    below = call.of(opened.region)._replace(is_borrowing=True)
+    return OpenedCall(below, opened.num_outputs)

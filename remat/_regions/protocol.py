@@ -33,6 +33,8 @@ class Asked(NamedTuple):
     num_states: int
     #: The switches in force when the backward runs.
     numerics: Numerics
+    #: Whether the backward may take values from the one before (`_programs.lending`).
+    is_borrowing: bool = False
 
     def without_gradients(self) -> Asked:
         """The same for cotangents that are not to be differentiated."""
@@ -166,6 +168,8 @@ class Call(NamedTuple):
     fast_path: FastPath | None = None
     #: Below which level of torch.func what waited for it has gradients of its own.
     connected_below: int = sys.maxsize
+    #: Whether its backward may take values from the one before (`_programs.lending`).
+    is_borrowing: bool = False
 
     def of(self, region: Region) -> Call:
         """The call of a region derived from this one's."""

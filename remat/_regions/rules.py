@@ -459,7 +459,8 @@ def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
         raise second_derivative(call)
     layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
     wanted = ctx.needs_input_grad[1:]
-    asked = Asked(layouts, wanted, ctx.num_states, Numerics.current())
+    switches = Numerics.current()
+    asked = Asked(layouts, wanted, ctx.num_states, switches, call.is_borrowing)
     return call.region.vjp(call.roots, asked)
 
 

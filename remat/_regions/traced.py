@@ -19,6 +19,7 @@ takes the roots of the call that needs it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, final
@@ -162,9 +163,19 @@ class TracedRegion:
 
     def _own_forward(self, stages: Stages | None) -> Forward:
         assert self.outline is not None, "a forward that was given is not made"
-        return own_forward(
+        found = own_forward(
             self.outline, self.operands, self.function, stages, self.calls.saved
         )
+        program = dataclasses.replace(found.program, is_borrowing=self.is_borrowing)
+        return dataclasses.replace(found, program=program)
+
+    @property
+    def is_borrowing(self) -> bool:
+        """Whether its forward is a backward that may take values from the one before."""
+        if self.given is not None:
+            return self.given.forward.program.is_borrowing
+        origin = self.made_from if self.is_opened else None
+        return origin is not None and origin.is_borrowing
 
     @property
     def placements(self) -> tuple[Any, ...] | None:

@@ -44,29 +44,15 @@ POLICIES = {
 }
 X = seeded(BATCH, WIDTH, seed=99)
 
-#: A backward is differentiated as a region of its own beside the forward's: in an outer
-#: backward both recompute the forward. JAX differentiates one program, which does so once.
-BOTH_RECOMPUTE: dict[Case, Counts] = {
-    ("stack", "grad(grad)", "nothing"): (53, 16, 0),
-    ("stack", "grad(grad)", "matmuls"): (31, 16, 0),
-    ("stack", "grad(grad) by x", "nothing"): (35, 16, 0),
-    ("stack", "grad(grad) by x", "matmuls"): (16, 16, 0),
-    ("stack", "grad(vmap(grad))", "nothing"): (53, 16, 0),
-    ("stack", "grad(vmap(grad))", "matmuls"): (31, 16, 0),
-    ("stack", "grad(grad(grad))", "nothing"): (189, 32, 0),
-    ("stack", "grad(grad(grad))", "matmuls"): (89, 32, 0),
-    ("stack", "grad(laplacian)", "nothing"): (88, 16, 0),
-    ("stack", "grad(laplacian)", "matmuls"): (44, 16, 0),
-    ("gated", "grad(grad)", "nothing"): (16, 4, 9),
-    ("gated", "grad(grad)", "matmuls"): (8, 4, 9),
-    ("gated", "grad(grad) by x", "nothing"): (16, 4, 9),
-    ("gated", "grad(grad) by x", "matmuls"): (8, 4, 9),
-    ("gated", "grad(vmap(grad))", "nothing"): (16, 4, 9),
-    ("gated", "grad(vmap(grad))", "matmuls"): (8, 4, 9),
-    ("gated", "grad(grad(grad))", "nothing"): (42, 8, 27),
-    ("gated", "grad(grad(grad))", "matmuls"): (16, 8, 27),
-    ("gated", "grad(laplacian)", "nothing"): (32, 4, 18),
-    ("gated", "grad(laplacian)", "matmuls"): (16, 4, 18),
+#: In third order a value is taken from the program before (`remat/_programs/lending.py`) only
+#: where its bytes allow it. JAX pays with memory: it differentiates the derivative of the forward
+#: as it would without `jax.checkpoint`, whose values its outer levels then hold, under
+#: `nothing_saveable` too. In second order that is every layer's `tanh` and `1 - tanh`, by
+#: `jax.ad_checkpoint.print_saved_residuals`; here the counts are JAX's, and nothing is held.
+JAX_HOLDS: dict[Case, Counts] = {
+    ("stack", "grad(grad(grad))", "nothing"): (170, 17, 0),
+    ("stack", "grad(grad(grad))", "matmuls"): (89, 18, 0),
+    ("gated", "grad(grad(grad))", "nothing"): (34, 4, 18),
 }
 #: `jacrev` returns no value. JAX removes a forward that only the value needs, for the
 #: recomputation gives the backward all that it reads; an eager forward has run by then.
@@ -80,8 +66,8 @@ NO_VALUE_IS_READ: dict[Case, Counts] = {
     ("gated", "vmap(jacrev(jacrev))", "nothing"): (12, 3, 7),
     ("gated", "vmap(jacrev(jacrev))", "matmuls"): (8, 3, 7),
 }
-#: Cases in which the law does not hold yet, each with what it comes to, and no more.
-NOT_YET = BOTH_RECOMPUTE | NO_VALUE_IS_READ
+#: Cases in which JAX adds less, each with what it comes to here, and no more.
+MORE_THAN_JAX = JAX_HOLDS | NO_VALUE_IS_READ
 
 CASES: list[Case] = [
     (name, nest, policy) for name in FUNCTIONS for nest in NESTS for policy in POLICIES
@@ -129,9 +115,9 @@ def is_within(found: Counts, most: Counts) -> bool:
     ids=" ".join,
 )
 def test_no_more_is_computed_than_jax_adds(case: Case) -> None:
-    """Or, where that does not hold yet, than the tables above say."""
+    """Or than the tables above say."""
     name, nest, policy = case
-    most = NOT_YET.get(case) or law(nest, name, policy)
+    most = MORE_THAN_JAX.get(case) or law(nest, name, policy)
 
     found = counts(nest, name, remat(FUNCTIONS[name], policy=POLICIES[policy]))
 
@@ -161,9 +147,9 @@ def test_jax_adds_nothing_where_everything_is_saved() -> None:
             assert found["everything"] == found["plain"]
 
 
-@pytest.mark.parametrize("case", NOT_YET, ids=" ".join)
+@pytest.mark.parametrize("case", MORE_THAN_JAX, ids=" ".join)
 def test_no_case_is_excused_that_the_law_allows(case: Case) -> None:
     """A figure within the law has no place in the tables."""
     name, nest, policy = case
 
-    assert not is_within(NOT_YET[case], law(nest, name, policy))
+    assert not is_within(MORE_THAN_JAX[case], law(nest, name, policy))

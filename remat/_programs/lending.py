@@ -1,0 +1,224 @@
+"""Programs that take what the program before them has recomputed, in one run of autograd.
+
+Where an outer level differentiates a region, the derivative of its backward runs, and soon after
+it that of its forward. Both recompute the forward. The second takes those values from the first,
+which holds them until the next such program begins: those of one region at a time, as in a
+backward of the first order. Of a stack of regions only the last one's derivatives follow each
+other so.
+
+What a program takes is known when it has run once after another: values are equal if their steps
+are (`_graph.numbering`), and inputs if they are read alike from one memory that nobody has
+written to since. What would raise the peak of the program that holds it by much is not held.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat._graph import operators
+from remat._graph.building import Building, prune
+from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.numbering import Numbering
+from remat._graph.values import Graph, Ref, Value, has_effect, is_tensor, roots
+from remat._partition.peak import peak_of_run
+from remat._torch import autograd, guards, levels
+
+#: A function that empties a list of inputs.
+_Run = Callable[[list[Tensor]], list[Any]]
+#: Which input of the program before each input is, None for another one.
+_Places = tuple[int | None, ...]
+
+# Of what lives while a program runs that lends nothing: a heuristic, by which the second derivative
+# of a stack that keeps matrix products stays below the peak of one that keeps everything.
+_MOST_BYTES = 9 / 8
+
+
+class _Given(NamedTuple):
+    """What is the same of two inputs that are one."""
+
+    #: As long as this exists, no other storage is equal to it.
+    memory: StorageWeakRef
+    offset: Any
+    layout: Any
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Given:
+        """Of a plain tensor."""
+        (version,) = levels.versions_of([tensor])
+        memory = StorageWeakRef(tensor.untyped_storage())
+        return cls(memory, tensor.storage_offset(), layout_of(tensor), version)
+
+
+class _Loan(NamedTuple):
+    """What the latest program of a run of autograd holds for the next one."""
+
+    task: int
+    lender: Lender
+    inputs: tuple[_Given, ...]
+    #: By their places in the lender's graph.
+    values: dict[int, Tensor]
+
+
+class _Thread(threading.local):
+    """The latest loan of a thread."""
+
+    loan: _Loan | None = None
+
+
+_thread = _Thread()
+
+
+def _drop() -> None:
+    _thread.loan = None
+
+
+@final
+class Lender:
+    """A program that takes values from the one before, and holds some for the next.
+
+    Attributes:
+        graph: what it computes.
+        lent: the values that a program after it has asked for.
+    """
+
+    def __init__(self, graph: Graph, run_of: Callable[[Graph], _Run]) -> None:
+        """Makes one of a graph, and of what makes a function of a graph."""
+        self.graph = graph
+        self.lent: frozenset[int] = frozenset()
+        self._run_of = run_of
+        self._runs: dict[tuple[tuple[int, ...], frozenset[int]], _Run] = {}
+        # By the program before, and which of its inputs and what is lent.
+        self._equal: weakref.WeakKeyDictionary[
+            Lender, dict[tuple[_Places, frozenset[int]], tuple[tuple[int, int], ...]]
+        ] = weakref.WeakKeyDictionary()
+        self._latest: tuple[weakref.ref[Lender], _Places] | None = None
+
+    def consume(self, inputs: list[Tensor]) -> list[Any]:
+        """The outputs of the program; empties the list."""
+        task, loan = autograd.graph_task(), _thread.loan
+        _drop()
+        if task == -1 or not guards.are_plain(inputs):
+            return self._run((), frozenset())(inputs)
+        given, taken = tuple(map(_Given.of, inputs)), dict[int, Tensor]()
+        if loan is not None and loan.task == task:
+            known = {each: place for place, each in enumerate(loan.inputs)}
+            pairs = self._pairs(loan.lender, tuple(map(known.get, given)))
+            taken = {own: loan.values[k] for k, own in pairs if k in loan.values}
+        lent, run = self.lent, self._run(tuple(taken), self.lent)
+        inputs += taken.values()
+        # Only the list holds them from now on.
+        del loan, taken
+        found = run(inputs)
+        count = len(self.graph.outputs)
+        values = dict(zip(sorted(lent), found[count:], strict=True))
+        _thread.loan = _Loan(task, self, given, values)
+        autograd.at_end_of_task(_drop)
+        return found[:count]
+
+    def _pairs(self, before: Lender, places: _Places) -> tuple[tuple[int, int], ...]:
+        """Values of a program before this one, which is asked for them, and the equal own ones."""
+        self._latest = weakref.ref(before), places
+        known, key = self._equal.setdefault(before, {}), (places, self.lent)
+        if key not in known:
+            known[key] = _equal_values(before.graph, self.graph, *key)
+            before.lend(frozenset(theirs for theirs, _ in known[key]))
+        return known[key]
+
+    def lend(self, wanted: frozenset[int]) -> None:
+        """Holds these values too from the next run on: the first of them, if all need much memory.
+
+        It asks the program before it for those that it may take from that one.
+        """
+        added = sorted(wanted - self.lent)
+        while added and self._bytes((*self.lent, *added)) > self._bytes() * _MOST_BYTES:
+            added = added[: len(added) // 3]
+        if added:
+            self.lent = self.lent.union(added)
+            before = self._latest and self._latest[0]()
+            if self._latest and before:
+                self._pairs(before, self._latest[1])
+
+    def _bytes(self, lent: Sequence[int] = ()) -> int:
+        """The most bytes that live while it runs, if it returns these values too."""
+        graph = _variant(self.graph, (), lent)
+        metas = [value.meta for value in graph.values[: graph.num_inputs]]
+        held = sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+        return held + peak_of_run(graph)
+
+    def _run(self, taken: tuple[int, ...], lent: frozenset[int]) -> _Run:
+        key = taken, lent
+        if key not in self._runs:
+            self._runs[key] = self._run_of(_variant(self.graph, taken, sorted(lent)))
+        return self._runs[key]
+
+
+def _variant(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
+    """The graph that takes some values after its inputs, and returns some after its outputs."""
+    if not taken and not lent:
+        return graph
+    given = [*range(graph.num_inputs), *taken]
+    new = Building(
+        [Value(None, meta=graph.values[index].meta) for index in given],
+        {index: place for place, index in enumerate(given)},
+    )
+    for index in range(graph.num_inputs, len(graph.values)):
+        if index not in new.places:
+            new.copy(index, graph.values[index])
+    whole = new.graph(len(given), (*graph.outputs, *map(Ref, lent)))
+    effects = [index for index, each in enumerate(whole.values) if has_effect(each)]
+    return prune(whole, effects)
+
+
+def _equal_values(
+    first: Graph, second: Graph, places: _Places, lent: frozenset[int]
+) -> tuple[tuple[int, int], ...]:
+    """Values of the first graph, and those equal to them at which the second need not compute.
+
+    Args:
+        first: a graph.
+        second: another one.
+        places: which input of the first each of the second's is, None for another tensor.
+        lent: what is wanted of the second beside its outputs.
+    """
+    line, numbering = Building(first.values, {}), Numbering()
+    for value in first.values:
+        numbering.add(value)
+    ones = {numbering.numbers[index]: index for index in _lendable(first)}
+    line.places = {k: place for k, place in enumerate(places) if place is not None}
+    for index, value in enumerate(second.values):
+        if index not in line.places:
+            line.copy(index, value)
+            numbering.add(line.values[-1])
+    equal = {
+        index: ones[numbering.numbers[line.places[index]]]
+        for index in _lendable(second)
+        if numbering.numbers[line.places[index]] in ones
+    }
+    seen = set[int]()
+    pending = [*lent, *(ref.index for ref in second.outputs if ref is not None)]
+    while pending:
+        index = pending.pop()
+        if index not in seen:
+            seen.add(index)
+            pending += () if index in equal else second.values[index].uses
+    return tuple((equal[index], index) for index in sorted(seen.intersection(equal)))
+
+
+def _lendable(graph: Graph) -> list[int]:
+    """The values made of others that own their memory and share it with no output."""
+    owners, values = roots(graph), graph.values
+    returned = {owners[ref.index] for ref in graph.outputs if ref is not None}
+    return [
+        index
+        for index in range(graph.num_inputs, len(values))
+        if owners[index] == index and index not in returned
+        if is_tensor(values[index]) and values[index].uses
+        if not operators.draws(values[index])
+    ]

@@ -1,0 +1,125 @@
+"""Programs that follow each other in one run of autograd compute a value once."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from remat import remat
+from remat._programs import lending
+from remat._torch import autograd
+from tests.support import LiveBytes, count_operators, seeded
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+]
+
+WEIGHT = seeded(4, 4)
+X = seeded(3, 4, seed=1)
+
+
+def layer(w: Tensor, x: Tensor) -> Tensor:
+    """One product and one hyperbolic tangent."""
+    return torch.tanh(x @ w)
+
+
+def stack(region: Callable[[Tensor, Tensor], Tensor], count: int) -> Any:
+    """A second derivative by the weight of as many regions."""
+
+    def loss(w: Tensor) -> Tensor:
+        x = X
+        for _ in range(count):
+            x = region(w, x)
+        return x.square().sum()
+
+    return lambda: grad(lambda w: grad(loss)(w).square().sum())(WEIGHT)
+
+
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No program takes anything from another one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(autograd, "graph_task", lambda: -1)
+        yield
+
+
+def tanhs(run: Callable[[], Any]) -> int:
+    """How many one run computes, once everything is traced."""
+    run()
+    return count_operators(run)["aten.tanh"]
+
+
+def test_the_derivatives_of_one_region_recompute_it_once() -> None:
+    """In the forward, in the backward, and in the backward of these."""
+    assert tanhs(stack(remat(layer), 1)) == 3
+
+
+@pytest.mark.usefixtures("_alone")
+def test_alone_each_of_them_recomputes_it() -> None:
+    """The derivative of the backward, and that of the forward."""
+    assert tanhs(stack(remat(layer), 1)) == 4
+
+
+def test_of_several_regions_the_last_one_is_recomputed_once() -> None:
+    """What the others recompute is gone before their forwards are differentiated."""
+    assert tanhs(stack(remat(layer), 3)) == 3 * 4 - 1
+
+
+def test_what_is_lent_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of programs that run alone."""
+    run = stack(remat(layer), 2)
+    first, second, third = run(), run(), run()
+    with monkeypatch.context() as patched:
+        patched.setattr(autograd, "graph_task", lambda: -1)
+        alone = run()
+
+    assert all(torch.equal(each, alone) for each in (first, second, third))
+
+
+def test_nothing_is_held_after_the_backward() -> None:
+    """The last program's values go with the run of autograd that computed them."""
+    run = stack(remat(layer), 1)
+    run()
+    with LiveBytes() as memory:
+        found = run()
+
+    assert memory.live == found.untyped_storage().nbytes()
+    assert lending._thread.loan is None
+
+
+def test_the_first_order_lends_nothing() -> None:
+    """Nobody differentiates its forward again."""
+    region = remat(layer)
+    grad(lambda w: region(w, X).sum())(WEIGHT)
+    region(WEIGHT.clone().requires_grad_(), X).sum().backward()
+
+    assert lending._thread.loan is None
+
+
+def test_plain_autograd_outside_takes_values_too() -> None:
+    """The level below may be a backward without a transform."""
+    region = remat(layer)
+
+    def run() -> Tensor:
+        w = WEIGHT.clone().requires_grad_()
+        grad(lambda w: region(w, X).square().sum())(w).square().sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    torch.testing.assert_close(run(), stack(layer, 1)())
+    assert tanhs(run) == 3
+
+
+def test_a_tensor_that_was_written_to_is_another_one() -> None:
+    """Although its memory and its layout are the same."""
+    x = X.clone()
+    before = lending._Given.of(x)
+    same = lending._Given.of(x.detach())
+    x.add_(1)
+
+    assert before == same
+    assert before != lending._Given.of(x)
