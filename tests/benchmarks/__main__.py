@@ -26,8 +26,14 @@ OTHERS = {
     "storage": "tests.benchmarks.storage",
     "transformers": "tests.benchmarks.transformers",
 }
-#: What `nested` measures, each by a name of its own too.
-NESTED = ("pinn", "maml", "hessian", "penalty", "third")
+#: What these measure, each by a name of its own too.
+ROWS_OF = {
+    "nested": ("pinn", "maml", "hessian", "penalty", "third"),
+    "orders": (
+        *("grad", "grad(grad)", "grad(grad(grad))", "grad(vmap(grad))"),
+        *("vmap(hessian)", "grad(laplacian)", "grad(jvp(jvp))", "jvp(grad)"),
+    ),
+}
 COMMAND = "python -m tests.benchmarks"
 
 
@@ -36,18 +42,21 @@ def main(given: list[str] | None = None) -> int:
     from tests.benchmarks.rows import ROWS
 
     rows = {row.name: row for row in ROWS}
-    arguments = _parser([*rows, *OTHERS, "nested", *NESTED]).parse_args(given)
+    arguments = _parser(
+        [*rows, *OTHERS, *ROWS_OF, *sum(ROWS_OF.values(), ())]
+    ).parse_args(given)
     torch.set_num_threads(arguments.threads)
     picked = [rows[name] for name in arguments.names or rows if name in rows]
     others = [name for name in arguments.names if name in OTHERS]
     failed = _suite(picked, arguments) if picked else 0
     for name in others:
         failed += importlib.import_module(OTHERS[name]).main(arguments.threads) or 0
-    nested = [name for name in arguments.names if name in ("nested", *NESTED)]
-    if nested:
-        named = () if "nested" in nested else nested
-        module = importlib.import_module("tests.benchmarks.nested")
-        module.main(arguments.threads, named, arguments.quick)
+    for group, own in ROWS_OF.items():
+        named = [name for name in arguments.names if name in (group, *own)]
+        if named:
+            module = importlib.import_module(f"tests.benchmarks.{group}")
+            chosen = () if group in named else named
+            module.main(arguments.threads, chosen, arguments.quick)
     return int(failed > 0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.benchmarks import __main__ as command, nested
+from tests.benchmarks import __main__ as command, nested, orders
 from tests.benchmarks.contenders import PLAIN
 from tests.support import swept
 
@@ -16,7 +16,17 @@ pytestmark = [
 
 def test_the_command_knows_every_row() -> None:
     """By its name, and all of them together."""
-    assert (*nested.ROWS,) == command.NESTED
+    assert {"nested": (*nested.ROWS,), "orders": (*orders.ROWS,)} == command.ROWS_OF
+
+
+def test_a_nest_is_timed_against_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a policy adds is run by itself."""
+    assert command.main(["grad(grad)", "--quick"]) == 0
+
+    rows = [each for each in capsys.readouterr().out.splitlines() if " to " in each]
+    kinds = [row.split(" | ")[1] for row in rows]
+    own = [f"remat, {kept}" for kept in orders.KEPT]
+    assert kinds == [PLAIN, *own, *(f"{name}, its limit" for name in own[:2])]
 
 
 @pytest.mark.parametrize("name", swept(nested.ROWS))
