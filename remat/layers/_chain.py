@@ -242,9 +242,9 @@ class _TracedChain:
         stack = Stack(
             self._links,
             tuple(map(TensorMeta.of_operand, tensors)),
-            len(self._first),
-            0,
-            len(self._metas),
+            num_state=len(self._first),
+            num_slices=0,
+            num_rows=0,
         )
         flows = tuple(meta.requires_grad for meta in self._metas)
         return self._tree(run_scheduled(stack, schedule, self.stages, flows, tensors))

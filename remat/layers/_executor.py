@@ -7,16 +7,14 @@ plain tensors, in an order that the ledger knows, until the remaining actions ru
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, final
+from collections.abc import Iterable, Sequence
+from typing import final
 
 import torch
 from torch import Tensor
 
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat.layers._link_runner import Runner
 from remat.layers._links import Link, pull_back, without_none
 from remat.layers._stack import Stack
 from remat.schedules import (
@@ -31,16 +29,6 @@ from remat.schedules import (
 )
 
 
-class _Placed(NamedTuple):
-    """A link, what runs it, and the tensors that it captures."""
-
-    link: Link
-    runner: Runner
-    captured: list[Tensor]
-    #: Leaves of the state that it makes.
-    num_after: int
-
-
 @final
 class Executor:
     """One run of a stack by a schedule; the ledger says where it stands.
@@ -53,10 +41,10 @@ class Executor:
     ) -> None:
         self.stack = stack
         self.ledger = Ledger()
-        self._is_quiet = guards.is_quiet()
+        self._numerics = numerics
         self._operands = operands
+        self._captured = operands[stack.num_entered :]
         entered = stack.entered(operands)
-        self._stages = self._placed(numerics)
         self._first = entered[: stack.num_state]
         self._slices = stack.slices(entered[stack.num_state :])
         self._state: list[Tensor] = self._first
@@ -65,21 +53,6 @@ class Executor:
         self._rows: list[list[Tensor]] = []
         self.mutations: list[Tensor] = []
         self._gradients: _Gradients | None = None
-
-    def _placed(self, numerics: Numerics) -> list[_Placed]:
-        """The link of each stage, placed once for all stages that share it."""
-        stack = self.stack
-        captured = self._operands[stack.num_entered :]
-        placed = {
-            key: _Placed(
-                link,
-                Runner(link, numerics, self._is_quiet),
-                [captured[place] for place in link.captured],
-                stack.num_after(link),
-            )
-            for key, link in {id(link): link for link in stack.links}.items()
-        }
-        return [placed[id(link)] for link in stack.links]
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carries out the actions, one after the other."""
@@ -131,43 +104,41 @@ class Executor:
         """Sets the cotangents of the outputs and the wanted gradients."""
         self._state = []
         self._rows = []
-        self._gradients = _Gradients(self.stack, cotangents, wanted, self._is_quiet)
+        self._gradients = _Gradients(self.stack, cotangents, wanted)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the operands; None if none is wanted or none flows."""
         assert self._gradients is not None
         return self._gradients.found(self._operands)
 
-    def _operands_of(self, stage: int, placed: _Placed) -> list[Tensor]:
-        self._state = placed.link.laid(self._state)
-        return [*self._state, *self._slices[stage], *placed.captured]
+    def _operands_of(self, stage: int) -> list[Tensor]:
+        link = self.stack.links[stage]
+        self._state = link.laid(self._state)
+        captured = [self._captured[place] for place in link.captured]
+        return [*self._state, *self._slices[stage], *captured]
 
     def _run_stage(self, stage: int, *, is_recorded: bool) -> None:
-        placed = self._stages[stage]
-        operands = self._operands_of(stage, placed)
+        link, operands = self.stack.links[stage], self._operands_of(stage)
         if is_recorded:
             self._states[stage] = self._state
-            returned, mutations, saved = placed.runner.record(operands)
+            returned, mutations, saved = link.record(operands, self._numerics)
             self._records[stage] = saved
         else:
-            returned, mutations = placed.runner.advance(operands)
-        count = placed.num_after
-        self._state = returned[:count]
+            returned, mutations = link.advance(operands, self._numerics)
+        self._state, row = self.stack.parted(returned)
         if self._gradients is None and len(self._rows) == stage:
             # A stage that runs again reads the buffers as they were, and changes none.
-            self._rows.append(returned[count:])
+            self._rows.append(row)
             self.mutations += mutations
 
     def _pull(self, stage: int) -> None:
         assert self._gradients is not None
-        placed = self._stages[stage]
         self._state = self._states[stage]
-        operands = self._operands_of(stage, placed)
+        operands = self._operands_of(stage)
         saved = self._records.pop(stage)
         self._forget(stage)
         self._state = []
-        pull = functools.partial(placed.runner.pull, saved, operands)
-        self._gradients.pull(stage, placed.link, pull)
+        self._gradients.pull(stage, saved, operands, self._numerics)
 
     def _forget(self, state: int) -> None:
         if state not in self.ledger.kept and state not in self.ledger.recorded:
@@ -183,33 +154,29 @@ class _Gradients:
         stack: Stack,
         cotangents: Sequence[Tensor | None],
         wanted: Sequence[bool],
-        is_quiet: bool,
     ) -> None:
         self.stack = stack
         self.wanted = wanted
-        self._wanted: dict[tuple[int, bool], tuple[bool, ...]] = {}
-        self.state: list[Tensor | None] = [*cotangents[: stack.num_last]]
-        self.rows = [
-            None if each is None else each.unbind(0)
-            for each in cotangents[stack.num_last :]
-        ]
+        self.state, rows = stack.parted(cotangents)
+        self.rows = [None if each is None else each.unbind(0) for each in rows]
         self.slices: list[list[Tensor | None]] = [
             [None] * len(stack.links) for _ in range(stack.num_slices)
         ]
-        self.captured = [_Sum(is_quiet) for _ in range(len(wanted) - stack.num_entered)]
+        is_quiet = guards.is_quiet()
+        self.captured = [_Sum(is_quiet) for _ in wanted[stack.num_entered :]]
 
     def pull(
         self,
         stage: int,
-        link: Link,
-        pull: Callable[
-            [Sequence[Tensor | None], tuple[bool, ...]], list[Tensor | None]
-        ],
+        saved: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        numerics: Numerics,
     ) -> None:
         """Takes the cotangent of a stage's state back to the state before."""
-        place = self.stack.place(stage)
+        link, place = self.stack.links[stage], self.stack.place(stage)
         rows = [None if each is None else each[place] for each in self.rows]
-        gradients = pull([*self.state, *rows], self._wanted_of(stage, link))
+        wanted = self._wanted_of(stage, link)
+        gradients = link.pull(saved, operands, [*self.state, *rows], wanted, numerics)
         count = link.num_state
         self.state = gradients[:count]
         for column in self.slices:
@@ -220,15 +187,10 @@ class _Gradients:
 
     def _wanted_of(self, stage: int, link: Link) -> tuple[bool, ...]:
         """Which gradients of a stage's operands are wanted."""
-        key = (id(link), stage == 0)
-        found = self._wanted.get(key)
-        if found is None:
-            count, entered = self.stack.num_state, self.stack.num_entered
-            state = [True] * link.num_state if stage else self.wanted[:count]
-            captured = [self.wanted[entered + place] for place in link.captured]
-            wanted = [*state, *self.wanted[count:entered], *captured]
-            found = self._wanted[key] = link.differentiable(wanted)
-        return found
+        count, entered = self.stack.num_state, self.stack.num_entered
+        state = [True] * link.num_state if stage else self.wanted[:count]
+        captured = [self.wanted[entered + place] for place in link.captured]
+        return link.differentiable([*state, *self.wanted[count:entered], *captured])
 
     def found(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the stack's operands."""

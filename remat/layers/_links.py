@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, final
@@ -17,14 +18,24 @@ from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.protocol import Asked, Call
 from remat._regions.retraceable import Roots
 from remat._regions.returned_views import make_views
-from remat._regions.rules import bind, bind_all, run_saving
+from remat._regions.rules import bind, bind_all, returned_by, run_saving
 from remat._regions.traced import TracedRegion
 from remat._regions.transforms import Pull, pullback
 from remat._switches.numerics import Numerics
-from remat._torch import isolation, levels
+from remat._torch import guards, isolation, levels
 from remat._torch.fakes import fake_mode
 
 _T = TypeVar("_T")
+
+# The last stage gets the cotangent of the loss; the first may want no gradient.
+_MOST_FOLLOWED = 4
+
+# Of each region the latest backwards: whether cotangents have the metadata of those that it
+# was derived for; which there were, what was wanted, under which switches; its region.
+_Followed = tuple[Callable[..., bool], tuple[Any, ...], TracedRegion]
+_latest: weakref.WeakKeyDictionary[TracedRegion, tuple[_Followed, ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
@@ -150,17 +161,16 @@ class Link:
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """What the stage returns, and the new values of what it changes."""
-        returned, mutations = bind_all(self._call(numerics), operands)
+        returned, mutations = bind_all(self._call(self.region, numerics), operands)
         return without_none(returned), mutations
 
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
         """What `advance` gives, and what the stage's backward reads besides its operands."""
-        results = run_saving(self._call(numerics), operands)
-        views, returned = self.region.views, [*results.outputs]
-        if views is not None:
-            returned = without_none(make_views(views, returned, operands))
+        call = self._call(self.region, numerics)
+        results = run_saving(call, operands)
+        returned = without_none(returned_by(call, results.outputs, operands))
         return returned, results.mutations, [*results.saved]
 
     def pull(
@@ -172,57 +182,100 @@ class Link:
         numerics: Numerics,
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
-        direct: list[Tensor | None] = [None] * len(operands)
-        if self.region.views is not None:
-            cotangents, direct = self._through_views(operands, cotangents)
+        outward, direct = self._through_views(operands, cotangents)
+        there = without_none(outward)
         pulled: list[Tensor | None] = [None] * len(operands)
-        if any(each is not None for each in cotangents) and any(wanted):
-            derived = self.derived(cotangents, wanted, numerics)
-            call = Call(derived, self.roots, numerics, self.labels)
-            found = iter(bind(call, [*saved, *operands, *without_none(cotangents)]))
+        if there and any(wanted):
+            call = self._call(self._derived(outward, wanted, numerics), numerics)
+            found = iter(bind(call, [*saved, *operands, *there]))
             pulled = [next(found) if each else None for each in wanted]
-        return sum_gradients(pulled, direct, wanted)
+        return [
+            add_gradients(one, other) if is_wanted else None
+            for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
+        ]
 
     def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the wanted gradients there are."""
         pairs = zip(wanted, self.region.operands, strict=True)
         return tuple(each and meta.requires_grad for each, meta in pairs)
 
-    def derived(
+    def _derived(
         self,
         cotangents: Sequence[Tensor | None],
         wanted: tuple[bool, ...],
         numerics: Numerics,
     ) -> TracedRegion:
-        """The region of the gradients that are wanted for these cotangents."""
+        """The region of the gradients that are wanted for these cotangents.
+
+        Nearly every backward of a stage is like an earlier one. It takes less time to
+        recognize it than to look it up by what is asked.
+        """
+        there = without_none(cotangents)
+        given = [each is not None for each in cotangents]
+        followed = _latest.get(self.region, ())
+        for check, asked, region in followed:
+            if asked == (given, wanted, numerics) and check(*there):
+                return region
         layouts = tuple(
             None if each is None else layout_of(each) for each in cotangents
         )
-        return self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
+        region = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
+        if guards.is_quiet() and all(map(guards.is_plain, there)):
+            known = (guards.tensor_guard(there), (given, wanted, numerics), region)
+            _latest[self.region] = (known, *followed[: _MOST_FOLLOWED - 1])
+        return region
 
     def _through_views(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The cotangents of the outputs, and those that go straight to operands."""
-        views = self.region.every_view
-        metas = [
-            dataclasses.replace(meta, requires_grad=False)
-            for meta in self.region.stages(self.roots).joint.output_metas
-        ]
-        count = len(metas)
+        joint = self.region.stages(self.roots).joint
+        count, views = len(joint.outputs), self.region.every_view
+        if self._targets is not None:
+            found: list[Tensor | None] = [None] * (count + len(operands))
+            for target, each in zip(self._targets, cotangents, strict=True):
+                if target is not None:
+                    found[target] = add_gradients(found[target], each)
+            return found[:count], found[count:]
 
         def returned(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-            outputs, given = tensors[:count], tensors[count:]
-            return make_views(views, outputs, given)
+            return make_views(views, tensors[:count], tensors[count:])
 
         # A view's derivative reads no numbers.
+        metas = [
+            dataclasses.replace(meta, requires_grad=False)
+            for meta in joint.output_metas
+        ]
         stand_ins = [each.empty() for each in metas]
         gradients = pull_back(returned, [*stand_ins, *operands], cotangents)
-        flows = self.region.stages(self.roots).joint.differentiable
         outputs = [
-            each if flow else None for each, flow in zip(gradients, flows, strict=False)
+            each if flows else None
+            for each, flows in zip(gradients, joint.differentiable, strict=False)
         ]
         return outputs, gradients[count:]
+
+    @functools.cached_property
+    def _targets(self) -> list[int | None] | None:
+        """Where each cotangent goes, if all pass on unchanged; else None.
+
+        A target is an output of the region, or an operand, counted on from these; None for
+        a cotangent that goes nowhere.
+        """
+        flows = self.region.stages(self.roots).joint.differentiable
+        found: list[int | None] = []
+        for view in self.region.every_view:
+            if view.is_cut or view.is_detached:
+                found.append(None)
+            elif view.output is not None:
+                found.append(view.output if flows[view.output] else None)
+            else:
+                found.append(
+                    None if view.operand is None else len(flows) + view.operand
+                )
+        # The sum of three depends on which two are added first.
+        counts = Counter(target for target in found if target is not None)
+        is_direct = all(view.path is None for view in self.region.every_view)
+        return found if is_direct and max(counts.values(), default=0) <= 2 else None
 
     @property
     @once_a_region
@@ -262,8 +315,8 @@ class Link:
             for meta, flow in zip(metas, flows, strict=True)
         ]
 
-    def _call(self, numerics: Numerics) -> Call:
-        return Call(self.region, self.roots, numerics, self.labels)
+    def _call(self, region: TracedRegion, numerics: Numerics) -> Call:
+        return Call(region, self.roots, numerics, self.labels)
 
 
 def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
@@ -314,15 +367,3 @@ def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
-
-
-def sum_gradients(
-    pulled: Sequence[Tensor | None],
-    direct: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """The wanted gradients of a link, each of two parts."""
-    return [
-        add_gradients(one, other) if is_wanted else None
-        for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
-    ]

@@ -254,16 +254,16 @@ class _Scan(NamedTuple):
         captured, count = Captured(), len(self.carry)
         link, entry = link_of(region, args, count, captured)
         tensors = [*self.carry, *self.scanned, *captured.tensors]
+        returned = link.returned()
         stack = Stack(
             [link] * self.length,
             tuple(map(TensorMeta.of_operand, tensors)),
-            count,
-            len(self.scanned),
-            count,
+            num_state=count,
+            num_slices=len(self.scanned),
+            num_rows=len(returned) - count,
             is_reversed=self.is_reversed,
         )
         require_own_buffers(stack.links, captured)
-        returned = link.returned()
         stage = stage_of(link, returned[:count])
         flows = tuple(meta.requires_grad for meta in returned)
         stages = [stage] * self.length

@@ -258,9 +258,8 @@ def scheduled(
     dependent_outputs = stack.dependent_outputs()
 
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
-        num_rows = len(flows) - stack.num_last
         region = scheduled(stack.batched(batch), actions, flows)
-        dims = (0,) * stack.num_last + (1,) * num_rows
+        dims = (0,) * (len(flows) - stack.num_rows) + (1,) * stack.num_rows
         return region, (*dims, *(batch.dims[place] for place in stack.written))
 
     return Swept(

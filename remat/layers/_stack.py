@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from remat._switches.numerics import Numerics
 from remat._tracing.trace import Flat
 from remat.layers._links import Link, dense_stride, on_fakes
 
+_T = TypeVar("_T")
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Stack:
     links: Sequence[Link]
     #: The metadata of what the stack takes.
     operands: tuple[TensorMeta, ...]
-    #: Leaves of the first state, tensors that are scanned over, leaves of the last state.
+    #: Leaves of the first state, tensors that are scanned over, other results of a link.
     num_state: int
     num_slices: int
-    num_last: int
+    num_rows: int
     #: Whether the first stage takes the last slice.
     is_reversed: bool = False
     #: Makes the first state and what is scanned over from what was given; None if it is that.
@@ -82,35 +83,27 @@ class Stack:
         for link, slices in zip(self.links, self.slices(scanned), strict=True):
             own = [captured[place] for place in link.captured]
             returned, _ = link.advance([*link.laid(state), *slices, *own], numerics)
-            count = self.num_after(link)
-            state = returned[:count]
-            rows.append(returned[count:])
+            state, row = self.parted(returned)
+            rows.append(row)
         return [*state, *self.stacked(rows)]
 
-    def num_after(self, link: Link) -> int:
-        """Leaves of the state that a link makes."""
-        return self._counts[id(link)]
-
-    @functools.cached_property
-    def _counts(self) -> dict[int, int]:
-        counts = {
-            id(link): after.num_state for link, after in itertools.pairwise(self.links)
-        }
-        return counts | {id(self.links[-1]): self.num_last}
+    def parted(self, returned: Sequence[_T]) -> tuple[list[_T], list[_T]]:
+        """The state among what a link or the stack returns, and the other results."""
+        count = len(returned) - self.num_rows
+        return [*returned[:count]], [*returned[count:]]
 
     def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, the outputs that may depend on it."""
         found = [0] * len(self.operands)
         # From the last stage back: which outputs rest on each leaf of its state.
-        state = [1 << place for place in range(self.num_last)]
+        outputs = [1 << place for place, _ in enumerate(self.links[-1].returned())]
+        state, rows = self.parted(outputs)
         behind: tuple[Link | None, list[int]] = None, []
         for link in reversed(self.links):
             if link is behind[0] and state == behind[1]:
                 continue  # It would find what the stage behind it found, and change nothing.
             behind = link, state
-            rows = range(self.num_last, self.num_last + len(link.returned()))
-            after = [*state, *(1 << place for place in rows)]
-            bits = [_united(after, places) for places in link.dependent_outputs]
+            bits = [_united([*state, *rows], each) for each in link.dependent_outputs]
             state, others = bits[: link.num_state], bits[link.num_state :]
             for place, each in zip(self._places_after(link), others, strict=True):
                 found[place] |= each
