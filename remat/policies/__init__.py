@@ -4,13 +4,12 @@ In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file. `_con
 classes, what a policy sees and answers, unions and other combinations; `_as_policy`: what a user
 passes, as a policy, or why not; `_everything_or_nothing`: policies without parameters; `_names`:
 globs of names; `_by_op`: operators or torch functions as targets; `_by_kind`: matrix products,
-attention; `_by_size`: bounds; `_both`, `_offload`: JAX's ways to write a union, offloading;
+attention; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading;
 `_budget`: a number of bytes; `_planned`: a plan's decisions; `_operators`: how operators and
 functions are named; `_sizes`: sizes shown and parsed.
 """
 
 from remat.policies._as_policy import as_policy, from_callable
-from remat.policies._both import save_from_both_policies
 from remat.policies._budget import Budget, budget
 from remat.policies._by_kind import (
     dots_saveable,
@@ -36,9 +35,10 @@ from remat.policies._names import (
     save_anything_except_these_names,
     save_only_these_names,
 )
-from remat.policies._offload import (
+from remat.policies._of_jax import (
     offload_dot_with_no_batch_dims,
     save_and_offload_only_these_names,
+    save_from_both_policies,
 )
 from remat.policies._planned import Planned
 

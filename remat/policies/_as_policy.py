@@ -19,11 +19,9 @@ class FromCallable(AbstractPolicy):
     function: Callable[[Value], bool | Save | Recompute]
 
     def __call__(self, value: Value, /) -> bool | Save | Recompute:
-        """Decides about one value."""
         return self.function(value)
 
     def __repr__(self) -> str:
-        """The code that makes this policy, where the function's name is known."""
         return f"from_callable({policy_name(self.function)})"
 
 
@@ -53,10 +51,7 @@ def from_callable(
         >>> ~policies.from_callable(small)
         ~from_callable(small)
     """
-    if isinstance(function, AbstractPolicy):
-        return function
-    _require_function(function, where="from_callable(function)")
-    return FromCallable(function)
+    return _policy_of(function, where="from_callable(function)")
 
 
 def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
@@ -77,27 +72,17 @@ def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
         >>> policies.as_policy(None)
         nothing_saveable
     """
-    match policy:
-        case None:
-            return nothing_saveable
-        case AbstractPolicy():
-            return policy
-        case _:
-            _require_function(policy, where)
-            return FromCallable(cast("Callable[[Value], bool]", policy))
+    return nothing_saveable if policy is None else _policy_of(policy, where)
 
 
-def _require_function(candidate: object, where: str) -> None:
+def _policy_of(candidate: object, where: str) -> AbstractPolicy:
+    if isinstance(candidate, AbstractPolicy):
+        return candidate
     why, do = _diagnose(candidate)
     if not why:
-        return
-    raise refusal(
-        PolicyError,
-        where=where,
-        what=f"got {_shown_policy(candidate)}.",
-        why=why,
-        do=do,
-    )
+        return FromCallable(cast("Callable[[Value], bool]", candidate))
+    what = f"got {_shown_policy(candidate)}."
+    raise refusal(PolicyError, where=where, what=what, why=why, do=do)
 
 
 def _diagnose(candidate: object) -> tuple[str, str]:

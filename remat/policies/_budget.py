@@ -71,7 +71,6 @@ class Budget(WholeProgram):
         return values.within(self)
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         allow = "" if self.allow is None else f", allow={self.allow!r}"
         return f"budget({self.size!r}{allow})"
 

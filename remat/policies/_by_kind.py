@@ -15,38 +15,20 @@ from remat.policies._operators import bare_name
 _BATCHED = frozenset(
     {"bmm", "baddbmm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 )
-_MATMULS = _BATCHED | {
-    # products of two matrices
-    "mm",
-    "addmm",
-    "addbmm",
-    "linear",
-    "matmul",
-    "_addmm_activation",
-    "_int_mm",
-    "_scaled_mm",
-    "_scaled_mm_v2",
-    "_weight_int8pack_mm",
-    "_weight_int4pack_mm",
-    "_sparse_mm",
-    "_sparse_semi_structured_linear",
-    "mkldnn_linear",
-    "mkldnn._linear_pointwise",
-    # with a vector, as JAX's dot_general counts too
-    "mv",
-    "addmv",
-    "dot",
-    "vdot",
-    # convolutions
-    "convolution",
-    "convolution_overrideable",
-    "_convolution",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "miopen_convolution",
-    "mkldnn_convolution",
-    "mkldnn._convolution_pointwise",
-}
+_OF_MATRICES = (
+    "mm addmm addbmm linear matmul _addmm_activation _int_mm _scaled_mm _scaled_mm_v2 "
+    "_weight_int8pack_mm _weight_int4pack_mm _sparse_mm _sparse_semi_structured_linear "
+    "mkldnn_linear mkldnn._linear_pointwise"
+)
+_WITH_A_VECTOR = "mv addmv dot vdot"  # as JAX's dot_general counts too
+_CONVOLUTIONS = (
+    "convolution convolution_overrideable _convolution cudnn_convolution "
+    "cudnn_convolution_transpose miopen_convolution mkldnn_convolution "
+    "mkldnn._convolution_pointwise"
+)
+_MATMULS = _BATCHED.union(
+    _OF_MATRICES.split(), _WITH_A_VECTOR.split(), _CONVOLUTIONS.split()
+)
 _ATTENTION_FUNCTIONS = frozenset({"scaled_dot_product_attention", "flex_attention"})
 _ATTENTION_OPERATORS = frozenset(
     {

@@ -35,7 +35,6 @@ class ByOp(AbstractPolicy):
     targets: tuple[str, ...]
 
     def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
         names = _op_names_of(value)
         return any(
             target.count(".") == name.count(".") and fnmatchcase(name, target)
@@ -44,7 +43,6 @@ class ByOp(AbstractPolicy):
         )
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         return show_call("by_op", self.targets)
 
 

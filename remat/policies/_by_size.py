@@ -17,13 +17,11 @@ class BySize(AbstractPolicy):
     max_bytes: int | None
 
     def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
         is_large = self.min_bytes is None or value.size_bytes >= self.min_bytes
         is_small = self.max_bytes is None or value.size_bytes <= self.max_bytes
         return is_large and is_small
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         bounds = {"min_bytes": self.min_bytes, "max_bytes": self.max_bytes}
         given = (f"{key}={bound}" for key, bound in bounds.items() if bound is not None)
         return f"by_size({', '.join(given)})"

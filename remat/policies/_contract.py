@@ -110,7 +110,6 @@ class Save:
     storage: AbstractStorage = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
-        """Checks the argument."""
         require_storage(self.storage, where="Save(storage=...)")
 
 
@@ -218,18 +217,23 @@ class AbstractPolicy(abc.ABC):
             >>> policies.save_matmul_outputs.stored(storage.Keep())
             save_matmul_outputs.stored(Keep())
         """
+        _require_policies(".stored", self)
+        require_storage(storage, where=f"{self!r}.stored(...)")
         return Stored(self, storage)
 
     def __or__(self, other: "AbstractPolicy") -> "AbstractPolicy":
         """Saves what either saves; where both do, in the left operand's storage."""
+        _require_policies("|", self, other)
         return Union(self, other)
 
     def __and__(self, other: "AbstractPolicy") -> "AbstractPolicy":
         """Saves what both save, in the left operand's storage."""
+        _require_policies("&", self, other)
         return Intersection(self, other)
 
     def __invert__(self) -> "AbstractPolicy":
         """Recomputes what this policy saves, and keeps what it recomputes."""
+        _require_policies("~", self)
         return Complement(self)
 
     def __ror__(self, other: object) -> NoReturn:
@@ -278,13 +282,8 @@ class WholeProgram(AbstractPolicy):
 class Pair(AbstractPolicy):
     """The base of policies that are made of two; the left one's storage counts first."""
 
-    SYMBOL = "|"  # without an annotation, so that it is no field
     left: AbstractPolicy
     right: AbstractPolicy
-
-    def __post_init__(self) -> None:
-        """Checks the operands."""
-        _require_policies(self.SYMBOL, self.left, self.right)
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -298,15 +297,10 @@ class Union(Pair):
     """Saves what either operand saves, in the left operand's storage if it saves."""
 
     def __call__(self, value: Value, /) -> Save | Recompute:
-        """Decides about one value."""
-        match decide(self.left, value):
-            case Save() as save:
-                return save
-            case Recompute():
-                return decide(self.right, value)
+        left = decide(self.left, value)
+        return left if isinstance(left, Save) else decide(self.right, value)
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         # `|` binds weakest and to the left, so only a union at the right needs brackets.
         return f"{self.left!r} | {_bracketed_operand(self.right, Union)}"
 
@@ -316,78 +310,71 @@ class Union(Pair):
 class Intersection(Pair):
     """Saves what both operands save, in the left operand's storage."""
 
-    SYMBOL = "&"
-
     def __call__(self, value: Value, /) -> Save | Recompute:
-        """Decides about one value."""
-        match decide(self.left, value), decide(self.right, value):
-            case Save() as save, Save():
-                return save
-            case _, _:  # at least one of the two recomputes
-                return Recompute()
+        left, right = decide(self.left, value), decide(self.right, value)
+        return left if isinstance(right, Save) else right
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         left = _bracketed_operand(self.left, Union)
         return f"{left} & {_bracketed_operand(self.right, Union, Intersection)}"
 
 
-@final
 @dataclass(frozen=True, slots=True, repr=False)
-class Complement(AbstractPolicy):
-    """Recomputes what the operand saves, and keeps what it recomputes.
+class Changed(AbstractPolicy):
+    """The base of policies that are made of one, whose globs are theirs.
 
-    Its globs are the operand's, so that a misspelled one is reported here too.
+    So a misspelled glob is reported of a complement, too.
     """
 
     policy: AbstractPolicy
-
-    def __post_init__(self) -> None:
-        """Checks the operand."""
-        _require_policies("~", self.policy)
-
-    def __call__(self, value: Value, /) -> Save | Recompute:
-        """Decides about one value."""
-        saves = isinstance(decide(self.policy, value), Save)
-        return Recompute() if saves else Save()
 
     @property
     def globs(self) -> tuple[str, ...]:
         """The globs of the operand."""
         return self.policy.globs
 
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Complement(Changed):
+    """Recomputes what the operand saves, and keeps what it recomputes."""
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        saves = isinstance(decide(self.policy, value), Save)
+        return Recompute() if saves else Save()
+
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         return f"~{_bracketed_operand(self.policy, Union, Intersection)}"
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
-class Stored(AbstractPolicy):
+class Stored(Changed):
     """Saves what the operand saves, in a given storage."""
 
-    policy: AbstractPolicy
     storage: AbstractStorage
 
-    def __post_init__(self) -> None:
-        """Checks the operand and the storage."""
-        _require_policies(".stored", self.policy)
-        require_storage(self.storage, where=f"{self.policy!r}.stored(...)")
-
     def __call__(self, value: Value, /) -> Save | Recompute:
-        """Decides about one value."""
         decision = decide(self.policy, value)
         return Save(self.storage) if isinstance(decision, Save) else decision
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of the operand."""
-        return self.policy.globs
-
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         policy = _bracketed_operand(self.policy, Union, Intersection, Complement)
         return f"{policy}.stored({self.storage!r})"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Abbreviated(Changed):
+    """Answers as the operand does, and prints as the code of a call that makes it."""
+
+    code: str
+
+    def __call__(self, value: Value, /) -> Save | Recompute:
+        return decide(self.policy, value)
+
+    def __repr__(self) -> str:
+        return self.code
 
 
 def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:

@@ -25,11 +25,9 @@ class ParameterFreePolicy(AbstractPolicy):
             object.__setattr__(self, name, getattr(self.rule, name))
 
     def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
         return self.rule(value)
 
     def __repr__(self) -> str:
-        """The public name."""
         return self.rule.__name__
 
     def __reduce__(self) -> str:

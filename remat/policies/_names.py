@@ -24,14 +24,17 @@ class ByNames(AbstractPolicy):
     saves_unnamed: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the globs."""
         require_globs(self._globs, where=f"{self.maker}(*globs)")
 
     def __call__(self, value: Value, /) -> bool:
-        """Decides about one value."""
         if not value.names:
             return self.saves_unnamed
-        return has_name(value, self._globs) is self.saves_these
+        is_one_of_these = any(
+            self.glob_matches(glob, name)
+            for glob in self._globs
+            for name in value.names
+        )
+        return is_one_of_these is self.saves_these
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -39,7 +42,6 @@ class ByNames(AbstractPolicy):
         return self._globs
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         return show_call(self.maker, self._globs)
 
 
@@ -114,15 +116,6 @@ def save_anything_except_these_names(*globs: str) -> AbstractPolicy:
     """
     maker = "save_anything_except_these_names"
     return ByNames(maker, globs, saves_these=False, saves_unnamed=True)
-
-
-def has_name(value: Value, globs: tuple[str, ...]) -> bool:
-    """Returns whether any name of the value matches any of the globs."""
-    return any(
-        AbstractPolicy.glob_matches(glob, name)
-        for glob in globs
-        for name in value.names
-    )
 
 
 def require_globs(globs: tuple[object, ...], where: str) -> None:

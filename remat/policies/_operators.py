@@ -7,13 +7,7 @@ import torch
 
 
 def packet_name(op: object) -> str:
-    """The name of an operator without its overload, as one writes it after `torch.ops.`.
-
-    Example:
-        >>> import torch
-        >>> packet_name(torch.ops.aten.mm.default)
-        'aten.mm'
-    """
+    """The name of an operator without its overload, as one writes it after `torch.ops.`."""
     return ".".join(str(op).split(".")[:2])
 
 
@@ -27,11 +21,6 @@ def function_name(function: object) -> str:
 
     A method, a Python operator (reflected or not) and an in-place variant have the name
     of the function that they stand for.
-
-    Example:
-        >>> import torch
-        >>> function_name(torch.Tensor.__rmatmul__), function_name(torch.Tensor.add_)
-        ('matmul', 'add')
     """
     name = str(getattr(function, "__name__", ""))
     if not (name.startswith("__") and name.endswith("__")):

@@ -47,7 +47,6 @@ class Planned(WholeProgram):
         return values.replayed(self)
 
     def __repr__(self) -> str:
-        """The code that makes this policy."""
         saved, budget = f"saved={self.saved!r}", f"budget_bytes={self.budget_bytes}"
         return f"Planned({self.fingerprint!r}, {saved}, {budget})"
 

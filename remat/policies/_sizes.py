@@ -10,12 +10,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 
 
 def show_size(size_bytes: int) -> str:
-    """Returns a size as people read it, in the largest unit that it reaches.
-
-    Example:
-        >>> show_size(32768), show_size(100)
-        ('32.0 KiB', '100 B')
-    """
+    """Returns a size as people read it, in the largest unit that it reaches: "32.0 KiB"."""
     name, unit = unit_of(size_bytes)
     return f"{size_bytes} B" if unit == 1 else f"{size_bytes / unit:.1f} {name}"
 
@@ -30,10 +25,6 @@ def parse_size(size: object, where: str) -> int:
     """A size in bytes, rounded down; `where` names the argument in the message.
 
     It is an int, or a string such as `"512KiB"` or `"1.5 MiB"`, in powers of 1024.
-
-    Example:
-        >>> parse_size("1.5 KiB", where="by_size(min_bytes=...)")
-        1536
     """
     if isinstance(size, str):
         return _parse_size_text(size, where)

@@ -1,4 +1,4 @@
-"""JAX's policies that offload, with JAX's arguments.
+"""JAX's policies that are made of others: unions and offloading, with JAX's arguments.
 
 JAX has names for memories: `"device"`, and `"pinned_host"` and `"unpinned_host"` for
 host memory. Here these are storage values. An unknown memory is refused; JAX treats it
@@ -6,80 +6,45 @@ as `"device"`, and offloads nothing.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import final
 
 from remat._errors import PolicyError, refusal
+from remat.policies._as_policy import as_policy
 from remat.policies._by_kind import save_matmul_outputs_no_batch
-from remat.policies._contract import AbstractPolicy, Recompute, Save, Value
-from remat.policies._names import has_name, require_globs
+from remat.policies._contract import Abbreviated, AbstractPolicy
+from remat.policies._names import require_globs, save_only_these_names
 from remat.storage import AbstractStorage, Offload
 
-_SOURCES = ("device",)
 _DESTINATIONS = {"pinned_host": Offload(pin=True), "unpinned_host": Offload(pin=False)}
 
 
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveAndOffloadOnlyTheseNames(AbstractPolicy):
-    """What `save_and_offload_only_these_names` makes."""
+def save_from_both_policies(first: object, second: object) -> AbstractPolicy:
+    """Saves what either of two policies saves, in the first one's storage if it saves.
 
-    saved: tuple[str, ...]
-    offloaded: tuple[str, ...]
-    source: str
-    destination: str
+    Laws: answers as `first | second` does; prints and compares as itself.
 
-    def __post_init__(self) -> None:
-        """Checks the names and the memories."""
-        require_globs(self.saved, where=f"{_BOTH}(names_which_can_be_saved=...)")
-        require_globs(
-            self.offloaded, where=f"{_BOTH}(names_which_can_be_offloaded=...)"
-        )
-        _require_disjoint(self.saved, self.offloaded)
-        _storage_at_memory(_BOTH, self.source, self.destination)
+    Args:
+        first: a policy, a function of a value, or None for `nothing_saveable`.
+        second: the same.
 
-    def __call__(self, value: Value, /) -> Save | Recompute:
-        """Decides about one value."""
-        if has_name(value, self.saved):
-            return Save()
-        if has_name(value, self.offloaded):
-            return Save(_storage_at_memory(_BOTH, self.source, self.destination))
-        return Recompute()
+    Returns:
+        The policy.
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs of the names to save, and of those to offload."""
-        return self.saved + self.offloaded
+    Raises:
+        PolicyError: an argument is none of these.
 
-    def __repr__(self) -> str:
-        """The code that makes this policy."""
-        return (
-            f"{_BOTH}(names_which_can_be_saved={list(self.saved)}, "
-            f"names_which_can_be_offloaded={list(self.offloaded)}, "
-            f"offload_src={self.source!r}, offload_dst={self.destination!r})"
-        )
+    Example:
+        >>> from remat import policies
+        >>> policies.save_from_both_policies(
+        ...     policies.save_matmul_outputs, policies.save_only_these_names("attn")
+        ... )
+        save_from_both_policies(save_matmul_outputs, save_only_these_names('attn'))
 
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class OffloadDotWithNoBatchDims(AbstractPolicy):
-    """What `offload_dot_with_no_batch_dims` makes."""
-
-    source: str
-    destination: str
-
-    def __post_init__(self) -> None:
-        """Checks the memories."""
-        _storage_at_memory(_DOTS, self.source, self.destination)
-
-    def __call__(self, value: Value, /) -> bool | Save | Recompute:
-        """Decides about one value."""
-        storage = _storage_at_memory(_DOTS, self.source, self.destination)
-        return save_matmul_outputs_no_batch.stored(storage)(value)
-
-    def __repr__(self) -> str:
-        """The code that makes this policy."""
-        return f"{_DOTS}({self.source!r}, {self.destination!r})"
+    References:
+        JAX has it under the same name in `jax.checkpoint_policies`.
+    """
+    where = "save_from_both_policies(...)"
+    left, right = as_policy(first, where), as_policy(second, where)
+    return Abbreviated(left | right, f"save_from_both_policies({left!r}, {right!r})")
 
 
 def save_and_offload_only_these_names(
@@ -120,11 +85,18 @@ def save_and_offload_only_these_names(
     References:
         JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
-    return SaveAndOffloadOnlyTheseNames(
-        _names_to_offload(names_which_can_be_saved, "names_which_can_be_saved"),
-        _names_to_offload(names_which_can_be_offloaded, "names_which_can_be_offloaded"),
-        offload_src,
-        offload_dst,
+    saved = _listed_names(names_which_can_be_saved, "names_which_can_be_saved")
+    offloaded = _listed_names(
+        names_which_can_be_offloaded, "names_which_can_be_offloaded"
+    )
+    _require_disjoint(saved, offloaded)
+    storage = _storage_at_memory(_BOTH, offload_src, offload_dst)
+    there = save_only_these_names(*offloaded).stored(storage)
+    return Abbreviated(
+        save_only_these_names(*saved) | there,
+        f"{_BOTH}(names_which_can_be_saved={[*saved]}, "
+        f"names_which_can_be_offloaded={[*offloaded]}, "
+        f"offload_src={offload_src!r}, offload_dst={offload_dst!r})",
     )
 
 
@@ -155,7 +127,9 @@ def offload_dot_with_no_batch_dims(
     References:
         JAX has it under the same name in `jax.checkpoint_policies`.
     """
-    return OffloadDotWithNoBatchDims(offload_src, offload_dst)
+    storage = _storage_at_memory(_DOTS, offload_src, offload_dst)
+    code = f"{_DOTS}({offload_src!r}, {offload_dst!r})"
+    return Abbreviated(save_matmul_outputs_no_batch.stored(storage), code)
 
 
 _BOTH = save_and_offload_only_these_names.__name__
@@ -163,7 +137,7 @@ _DOTS = offload_dot_with_no_batch_dims.__name__
 
 
 def _storage_at_memory(function: str, source: str, destination: str) -> AbstractStorage:
-    _require_memory(f"{function}(offload_src=...)", source, _SOURCES)
+    _require_memory(f"{function}(offload_src=...)", source, ("device",))
     _require_memory(f"{function}(offload_dst=...)", destination, tuple(_DESTINATIONS))
     return _DESTINATIONS[destination]
 
@@ -193,12 +167,15 @@ def _require_disjoint(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Non
         )
 
 
-def _names_to_offload(names: object, argument: str) -> tuple[str, ...]:
+def _listed_names(names: object, argument: str) -> tuple[str, ...]:
+    where = f"{_BOTH}({argument}=...)"
     if isinstance(names, Iterable) and not isinstance(names, str):
-        return tuple(names)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        globs: tuple[str, ...] = tuple(names)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        require_globs(globs, where)
+        return globs
     raise refusal(
         PolicyError,
-        where=f"{_BOTH}({argument}=...)",
+        where=where,
         what=f"got {names!r}, of type {type(names).__name__}.",
         why="This argument is a list of names, as in JAX.",
         do=f"Pass `[{names!r}]`."
