@@ -102,7 +102,6 @@ class Chain:
 
     @dynamo.traced_as(_unrolled.chain)
     def __call__(self, x: Any) -> Any:
-        """Runs the functions in order."""
         leaves = trees.tensor_leaves(x)
         if not wants_gradient(self.fs, leaves):
             return run_as_it_is(

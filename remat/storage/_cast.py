@@ -39,7 +39,6 @@ class Cast(AbstractStorage):
     is_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Checks the argument."""
         require_type(
             "Cast(dtype=...)", self.dtype, torch.dtype, wanted="a dtype of torch"
         )

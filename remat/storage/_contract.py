@@ -163,7 +163,6 @@ class Chain(AbstractStorage):
         return stored
 
     def __post_init__(self) -> None:
-        """Checks the links."""
         for link in self.links:
             require_type(
                 "storage >> storage",
@@ -173,7 +172,6 @@ class Chain(AbstractStorage):
             )
 
     def __repr__(self) -> str:
-        """The code that makes this value."""
         return " >> ".join(map(repr, self.links))
 
 

@@ -58,7 +58,6 @@ class _Checked:
     form: _Form
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """The value from its parts."""
         value: Any = self.decode(parts)
         form = _form_of(value) if isinstance(value, Tensor) else None
         if form == self.form:

@@ -122,7 +122,6 @@ class Offload(AbstractStorage):
         return size_bytes > 0 and self.min_bytes <= size_bytes <= most
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         device = "Offload(device=...)"
         wanted = "a device as a string, as in `str(device)`"
         require_type(device, self.device, str, wanted=wanted)

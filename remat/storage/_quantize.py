@@ -127,7 +127,6 @@ class Quantize(AbstractStorage):
         return rehearsed(Quantize(self.bits, self.group_size), meta)
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         require_type("Quantize(bits=...)", self.bits, int, wanted="8, 4 or 2")
         if self.bits not in _BITS:
             raise refuse(
@@ -166,7 +165,6 @@ class Quantize(AbstractStorage):
         return isinstance(other, Quantize) and self._fields() == other._fields()
 
     def __hash__(self) -> int:
-        """The hash of what `==` compares."""
         return hash(self._fields())
 
     def _fields(self) -> tuple[int, int, bool, int]:

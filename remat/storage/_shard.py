@@ -164,7 +164,6 @@ class Shard(AbstractStorage):
         return _Cut(value.shape, order.index(axis), is_dealt)
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         _require_mesh(self.mesh)
         if self.pattern is not None:
             _require_pattern(self.pattern, _name_of(self.mesh))

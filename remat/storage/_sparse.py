@@ -50,7 +50,6 @@ class Sparse(AbstractStorage):
     is_exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the argument."""
         argument = "Sparse(min_saving=...)"
         wanted = "a number from 0 to below 1, as in 0.25"
         require_type(argument, self.min_saving, (float, int), wanted=wanted)

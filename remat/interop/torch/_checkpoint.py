@@ -47,7 +47,6 @@ class CheckpointOptions:
     engine: str = "trace"
 
     def __post_init__(self) -> None:
-        """Checks the options, each and together."""
         require_choice("engine", self.engine, ("trace", "rerun"))
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
@@ -400,7 +399,6 @@ class GraphExecGroup:
     """
 
     def __enter__(self) -> Self:
-        """Warns."""
         warn_without_effect(
             "GraphExecGroup()",
             "A region is one node of the graph: each backward through it recomputes.",
