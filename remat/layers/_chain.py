@@ -16,17 +16,8 @@ from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
 from remat._errors import MutationError, ScheduleError, refusal
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
-from remat.layers import _unrolled
+from remat.layers import _run_stack, _unrolled
 from remat.layers._links import Link, laid_densely, stand_ins
-from remat.layers._run_stack import (
-    Captured,
-    link_of,
-    require_own_buffers,
-    run_as_it_is,
-    run_scheduled,
-    stage_of,
-    wants_gradient,
-)
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage
@@ -34,6 +25,7 @@ from remat.schedules._contract import require_schedule
 
 AnyStage = DecoratedFunction[..., Any] | RematModule
 _Tree = Callable[[list[Tensor]], Any]
+_S = TypeVar("_S")
 _R = TypeVar("_R")
 
 
@@ -103,16 +95,15 @@ class Chain:
     @dynamo.traced_as(_unrolled.chain)
     def __call__(self, x: Any) -> Any:
         leaves = trees.tensor_leaves(x)
-        if not wants_gradient(self.fs, leaves):
-            return run_as_it_is(
+        if not _run_stack.wants_gradient(self.fs, leaves):
+            return _run_stack.run_as_it_is(
                 lambda: functools.reduce(lambda state, f: f(state), self.fs, x), self.fs
             )
         if self.schedule is None:
             first, *rest = self._stages
             state = first.region(x)
             for stage in rest:
-                run: Callable[[AnyStage], Any] = functools.partial(_call_chained, state)
-                state = stage.owning(run)
+                state = stage.owning(lambda region, given: region(given), state)
             return state
         return _TracedChain(self._stages, x).run(self.schedule)
 
@@ -177,29 +168,22 @@ class _ChainStage:
             rng="preserve" if keeps_draws else "keys",
         )
 
-    def owning(self, run: Callable[[AnyStage], _R]) -> _R:
+    def owning(self, run: Callable[[AnyStage, _S], _R], state: _S) -> _R:
         """Runs a later stage, on a copy of the state if it changes that in place.
 
         The state is the chain's own, so that plain code allows the change.
-
-        Raises:
-            MutationError: it changes something else.
         """
         f = self._f
         if _writers.get(id(f)) is not f:
             try:
-                return run(self.region)
+                return run(self.region, state)
             except MutationError:
                 if isinstance(f, (DecoratedFunction, RematModule)):
                     raise
-        returned = run(self.on_copies)
+        returned = run(self.on_copies, state)
         with contextlib.suppress(TypeError):  # f has no weak references
             _writers[id(f)] = f
         return returned
-
-
-def _call_chained(state: Any, region: AnyStage) -> Any:
-    return region(state)
 
 
 def _call_chained_on_copies(f: Callable[[Any], Any], state: Any) -> Any:
@@ -213,26 +197,25 @@ class _TracedChain:
     def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
         leaves, frame = trees.Frame.of(x)
         self.stages: list[Stage] = []
-        self._captured = Captured()
+        self._captured = _run_stack.Captured()
         self._first = list(map(laid_densely, leaves))
         self._links: list[Link] = []
         self._metas = list(map(TensorMeta.of_operand, self._first))
 
         first, *rest = stages
-        tree = self._add(frame.around, first.region)
+        tree = self._add(first.region, frame.around)
         for stage in rest:
-            add: Callable[[AnyStage], _Tree] = functools.partial(self._add, tree)
-            tree = stage.owning(add)
+            tree = stage.owning(self._add, tree)
         self._tree = tree
-        require_own_buffers(self._links, self._captured)
+        _run_stack.require_own_buffers(self._links, self._captured)
 
-    def _add(self, tree: _Tree, region: AnyStage) -> _Tree:
+    def _add(self, region: AnyStage, tree: _Tree) -> _Tree:
         args, count = (tree(stand_ins(self._metas)),), len(self._metas)
-        link, entry = link_of(region, args, count, self._captured)
+        link, entry = _run_stack.link_of(region, args, count, self._captured)
         returned = link.returned()
         self._metas: list[TensorMeta] = [meta.of_result() for meta in returned]
         self._links.append(link)
-        self.stages.append(stage_of(link, returned))
+        self.stages.append(_run_stack.stage_of(link, returned))
         return entry.output.around
 
     def run(self, schedule: AbstractSchedule) -> Any:
@@ -246,4 +229,6 @@ class _TracedChain:
             num_rows=0,
         )
         flows = tuple(meta.requires_grad for meta in self._metas)
-        return self._tree(run_scheduled(stack, schedule, self.stages, flows, tensors))
+        return self._tree(
+            _run_stack.run_scheduled(stack, schedule, self.stages, flows, tensors)
+        )

@@ -13,20 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from remat import schedules
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat.layers._links import Link, pull_back, without_none
 from remat.layers._stack import Stack
-from remat.schedules import (
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Ledger,
-    Record,
-    Restore,
-    Snapshot,
-)
 
 
 @final
@@ -40,7 +31,7 @@ class Executor:
         self, stack: Stack, operands: Sequence[Tensor], numerics: Numerics
     ) -> None:
         self.stack = stack
-        self.ledger = Ledger()
+        self.ledger = schedules.Ledger()
         self._numerics = numerics
         self._operands = operands
         self._captured = operands[stack.num_entered :]
@@ -54,23 +45,23 @@ class Executor:
         self.mutations: list[Tensor] = []
         self._gradients: _Gradients | None = None
 
-    def run(self, actions: Iterable[Action]) -> None:
+    def run(self, actions: Iterable[schedules.Action]) -> None:
         """Carries out the actions, one after the other."""
         for action in actions:
             self.ledger.enter(action)
             match action:
-                case Advance(start, stop):
+                case schedules.Advance(start, stop):
                     for stage in range(start, stop):
                         self._run_stage(stage, is_recorded=False)
-                case Record(stage):
+                case schedules.Record(stage):
                     self._run_stage(stage, is_recorded=True)
-                case Snapshot(state):
+                case schedules.Snapshot(state):
                     self._states[state] = self._state
-                case Restore(state):
+                case schedules.Restore(state):
                     self._state = self._states[state]
-                case Drop(state):
+                case schedules.Drop(state):
                     self._forget(state)
-                case Backward(stage):
+                case schedules.Backward(stage):
                     self._pull(stage)
 
     def outputs(self) -> list[Tensor]:
@@ -83,7 +74,7 @@ class Executor:
         records = [each for _, each in sorted(self._records.items())]
         return [tensor for each in [*states, *records] for tensor in each]
 
-    def resume(self, ledger: Ledger, held: list[Tensor]) -> None:
+    def resume(self, ledger: schedules.Ledger, held: list[Tensor]) -> None:
         """Continues a sweep where it ended; empties `held`, so that it is freed in time."""
         held.reverse()
         self.ledger = ledger

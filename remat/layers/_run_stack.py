@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -79,23 +79,18 @@ def link_of(
     num_state: int,
     captured: Captured,
 ) -> tuple[Link, Entry]:
-    """A stage, traced for arguments like these (fake ones will do).
-
-    Raises:
-        ImplicitRandomnessError: it draws from a generator.
-        MutationError: it changes its argument in place.
-        SideEffectError: a hook of torch's makes a weight of it at each call.
-    """
+    """A stage that can run several times, traced for arguments like these (or fake ones)."""
+    where = f"a stage of a scheduled stack, {region!r}"
     try:
         entry, roots, found = region.found_for(args, {})
     except ImplicitRandomnessError as error:
-        raise _stage_draws(region) from error
+        raise _stage_draws(where) from error
     if entry.region.num_draws:
-        raise _stage_draws(region)
+        raise _stage_draws(where)
     if entry.hooked:
         raise refusal(
             SideEffectError,
-            where=f"a stage of a scheduled stack, {region!r}",
+            where=where,
             what="has a weight that a hook makes at each call, such as that of "
             "torch.nn.utils.spectral_norm.",
             why="A schedule runs a stage several times, and out of order.",
@@ -106,22 +101,19 @@ def link_of(
     if entry.changed or any(index < own for index in entry.written):
         raise refusal(
             MutationError,
-            where=f"a stage of a scheduled stack, {region!r}",
+            where=where,
             what="changes its argument in place.",
             why="A schedule runs a stage several times, from the same input.",
             do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )
     written = tuple(places[index - own] for index in entry.written)
-    link = Link(entry.region, roots, entry.labels, num_state, places, written)
-    return link, entry
+    return Link(entry.region, roots, entry.labels, num_state, places, written), entry
 
 
-def _stage_draws(
-    region: DecoratedFunction[..., Any] | RematModule,
-) -> ImplicitRandomnessError:
+def _stage_draws(where: str) -> ImplicitRandomnessError:
     return refusal(
         ImplicitRandomnessError,
-        where=f"a stage of a scheduled stack, {region!r}",
+        where=where,
         what="draws from a generator.",
         why="A schedule runs a stage several times, and out of order.",
         do="Draw from keys (remat.random), or leave the schedule out: a chain of "
@@ -147,38 +139,28 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
 
 
 def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
-    """A stage's cost and bytes; `after` is the metadata of the state that it makes.
-
-    Its cost is the floating point operations of torch's own formulas, and `FLOPS_A_BYTE`
-    for each byte that its operators write.
-    """
+    """A stage's cost and bytes; `after` is the metadata of the state that it makes."""
     cost, record_bytes = _costs(link)
-    state_bytes = sum(meta.size_bytes for meta in link.state)
-    return Stage(
-        cost, state_bytes, sum(each.size_bytes for each in after), record_bytes
+    before_bytes, after_bytes = (
+        sum(meta.size_bytes for meta in metas) for metas in (link.state, after)
     )
+    return Stage(cost, before_bytes, after_bytes, record_bytes)
 
 
 @once_a_region
 def _costs(link: Link) -> tuple[int, int]:
-    """What a stage costs, and the bytes of its record."""
-    region, roots = link.region, link.roots
-    stages = region.stages(roots)
-    analysis, saved = stages.analysis, stages.cut.saved
+    """What a stage costs, by what it computes and writes, and the bytes of its record."""
+    stages = link.region.stages(link.roots)
+    analysis, roots = stages.analysis, stages.analysis.roots
     values = analysis.joint.graph.values
-    own = {analysis.roots[ref.index] for ref in analysis.joint.outputs}
-    written = sum(
-        meta.size_bytes
-        for index in analysis.forward
-        if analysis.roots[index] == index
-        and isinstance(meta := values[index].meta, TensorMeta)
-    )
-    record = sum(
-        meta.size_bytes
-        for index in saved
-        if analysis.roots[index] not in own
-        and isinstance(meta := values[index].meta, TensorMeta)
-    )
+    own = {roots[ref.index] for ref in analysis.joint.outputs}
+
+    def size_bytes(indices: Iterable[int]) -> int:
+        metas = (values[index].meta for index in indices)
+        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+
+    written = size_bytes(index for index in analysis.forward if roots[index] == index)
+    record = size_bytes(index for index in stages.cut.saved if roots[index] not in own)
     return forward_flops(analysis) + FLOPS_A_BYTE * written, record
 
 

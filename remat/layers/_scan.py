@@ -24,17 +24,8 @@ from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
 from remat._user_lines import warn
-from remat.layers import _unrolled
+from remat.layers import _run_stack, _unrolled
 from remat.layers._links import laid_densely, relaid, resolved, stand_ins
-from remat.layers._run_stack import (
-    Captured,
-    link_of,
-    require_own_buffers,
-    run_as_it_is,
-    run_scheduled,
-    stage_of,
-    wants_gradient,
-)
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
@@ -148,7 +139,6 @@ class _Scan(NamedTuple):
 
     @classmethod
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
-        """Checks the arguments."""
         carry, carry_tree = trees.Frame.of(_as_tensors(init, "init"))
         given = [leaf for leaf in trees.flatten(init)[0] if leaf is not None]
         lengths = set[int]() if length is None else {operator.index(length)}
@@ -169,26 +159,18 @@ class _Scan(NamedTuple):
         )
 
     def run(self, f: Any, policy: PolicyLike, schedule: AbstractSchedule | None) -> Any:
-        """All steps."""
         if self.length == 0:
             return self.without_steps()
-        if not wants_gradient((f,), [*self.carry, *self.scanned]):
-            return run_as_it_is(lambda: self.loop(self.step), (f,))
-        chosen = policy
-        if policy is None and schedule is not None:
-            chosen = everything_saveable
-        rng = "preserve" if is_of_module(f) and schedule is None else "keys"
-        region = remat(self.step, policy=chosen, rng=rng)
+        if not _run_stack.wants_gradient((f,), [*self.carry, *self.scanned]):
+            return _run_stack.run_as_it_is(lambda: self.loop(self.step), (f,))
         if schedule is None:
-            return self.by_regions(region)
-        return self.by_schedule(region, schedule)
+            rng = "preserve" if is_of_module(f) else "keys"
+            return self.by_regions(remat(self.step, policy=policy, rng=rng))
+        policy = everything_saveable if policy is None else policy
+        return self.by_schedule(remat(self.step, policy=policy, rng="keys"), schedule)
 
     def promoted(self, error: _OtherDtype) -> _Scan:
-        """The call with the number that changed its dtype, in its new dtype.
-
-        Raises:
-            CarryError: what changed its dtype was not a number, or one takes on no other.
-        """
+        """The call with the number that changed its dtype, in its new dtype."""
         place, carry, numbers = error.place, [*self.carry], {**self.numbers}
         number, dtype = numbers.pop(place, None), carry[place].dtype
         if number is not None:
@@ -216,7 +198,6 @@ class _Scan(NamedTuple):
         return carry, rows
 
     def loop(self, step: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-        """The loop itself."""
         carry = self.carry_tree.around(self.carry)
         rows: list[list[Tensor]] = []
         tree = trees.Frame.of(None)[1]
@@ -251,8 +232,8 @@ class _Scan(NamedTuple):
     ) -> tuple[Any, Any]:
         """All steps one region, which keeps what the schedule says."""
         args = self._arguments(stand_ins(self.metas()))
-        captured, count = Captured(), len(self.carry)
-        link, entry = link_of(region, args, count, captured)
+        captured, count = _run_stack.Captured(), len(self.carry)
+        link, entry = _run_stack.link_of(region, args, count, captured)
         tensors = [*self.carry, *self.scanned, *captured.tensors]
         returned = link.returned()
         stack = Stack(
@@ -263,27 +244,24 @@ class _Scan(NamedTuple):
             num_rows=len(returned) - count,
             is_reversed=self.is_reversed,
         )
-        require_own_buffers(stack.links, captured)
-        stage = stage_of(link, returned[:count])
+        _run_stack.require_own_buffers(stack.links, captured)
+        stages = [_run_stack.stage_of(link, returned[:count])] * self.length
         flows = tuple(meta.requires_grad for meta in returned)
-        stages = [stage] * self.length
         return entry.output.around(
-            run_scheduled(stack, schedule, stages, flows, tensors)
+            _run_stack.run_scheduled(stack, schedule, stages, flows, tensors)
         )
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
         carry = [
-            dataclasses.replace(meta, requires_grad=meta.is_differentiable).of_result()
+            dataclasses.replace(meta, requires_grad=meta.is_differentiable)
             for meta in map(TensorMeta.of_operand, self.carry)
         ]
         slices = [
-            dataclasses.replace(
-                meta, shape=meta.shape[1:], stride=meta.stride[1:]
-            ).of_result()
+            dataclasses.replace(meta, shape=meta.shape[1:], stride=meta.stride[1:])
             for meta in map(TensorMeta.of_operand, self.scanned)
         ]
-        return [*carry, *slices]
+        return [meta.of_result() for meta in (*carry, *slices)]
 
     def _arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         count = len(self.carry)
@@ -416,12 +394,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
 
 
 def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
-    """The tensors of a carry, numbers as tensors, if they are where a frame has them.
-
-    Raises:
-        CarryError: a leaf of it is not a tensor, number or None.
-        ValueError: it has another structure.
-    """
+    """The tensors of a carry, numbers as tensors; ValueError if a frame has others."""
     leaves = trees.leaves_up_to(tree, frame.spec)
     made = [_as_tensor(leaf, where) for leaf in leaves]
     if tuple(each is not None for each in made) != frame.is_tensor:
@@ -430,21 +403,12 @@ def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
 
 
 def _as_tensors(tree: Any, where: str) -> Any:
-    """What `scan` is given, its Python numbers as tensors.
-
-    Raises:
-        CarryError: a leaf is not a tensor, number or None.
-    """
+    """What `scan` is given, its Python numbers as tensors."""
     leaves, spec = trees.flatten(tree)
     return trees.unflatten([_as_tensor(leaf, where) for leaf in leaves], spec)
 
 
 def _as_tensor(leaf: Any, where: str) -> Tensor | None:
-    """A leaf that `scan` is given, of a number a tensor.
-
-    Raises:
-        CarryError: it is not a tensor, number or None.
-    """
     if leaf is None or isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):

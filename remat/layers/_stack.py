@@ -142,10 +142,8 @@ class Stack:
 
     def _entering(self, batch: Batch) -> Flat:
         count = self.num_entered
-        inner = self.enter or _in_stack_as_given
-        dims, metas = batch.dims[:count], batch.metas[:count]
-        entering = Batch(batch.size, batch.randomness, dims, metas)
-        over = mapped(inner, None, entering, 0)
+        entering = batch._replace(dims=batch.dims[:count], metas=batch.metas[:count])
+        over = mapped(self.enter or list, None, entering, 0)
 
         def enter(given: Sequence[Tensor]) -> Sequence[Tensor]:
             entered = list(map(_in_stack, over(given)))
@@ -179,7 +177,7 @@ def _map_link(
     stacked = [0] * (len(link.state) + len(parts))
     dims = (*stacked, *(captured_dims[place] for place in link.captured))
     region = link.region.mapped_whole(
-        link.roots, Batch(batch.size, batch.randomness, dims, metas)
+        link.roots, batch._replace(dims=dims, metas=metas)
     )
     return dataclasses.replace(link, region=region)
 
@@ -189,10 +187,6 @@ def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
     stride = dense_stride(meta)
     numel = max(int(torch.Size(meta.shape).numel()), 1)
     return dataclasses.replace(meta, shape=(size, *meta.shape), stride=(numel, *stride))
-
-
-def _in_stack_as_given(given: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    return given
 
 
 def _in_stack(tensor: Tensor | None) -> Tensor:
