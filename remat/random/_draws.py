@@ -269,9 +269,7 @@ def _draw_integers(
     key: Tensor, shape: Shape, first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Operators take int64: numbers beyond go as the int64 with their bits.
-    bounds = [
-        value - (1 << 64) if value >= 1 << 63 else value for value in (first, last)
-    ]
+    bounds = [value - (1 << 64) * (value >= 1 << 63) for value in (first, last)]
     return _ops.INTEGERS(key, as_shape(shape), *bounds, dtype)
 
 
@@ -284,19 +282,14 @@ def as_shape(shape: Shape) -> list[int]:
 def require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
     """Raises unless each tensor broadcasts to the shape: a larger one would share draws."""
     for name, each in given.items():
-        if not isinstance(each, Tensor):
-            continue
-        sizes = list(each.shape)
-        ends = shape[len(shape) - len(sizes) :]
-        if len(sizes) <= len(shape) and all(
-            size in (1, end) for size, end in zip(sizes, ends, strict=True)
-        ):
-            continue
-        raise ValueError(
-            f"random.{function}(key, shape) draws numbers of shape {tuple(shape)}, to which "
-            f"{name}, of shape {tuple(sizes)}, does not broadcast. Pass the shape of the "
-            "result."
-        )
+        sizes = each.shape if isinstance(each, Tensor) else ()
+        pairs = zip(reversed(sizes), reversed(shape), strict=False)
+        if len(sizes) > len(shape) or any(size not in (1, end) for size, end in pairs):
+            raise ValueError(
+                f"random.{function}(key, shape) draws numbers of shape {tuple(shape)}, to "
+                f"which {name}, of shape {tuple(sizes)}, does not broadcast. Pass the shape "
+                "of the result."
+            )
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:

@@ -37,8 +37,11 @@ def _define(
 
 
 def _define_draw(name: str, bounds: str, kernel: Callable[..., Tensor]) -> Any:
+    def fake(key: Tensor, shape: Sequence[int], *rest: Any) -> Tensor:
+        return key.new_empty((*key.shape[:-1], *shape), dtype=rest[-1])
+
     schema = f"Tensor key, SymInt[] shape, {bounds}, ScalarType dtype"
-    return _define(name, schema, kernel, _fake_draw)
+    return _define(name, schema, kernel, fake)
 
 
 def _native_or_portable(keys: Tensor) -> ModuleType:
@@ -54,9 +57,7 @@ def _drawn(
     """What an operator draws, by `draw(implementation, out, keys)`: out (key, number)."""
     keys = key.reshape(-1, 2)
     _checking.consume(keys)
-    out = torch.empty(
-        (keys.shape[0], math.prod(shape)), dtype=dtype, device=keys.device
-    )
+    out = keys.new_empty((keys.shape[0], math.prod(shape)), dtype=dtype)
     if out.numel():
         draw(_native_or_portable(keys), out, keys)
     return out.view((*key.shape[:-1], *shape))
@@ -136,11 +137,6 @@ def _mask_op(
                 target.mul_(value)
 
     return _drawn(key, shape, dtype, draw)
-
-
-def _fake_draw(key: Tensor, shape: Sequence[int], *rest: Any) -> Tensor:
-    *_, dtype = rest
-    return key.new_empty((*key.shape[:-1], *shape), dtype=dtype)
 
 
 def _batched_fold_in(

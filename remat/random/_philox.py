@@ -83,15 +83,9 @@ def block(seed: int, offset: int) -> tuple[int, int, int, int]:
 
 
 def blocks(keys: Tensor, first: int, count: int) -> Words:
-    """Some consecutive blocks of four words from each stream.
+    """`count` blocks of four words from each stream, from the block `first` on.
 
-    Args:
-        keys: the streams, int64 of shape (key, 2), the bits of (seed, offset).
-        first: the position of the first block in each stream.
-        count: how many blocks.
-
-    Returns:
-        Words 0 to 3 of each block, each int64 of shape (key, count) in [0, 2**32).
+    int64 (key, 2), the bits of (seed, offset) -> four int64 (key, count) in [0, 2**32).
     """
     seed, offset = keys[:, :1], keys[:, 1:]
     # Sums of int64 wrap as those of uint64 do.
@@ -114,15 +108,7 @@ def tiles(num_keys: int, num_blocks: int, device: torch.device) -> Iterator[Tile
 
 
 def advanced(keys: Tensor, blocks: int | Tensor) -> Tensor:
-    """The keys of the same streams, `blocks` blocks further on.
-
-    Args:
-        keys: uint64 of shape (..., 2).
-        blocks: how far, an int in the range of int64 or int64 of shape (...).
-
-    Returns:
-        Keys of the same shape; offsets wrap at 2**64.
-    """
+    """The keys of the same streams, uint64 (..., 2), `blocks` blocks further on."""
     # torch 2.13 cannot add uint64 on a CPU; int64 wraps to the same bits.
     moved = keys.view(torch.int64).clone()
     moved[..., 1] += blocks
