@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor
@@ -43,7 +43,13 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
     stored: Any = storage.store(value, place)
     _require_stored(storage, stored)
     if levels.versions_below([value]) != before:
-        raise _storage_changed_value(storage, value)
+        raise refusal(
+            RematError,
+            where=f"{type(storage).__name__}.store",
+            what=f"changed the value {_shown_form(_form_of(value))} that it was given.",
+            why="It belongs to the caller, or the region still computes with it.",
+            do="Change a copy: value.clone().",
+        )
     decode = _Checked(stored.decode, type(storage).__name__, _form_of(value))
     return dataclasses.replace(stored, decode=decode)
 
@@ -88,11 +94,8 @@ def _require_stored(storage: _Stores, found: object) -> None:
     elif not isinstance(found.parts, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
         what = f"returned Stored with a {type(found.parts).__name__} in place of parts."
     else:
-        wrong = [
-            part
-            for part in found.parts
-            if not isinstance(part, (Tensor, Stored))  # pyright: ignore[reportUnnecessaryIsInstance]
-        ]
+        parts = cast("Sequence[object]", found.parts)
+        wrong = [each for each in parts if not isinstance(each, (Tensor, Stored))]
         if not wrong:
             return
         what = f"returned Stored with a {type(wrong[0]).__name__} among its parts."
@@ -103,14 +106,4 @@ def _require_stored(storage: _Stores, found: object) -> None:
         why="A stored value is a tuple of tensors and a function that decodes them.",
         do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
         "is kept as it is.",
-    )
-
-
-def _storage_changed_value(storage: _Stores, value: Tensor) -> RematError:
-    return refusal(
-        RematError,
-        where=f"{type(storage).__name__}.store",
-        what=f"changed the value {_shown_form(_form_of(value))} that it was given.",
-        why="It belongs to the caller, or the region still computes with it.",
-        do="Change a copy: value.clone().",
     )

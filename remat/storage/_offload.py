@@ -174,21 +174,14 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
                 device="cpu",
             )
     except OSError as error:
-        raise _no_file(error, value, folder) from error
-    mapped = mapped.view(value.dtype).view(value.shape)
-    return mapped.copy_(value)
-
-
-def _no_file(error: OSError, value: Tensor, folder: str) -> OSError:
-    dtype = str(value.dtype).removeprefix("torch.")
-    return OSError(
-        error.errno,
-        explain(
+        dtype = str(value.dtype).removeprefix("torch.")
+        text = explain(
             where=f"Offload(path={folder!r})",
             what=f"cannot make a file for a value {dtype}{[*value.shape]} of "
             f"{value.nbytes} bytes.",
             why=f"The system reports: {error.strerror}.",
             do="Pass a folder that exists and can be written, on a disk with room for all "
             "values that wait at one time.",
-        ),
-    )
+        )
+        raise OSError(error.errno, text) from error
+    return mapped.view(value.dtype).view(value.shape).copy_(value)

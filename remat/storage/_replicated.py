@@ -30,20 +30,16 @@ def require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> No
     mine[-1] = _hash(value)
     records = distributed.gather_records(mine, group)
     rows: list[list[int]] = [cast("Any", record).tolist() for record in records]
-    if all(row == rows[0] for row in rows):
+    one = rows[0]
+    others = [(rank, row) for rank, row in enumerate(rows) if row != one]
+    if not others:
         return
-    first = next(rank for rank, row in enumerate(rows) if row != rows[0])
-    raise _differs_between_ranks(rows[0], rows[first], first, place)
-
-
-def _differs_between_ranks(
-    one: list[int], other: list[int], rank: int, place: Place
-) -> NotReplicatedError:
+    rank, other = others[0]
     if one[:-1] == other[:-1]:
         differ = f"holds other numbers on rank {rank} of the mesh than on rank 0."
     else:
         differ = f"is {_shown_record(other)} on rank {rank} of the mesh."
-    return refusal(
+    raise refusal(
         NotReplicatedError,
         where=f"value {place.index} of a region, {_shown_record(one)} on rank 0, kept by `Shard`",
         what=differ,
@@ -55,7 +51,6 @@ def _differs_between_ranks(
 
 
 def _record_of(value: Tensor, place: Place) -> list[int]:
-    """What ranks compare of a value, its dtype and its shape, in a fixed number of numbers."""
     sizes = [*value.shape][:_MOST_SIZES]
     padding = [0] * (_MOST_SIZES - len(sizes))
     dtype = _DTYPES.index(value.dtype)
@@ -77,10 +72,8 @@ def _hash(value: Tensor) -> Tensor:
     flat = bytes_of(value)
     whole = flat.numel() // 8 * 8
     found = torch.zeros((), dtype=torch.int64, device=value.device)
-    if whole and flat.storage_offset() % 8 == 0:
-        words = flat[:whole].view(torch.int64)
-    else:
-        words = flat[:whole].clone().view(torch.int64)
+    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    words = aligned.view(torch.int64)
     chunks = [words[first:][:_CHUNK] for first in range(0, len(words), _CHUNK)]
     for chunk in (*chunks, flat[whole:].to(torch.int64)):
         found = found * 6364136223846793005 + (chunk * _multipliers(chunk)).sum() + 1

@@ -39,7 +39,6 @@ from remat.storage._stored import FIRST, Place, Stored
 if TYPE_CHECKING:  # a torch built without distributed has no such module
     from torch.distributed.device_mesh import DeviceMesh
 
-_REPLICATED = ("check", "trust")
 _CHECKED_CALLS = 8  # of each function: several layers, or a first step and some more
 
 
@@ -97,8 +96,7 @@ class Shard(AbstractStorage):
             return Stored((part,), lambda parts: dtensor.in_place_of(parts[0], spread))
         if place.spread is not None and _is_cut(self, place):
             return Stored.whole(value)
-        cut = self._cut(value, place.order)
-        size = self.mesh.size()
+        cut, size = self._cut(value, place.order), self.mesh.size()
         if self.mesh.get_coordinate() is None:
             raise refuse(
                 "Shard(mesh=...)",
@@ -144,7 +142,6 @@ class Shard(AbstractStorage):
         return dataclasses.replace(found, moved_bytes=2 * meta.once.size_bytes)
 
     def _cut(self, value: Tensor, order: tuple[int | None, ...] | None) -> "_Cut":
-        """How the value is cut."""
         if self.pattern is None:
             return _Cut(value.shape, None, is_dealt=False)
         if order is None or len(order) != value.dim():
@@ -156,8 +153,16 @@ class Shard(AbstractStorage):
             place = groups.index("…")
             groups[place : place + 1] = [[]] * max(count + 1 - len(groups), 0)
         if len(groups) != count:
+            dtype = str(value.dtype).removeprefix("torch.")
             shape = [value.shape[order.index(dim)] for dim in range(count)]
-            raise _other_dimensions(self, len(groups), value.dtype, shape)
+            raise refuse(
+                "Shard(pattern=...)",
+                self.pattern,
+                why=f"It has {len(groups)} axes, and the value to be stored has {count}: "
+                f"{dtype}{shape}.",
+                do="Write one axis for each dimension, name the inputs that have these in "
+                f"`saved_inputs`, or pass None, which takes any value: Shard({self.mesh!r}).",
+            )
         name = _name_of(self.mesh)
         axis = next(axis for axis, group in enumerate(groups) if name in group)
         is_dealt = len(groups[axis]) > 1 and groups[axis][-1] == name
@@ -167,7 +172,7 @@ class Shard(AbstractStorage):
         _require_mesh(self.mesh)
         if self.pattern is not None:
             _require_pattern(self.pattern, _name_of(self.mesh))
-        if self.replicated not in _REPLICATED:
+        if self.replicated not in ("check", "trust"):
             raise refuse(
                 "Shard(replicated=...)",
                 self.replicated,
@@ -212,7 +217,7 @@ def _require_pattern(pattern: object, name: str | None) -> None:
         )
     try:
         groups = _groups(str(pattern))
-    except ValueError as error:
+    except EinopsError as error:
         raise refuse(
             argument,
             pattern,
@@ -238,28 +243,8 @@ def _require_pattern(pattern: object, name: str | None) -> None:
 
 
 def _groups(pattern: str) -> list[Any]:
-    """The axes of a pattern, each as the names that it is made of.
-
-    Raises:
-        ValueError: it is not a pattern of einops.
-    """
-    try:
-        return list(parsing.ParsedExpression(pattern).composition)
-    except EinopsError as error:
-        raise ValueError(str(error)) from error
-
-
-def _other_dimensions(
-    shard: Shard, count: int, dtype: torch.dtype, shape: list[int]
-) -> ValueError:
-    return refuse(
-        "Shard(pattern=...)",
-        shard.pattern,
-        why=f"It has {count} axes, and the value to be stored has {len(shape)}: "
-        f"{str(dtype).removeprefix('torch.')}{shape}.",
-        do="Write one axis for each dimension, name the inputs that have these in "
-        f"`saved_inputs`, or pass None, which takes any value: Shard({shard.mesh!r}).",
-    )
+    """The axes of a pattern of einops, each as the names that it is made of."""
+    return list(parsing.ParsedExpression(pattern).composition)
 
 
 @final
@@ -330,11 +315,7 @@ class _Gather:
 
 
 def _is_cut(shard: Shard, place: Place) -> bool:
-    """Whether the ranks of a mesh hold different parts of a DTensor.
-
-    Raises:
-        NotReplicatedError: they hold the terms of a sum.
-    """
+    """Whether the ranks of a mesh hold different parts of a DTensor; refuses a sum's terms."""
     spread = place.spread
     along = [
         placement
@@ -342,7 +323,14 @@ def _is_cut(shard: Shard, place: Place) -> bool:
         if _meet(spread.mesh.get_group(dim), shard.mesh.get_group())
     ]
     if any(placement.is_partial() for placement in along):
-        raise _partial_dtensor(shard, place)
+        raise refusal(
+            NotReplicatedError,
+            where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
+            f"placed as {spread.placements}, stored by {shard!r}",
+            what="is partial: each rank holds one term of a sum.",
+            why="No rank holds the whole value, so none can keep a part of it.",
+            do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
+        )
     return not all(placement.is_replicate() for placement in along)
 
 
@@ -350,15 +338,3 @@ def _meet(one: Any, other: Any) -> bool:
     """Whether two groups share more ranks than this one."""
     first, second = map(distributed.ranks_of, (one, other))
     return len({*first} & {*second}) > 1
-
-
-def _partial_dtensor(shard: Shard, place: Place) -> NotReplicatedError:
-    spread = place.spread
-    return refusal(
-        NotReplicatedError,
-        where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
-        f"placed as {spread.placements}, stored by {shard!r}",
-        what="is partial: each rank holds one term of a sum.",
-        why="No rank holds the whole value, so none can keep a part of it.",
-        do="Reduce it first: `value.redistribute(placements=[Replicate()])`.",
-    )

@@ -65,11 +65,7 @@ class Joint(Protocol):
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Begins the work on one tensor of each value, all of one dtype and device.
 
-        Args:
-            parts: what waits of each value.
-
-        Returns:
-            A function that waits for the end of the work and returns a tensor for each.
+        What it returns waits for the end, and returns a tensor for each.
         """
         ...
 

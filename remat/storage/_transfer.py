@@ -27,22 +27,24 @@ _MOST_WASTE = 1.25  # a heuristic: how much larger than a value its buffer may b
 
 
 @final
+@dataclass(eq=False)
 class Buffer:
     """Host memory for one value at a time, read until an event, if by anything."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.is_read_until: Any = None
+    memory: Tensor
+    is_read_until: Any = None
 
 
 @final
+@dataclass(eq=False)
 class Lease:
     """The use of a buffer, which returns to its pool when this is freed."""
 
-    __slots__ = ("__weakref__", "buffer")
+    buffer: Buffer
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+
+def _size_of_buffer(buffer: Buffer) -> int:
+    return buffer.memory.nbytes
 
 
 @final
@@ -69,10 +71,9 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """The size of the buffers that nothing uses."""
         with self._lock:
             self._take_back()
-            return sum(buffer.memory.nbytes for buffer in self._free)
+            return sum(map(_size_of_buffer, self._free))
 
     def lease(self, num_bytes: int) -> Lease:
         """A buffer for a value of so many bytes."""
@@ -94,16 +95,12 @@ class Pool:
             self._free.append(self._returned.popleft())
 
     def _free_buffer(self, num_bytes: int) -> Buffer | None:
-        fitting = [
-            buffer
-            for buffer in self._free
-            if num_bytes <= buffer.memory.nbytes <= num_bytes * _MOST_WASTE
-        ]
-        if not fitting:
-            return None
-        smallest = min(fitting, key=lambda buffer: buffer.memory.nbytes)
-        self._free.remove(smallest)
-        return smallest
+        most = num_bytes * _MOST_WASTE
+        self._free.sort(key=_size_of_buffer)
+        for place, buffer in enumerate(self._free):
+            if num_bytes <= buffer.memory.nbytes <= most:
+                return self._free.pop(place)
+        return None
 
     def _new_buffer(self, num_bytes: int) -> Buffer:
         self._drop(num_bytes)
@@ -113,7 +110,7 @@ class Pool:
 
     def _drop(self, num_bytes: int) -> None:
         """Drops free buffers, the largest first, until they come to so many bytes."""
-        self._free.sort(key=lambda buffer: buffer.memory.nbytes)
+        self._free.sort(key=_size_of_buffer)
         dropped = 0
         while self._free and dropped < num_bytes:
             dropped += self._free.pop().memory.nbytes
@@ -129,15 +126,12 @@ class Driver:
         self._device = device
 
     def new_stream(self) -> Any:
-        """A stream beside the one that computes."""
         return self._module.Stream(self._device)
 
     def current_stream(self) -> Any:
-        """The stream that computes, on this thread."""
         return self._module.current_stream(self._device)
 
     def running_on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Has the copies of a block run on a stream."""
         return self._module.stream(stream)
 
     def is_used_on(self, tensor: Tensor, stream: Any) -> None:
