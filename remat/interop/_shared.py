@@ -54,17 +54,11 @@ def call_as_region(
     kwargs: Mapping[str, Any],
     storage: Callable[[], AbstractStorage] | None = None,
 ) -> Any:
-    """Calls a function whose backward will recompute all of it.
+    """Calls a function, a module or a region, whose backward will recompute all of it.
 
     Generators and registered trackers are preserved. A region with `engine="rerun"` does
-    that by itself, and is called as it is.
-
-    Args:
-        function: any callable, a module or a region.
-        args: the call's arguments.
-        kwargs: its keyword arguments.
-        storage: makes the storage in which arguments of a floating or complex dtype wait,
-            parameters aside; None where they wait as they are.
+    that by itself, and is called as it is. `storage` makes the storage in which arguments
+    of a floating or complex dtype wait, parameters aside; None where they wait as they are.
     """
     if storage is not None and is_dynamo_compiling():
         dynamo.end_graph(_WITH_STORAGE)
@@ -85,9 +79,8 @@ def warn_without_effect(where: str, why: str, do: str) -> None:
 @dynamo.constant_for_dynamo
 def preserve_that_of(module: str) -> None:
     """Registers the tracker of a project, if its module is imported."""
-    loaded = sys.modules.get(module)
-    if loaded is not None:
-        preserve(loaded.get_cuda_rng_tracker)
+    if module in sys.modules:
+        preserve(sys.modules[module].get_cuda_rng_tracker)
 
 
 @dynamo.constant_for_dynamo
@@ -113,17 +106,7 @@ def preserve(get_tracker: Callable[[], Any]) -> None:
 def shard_over(
     group: ProcessGroup | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Shard:
-    """The sharding of a call's saved inputs over a process group, as the peers take it.
-
-    Args:
-        group: whose ranks hold the same inputs; None means all ranks.
-        args: the call's arguments, for their device.
-        kwargs: likewise.
-
-    Raises:
-        RuntimeError: there are no process groups.
-        TypeError: it is not a group, or one to which this rank does not belong.
-    """
+    """The sharding of a call's saved inputs over a process group, None for all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise refusal(
             RuntimeError,

@@ -72,27 +72,20 @@ _WITHOUT_EFFECT = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Configuration:
-    """The arguments of `configure`; `mpu` knows the model-parallel group."""
+    """The arguments of `configure`; `mpu` knows the group to partition over, if any."""
 
     mpu: Any = None
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
 
-    @property
-    def has_storage(self) -> bool:
-        """Whether the inputs are stored in another form than unchanged."""
-        is_parted = self.partition_activations and self.mpu is not None
-        return self.checkpoint_in_cpu or is_parted
-
     def storage(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AbstractStorage:
         """How the activations among a call's arguments wait."""
-        whole: AbstractStorage = Offload() if self.checkpoint_in_cpu else Keep()
-        if not self.partition_activations or self.mpu is None:
-            return whole
+        if not self.partition_activations:
+            return Offload() if self.checkpoint_in_cpu else Keep()
         part = shard_over(_group_getter(self.mpu)(), args, kwargs)
-        return part >> whole if self.checkpoint_in_cpu else part
+        return part >> Offload() if self.checkpoint_in_cpu else part
 
 
 @final
@@ -134,10 +127,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     preserve_that_of(_CHECKPOINTING)
     configuration = _Current.value or _Configuration()
+    is_stored = configuration.checkpoint_in_cpu or configuration.partition_activations
     storage = functools.partial(configuration.storage, args, kwargs)
-    returned = call_as_region(
-        function, args, kwargs, storage if configuration.has_storage else None
-    )
+    returned = call_as_region(function, args, kwargs, storage if is_stored else None)
     if type(returned) not in (tuple, list):
         return returned
     outputs = tuple(returned)
@@ -221,9 +213,10 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
             _warn_of_deepspeed_option(name, options[name], why, do)
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
-    if options.get("partition_activations") and mpu is not None:
+    is_parted = bool(options.get("partition_activations"))
+    if is_parted and mpu is not None:
         _group_getter(mpu)
-    elif options.get("partition_activations"):
+    elif is_parted:
         _warn_of_deepspeed_option(
             "partition_activations",
             True,
@@ -231,9 +224,7 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
             "Pass mpu_=..., an object with get_model_parallel_group().",
         )
     _Current.value = _Configuration(
-        mpu,
-        bool(options.get("partition_activations")),
-        bool(options.get("checkpoint_in_cpu")),
+        mpu, is_parted and mpu is not None, bool(options.get("checkpoint_in_cpu"))
     )
 
 

@@ -53,7 +53,9 @@ class CheckpointOptions:
                 f"checkpoint(determinism_check={self.determinism_check!r}): it can be "
                 '"default" or "none".'
             )
-        if self.use_reentrant and not self._is_plain:
+        is_plain = self.context_fn is noop_context_fn and not self.debug
+        is_plain = is_plain and self.respect_saved_tensors_hooks is None
+        if self.use_reentrant and not is_plain:
             raise ValueError(
                 "checkpoint(context_fn=..., debug=..., respect_saved_tensors_hooks=...) is "
                 "only supported when use_reentrant=False, as in torch."
@@ -83,16 +85,11 @@ class CheckpointOptions:
                 "remat(verify=True).",
             )
 
-    @property
-    def _is_plain(self) -> bool:
-        is_plain = self.context_fn is noop_context_fn and not self.debug
-        return is_plain and self.respect_saved_tensors_hooks is None
-
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
         policy = policy_of(self.context_fn)
-        rng = "preserve" if self.preserve_rng_state else "keys"
-        return DecoratedFunction(function, _peer_settings(policy, rng, self.engine))
+        settings = _peer_settings(policy, self.preserve_rng_state, self.engine)
+        return DecoratedFunction(function, settings)
 
     def run(
         self,
@@ -125,15 +122,17 @@ class CheckpointOptions:
 
 
 @functools.lru_cache(maxsize=256)
-def _peer_settings(policy: AbstractPolicy, rng: str, engine: str) -> Settings:
+def _peer_settings(
+    policy: AbstractPolicy, preserve_rng_state: bool, engine: str
+) -> Settings:
+    rng = "preserve" if preserve_rng_state else "keys"
     return Settings(policy_for(policy, engine), rng, engine)
 
 
 @dynamo.constant_for_dynamo
 def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
-    rng = "preserve" if preserve_rng_state else "keys"
-    settings = _peer_settings(policy_of(context_fn), rng, engine)
+    settings = _peer_settings(policy_of(context_fn), preserve_rng_state, engine)
     return kind_of(settings, "checkpoint(...)")
 
 

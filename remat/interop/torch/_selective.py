@@ -29,7 +29,6 @@ _OVERLOADS = (
 )
 _PACKET = type(torch.ops.aten.mm)
 
-
 # For compilers alone does torch tell `MUST_` from `PREFER_`. Outputs to offload wait in host
 # memory here; torch (2.15) silently recomputes them.
 _DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
@@ -41,7 +40,6 @@ _DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
     "PREFER_CPU_OFFLOAD": lambda: Save(Offload()),
 }
 
-
 PolicyFn: TypeAlias = Callable[..., object]
 
 
@@ -52,18 +50,14 @@ class Selective(AbstractPolicy):
 
     Two are equal if they run the same code over equal closures. In torch the policy is
     usually made anew for each call, and an equal one reuses the trace of the last call.
-
-    Args:
-        function: torch's policy.
-        meaning: its code and what it closes over, as it was when this was made.
     """
 
     function: PolicyFn = dataclasses.field(compare=False)
+    #: Its code and what it closes over, as it was when this was made.
     meaning: Hashable
 
     @classmethod
     def of(cls, function: PolicyFn) -> Selective:
-        """The policy of a function."""
         return cls(function, _meaning(function, frozenset()))
 
     def __call__(self, value: Value, /) -> Save | Recompute:
@@ -88,11 +82,6 @@ class Selective(AbstractPolicy):
                 do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
             )
         return made()
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """None: it is about operators."""
-        return ()
 
     def __repr__(self) -> str:
         """Names torch's policy."""
@@ -157,11 +146,7 @@ class _Same:
 
 @final
 class SelectiveContext(contextlib.AbstractContextManager[None]):
-    """One of the two contexts: it carries the policy to `checkpoint`, and does nothing.
-
-    Args:
-        policy: the policy.
-    """
+    """One of the two contexts: it carries the policy to `checkpoint`, and does nothing."""
 
     def __init__(self, policy: AbstractPolicy) -> None:
         self.policy = policy
@@ -234,13 +219,9 @@ def create_selective_checkpoint_contexts(
 
 
 def _is_selected(
-    operators: tuple[object, ...],
-    context: object,
-    op: object,
-    *rest: Any,
-    **kwargs: Any,
+    operators: tuple[object, ...], _: object, op: object, *rest: Any, **kwargs: Any
 ) -> bool:
-    del context, rest, kwargs
+    del rest, kwargs
     return op in operators
 
 
