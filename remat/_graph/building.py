@@ -15,12 +15,7 @@ from remat._graph.values import Graph, Ref, Value, replace_refs
 
 @final
 class Building:
-    """A program that is being written from another one.
-
-    Attributes:
-        values: the program so far.
-        places: where values of the other program are in it.
-    """
+    """A program that is being written: its values so far, and their places by the other's."""
 
     def __init__(self, inputs: Iterable[Value], places: Mapping[int, int]) -> None:
         self.values = [*inputs]
@@ -45,16 +40,9 @@ class Building:
 
 def renumbered(value: Value, places: Mapping[int, int]) -> Value:
     """A step that reads values at other places."""
-
-    def rename(use: int) -> Ref:
-        return Ref(places[use])
-
-    return dataclasses.replace(
-        value,
-        args=replace_refs(value.args, rename),
-        kwargs=replace_refs(value.kwargs, rename),
-        state=None if value.state is None else rename(value.state.index),
-    )
+    reads = (value.args, value.kwargs, value.state)
+    args, kwargs, state = replace_refs(reads, lambda use: Ref(places[use]))
+    return dataclasses.replace(value, args=args, kwargs=kwargs, state=state)
 
 
 def prune(

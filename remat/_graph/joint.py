@@ -82,9 +82,7 @@ def view_path(
 ) -> tuple[Ref, Graph | None] | None:
     """From which base or input a value is a view, and the view operators in between.
 
-    Returns:
-        The base and a graph with one input (None if there is nothing in between), or None
-        if the value is neither a base, an input, nor a view of one.
+    These are a graph with one input, None if there are none. None for any other value.
     """
     steps: list[int] = []
     index = ref.index

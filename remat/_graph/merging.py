@@ -83,9 +83,7 @@ def _line_up(
     further = [value for value, ref in pairs if ref is None]
     line = Building([*first.values[: first.num_inputs], *further], {})
     num_inputs = len(line.values)
-    numbering = Numbering()
-    for value in line.values:
-        numbering.add(value)
+    numbering = Numbering(line.values)
 
     def append(
         graph: Graph, places: Mapping[int, int], like: Mapping[int, int]

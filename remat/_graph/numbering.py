@@ -9,6 +9,7 @@ Schwartz, 1970), and what replaces tags on operators for nested regions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from remat._graph import operators
@@ -19,9 +20,11 @@ from remat._graph.values import Graph, Ref, Value, replace_refs
 class Numbering:
     """Gives values their numbers, one after the other, in the order of a graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: Iterable[Value] = ()) -> None:
         self._known: dict[Any, int] = {}
         self.numbers: list[int] = []
+        for value in values:
+            self.add(value)
 
     def add(self, value: Value, like: int | None = None) -> None:
         """Numbers the next value; `like` is an earlier value that is known to be equal."""
@@ -37,18 +40,14 @@ class Numbering:
 
 def value_numbers(graph: Graph) -> tuple[int, ...]:
     """One number a value; equal numbers mean equal values, to the last bit."""
-    numbering = Numbering()
-    for value in graph.values:
-        numbering.add(value)
-    return tuple(numbering.numbers)
+    return tuple(Numbering(graph.values).numbers)
 
 
 def same_outputs(first: Graph, second: Graph) -> bool:
     """Whether two graphs over the same inputs, some of which one may lack, return equal values."""
     most = max(first, second, key=lambda graph: graph.num_inputs)
-    line, numbering = Building(most.values[: most.num_inputs], {}), Numbering()
-    for value in line.values:
-        numbering.add(value)
+    line = Building(most.values[: most.num_inputs], {})
+    numbering = Numbering(line.values)
 
     def numbers_of(graph: Graph) -> list[int | None]:
         line.places = {index: index for index in range(graph.num_inputs)}

@@ -145,10 +145,7 @@ def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 def is_rng_state(op: Any) -> bool:
     """Whether an operator returns the state of a generator or of a tracker."""
-    return isinstance(op, schemas.OpOverload) and short_name(op) in _STATES
-
-
-_STATES = frozenset({"remat.rng_state", "remat.stream_state"})
+    return short_name(op) in ("remat.rng_state", "remat.stream_state")
 
 
 def makes_statistics(name: str) -> bool:

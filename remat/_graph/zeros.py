@@ -39,9 +39,7 @@ def without_zeros(
 ) -> tuple[Value, ...]:
     """The same steps, none of which adds a zero that forward mode made.
 
-    Args:
-        values: the steps of a graph.
-        outputs: what is returned; each stays a value of its own.
+    Each of the `outputs` stays a value of its own.
     """
     kept = list(values)
     zeros: set[int] = set()
@@ -80,13 +78,13 @@ def _is_zero(value: Value, zeros: set[int]) -> bool:
         return True
     if not zeros or not zeros.intersection(value.uses):
         return False
-    if value.op in _PRODUCTS or value.op is _aten.add.Tensor:
-        read = [index in zeros for index in value.uses]
-        return any(read) if value.op in _PRODUCTS else all(read) and len(read) == 2
-    is_first = value.uses[0] in zeros
-    if operators.short_name(value.op) == "aten._to_copy":
-        return is_first
-    return is_first and (value.op in _LINEAR or operators.viewed(value) is not None)
+    if value.op in _PRODUCTS:
+        return True
+    if value.op is _aten.add.Tensor:
+        return len(value.uses) == 2 and zeros.issuperset(value.uses)
+    is_linear = value.op in _LINEAR or operators.viewed(value) is not None
+    is_linear = is_linear or operators.short_name(value.op) == "aten._to_copy"
+    return is_linear and value.uses[0] in zeros
 
 
 def _other_summand(value: Value, zeros: Collection[int]) -> int | None:
