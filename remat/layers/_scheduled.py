@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -30,6 +31,7 @@ from remat._regions.transforms import Batch, mapped
 from remat._rerun.region import rerun_of
 from remat._switches.numerics import Numerics
 from remat.layers._executor import Executor
+from remat.layers._links import without_none
 from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger
 
@@ -89,7 +91,6 @@ class Swept(WithoutProgram):
     sweep: Sweep
     #: The function of the stack as a region that runs again.
     plain: Region
-    num_outputs: int
     #: How many buffers it changes.
     num_written: int
     #: For each output whether a cotangent can come back.
@@ -128,23 +129,19 @@ class Swept(WithoutProgram):
         def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
             with torch.no_grad():
                 found = self.sweep(tensors, save, numerics)
-            count = self.num_outputs
-            outputs, rest = found[:count], found[count:]
-            mutations, rest = rest[: self.num_written], rest[self.num_written :]
-            if not save:
-                return Results(outputs, mutations, flows=self.flows)
-            mark, *held = rest
-            self.held.put(held)
-            return Results(outputs, mutations, saved=(mark,), flows=self.flows)
+            count = len(self.flows)
+            last = count + self.num_written
+            outputs, mutations, rest = found[:count], found[count:last], found[last:]
+            if save:
+                self.held.put(rest[1:])
+            return Results(outputs, mutations, saved=rest[:1], flows=self.flows)
 
         return run
 
     def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region that carries out the rest of the schedule."""
         again = self.plain.vjp(roots, asked)
-        if self.replay is None:
-            return again
-        return Pulled(self.replay(asked), again, self.held)
+        return Pulled(self.replay(asked), again, self.held) if self.replay else again
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
@@ -162,7 +159,7 @@ class Swept(WithoutProgram):
             tensors: Sequence[Tensor], hold: bool, numerics: Numerics
         ) -> list[Tensor]:
             over = mapped(lambda each: self.sweep(each, hold, numerics), None, batch, 0)
-            return [each for each in over(tensors) if each is not None]
+            return without_none(over(tensors))
 
         region = dataclasses.replace(
             self, sweep=sweep, plain=plain, replay=None, batch=None
@@ -232,8 +229,7 @@ class Pulled(WithoutProgram):
                 rest._replace(dims=dims),
                 0,
             )
-            found = over([*waiting, *tensors])
-            return [each for each in found if each is not None]
+            return without_none(over([*waiting, *tensors]))
 
         return Batched(dataclasses.replace(self, replay=replay, again=again), None)
 
@@ -245,87 +241,80 @@ def scheduled(
 
     `flows` says of each tensor that the stack returns whether a cotangent can come back.
     """
-    held = Held()
     first = next(k for k, each in enumerate(actions) if isinstance(each, Backward))
-    forward, backward = actions[:first], actions[first:]
-    for action in forward:
+    parts = _Parts(stack, actions[:first], actions[first:], stack.dependent_outputs())
+    held = Held()
+    for action in parts.forward:
         held.ledger.enter(action)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         return stack.run(tensors, Numerics.current())
-
-    requires_grad = tuple(meta.requires_grad for meta in stack.operands)
-    dependent_outputs = stack.dependent_outputs()
 
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
         region = scheduled(stack.batched(batch), actions, flows)
         dims = (0,) * (len(flows) - stack.num_rows) + (1,) * stack.num_rows
         return region, (*dims, *(batch.dims[place] for place in stack.written))
 
+    requires_grad = tuple(meta.requires_grad for meta in stack.operands)
     return Swept(
-        _sweep_of_stack(stack, forward),
-        rerun_of(run, requires_grad, dependent_outputs),
-        len(flows),
+        parts.sweep,
+        rerun_of(run, requires_grad, parts.dependent_outputs),
         len(stack.written),
         flows,
         held,
-        _replay_of_stack(stack, forward, backward, held, dependent_outputs),
+        lambda asked: functools.partial(parts.replay, asked, held.ledger),
         batch_of,
     )
 
 
-def _sweep_of_stack(stack: Stack, actions: Iterable[Action]) -> Sweep:
+@final
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A stack, and the actions of its forward and of its backward."""
+
+    stack: Stack
+    forward: Sequence[Action]
+    backward: Sequence[Action]
+    #: For each operand, as bits, the outputs that may depend on it.
+    dependent_outputs: tuple[int, ...]
+
     def sweep(
-        tensors: Sequence[Tensor], hold: bool, numerics: Numerics
+        self, tensors: Sequence[Tensor], hold: bool, numerics: Numerics
     ) -> list[Tensor]:
-        executor = Executor(stack, tensors, numerics)
-        if not hold:
-            executor.run([Advance(0, len(stack.links))])
-            return [*executor.outputs(), *executor.mutations]
-        executor.run(actions)
+        """A `Sweep`."""
+        executor = Executor(self.stack, tensors, numerics)
+        executor.run(self.forward if hold else [Advance(0, len(self.stack.links))])
         outputs = [*executor.outputs(), *executor.mutations]
-        return [*outputs, torch.zeros(()), *executor.held()]
+        return [*outputs, torch.zeros(()), *executor.held()] if hold else outputs
 
-    return sweep
-
-
-def _replay_of_stack(
-    stack: Stack,
-    forward: Sequence[Action],
-    backward: Sequence[Action],
-    held: Held,
-    dependent_outputs: tuple[int, ...],
-) -> Callable[[Asked], Replayed]:
-    def replays(asked: Asked) -> Replayed:
+    def replay(
+        self,
+        asked: Asked,
+        ledger: Ledger,
+        waiting: list[Tensor] | None,
+        tensors: Sequence[Tensor],
+        numerics: Numerics,
+    ) -> list[Tensor]:
+        """`Replayed`, for what is asked of the backward of a sweep that ended there."""
         pulled = sum(1 << k for k, each in enumerate(asked.layouts) if each is not None)
         wanted = [
             each and bool(bits & pulled)
-            for each, bits in zip(asked.wanted, dependent_outputs, strict=True)
+            for each, bits in zip(asked.wanted, self.dependent_outputs, strict=True)
         ]
-        count = len(stack.operands)
-
-        def replay(
-            waiting: list[Tensor] | None, tensors: Sequence[Tensor], numerics: Numerics
-        ) -> list[Tensor]:
-            operands, given = tensors[:count], iter(tensors[count:])
-            cotangents = [
-                None if each is None else next(given) for each in asked.layouts
-            ]
-            executor = Executor(stack, operands, numerics)
-            if waiting is None:
-                executor.run(forward)
-            else:
-                executor.resume(copy.deepcopy(held.ledger), waiting)
-            executor.start_backward(cotangents, wanted)
-            executor.run(backward)
-            return [
-                torch.zeros_like(operand) if gradient is None else gradient
-                for gradient, operand, is_wanted in zip(
-                    executor.gradients(), operands, wanted, strict=True
-                )
-                if is_wanted
-            ]
-
-        return replay
-
-    return replays
+        count = len(self.stack.operands)
+        operands, given = tensors[:count], iter(tensors[count:])
+        cotangents = [None if each is None else next(given) for each in asked.layouts]
+        executor = Executor(self.stack, operands, numerics)
+        if waiting is None:
+            executor.run(self.forward)
+        else:
+            executor.resume(copy.deepcopy(ledger), waiting)
+        executor.start_backward(cotangents, wanted)
+        executor.run(self.backward)
+        return [
+            torch.zeros_like(operand) if gradient is None else gradient
+            for gradient, operand, is_wanted in zip(
+                executor.gradients(), operands, wanted, strict=True
+            )
+            if is_wanted
+        ]
