@@ -162,9 +162,6 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     """Runs a trace of user's code, in which `current` tells whose numbers a draw takes.
 
     Trackers and the generators of these devices are as before when it ends.
-
-    Raises:
-        SideEffectError: the body left a tracker or a generator changed.
     """
     with trackers.plainly():
         known = filter(device_states.has, {*devices})

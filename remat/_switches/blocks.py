@@ -23,11 +23,7 @@ _DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 @final
 class _OpenBlocks:
-    """Counts the open blocks, so that the fast path tests one integer.
-
-    Attributes:
-        count: of the blocks on all threads.
-    """
+    """Counts the open blocks on all threads, so that the fast path tests one integer."""
 
     __slots__ = ("count",)
 

@@ -219,7 +219,6 @@ class _TracedChain:
         return entry.output.around
 
     def run(self, schedule: AbstractSchedule) -> Any:
-        """Runs them by a schedule."""
         tensors = [*self._first, *self._captured.tensors]
         stack = Stack(
             self._links,

@@ -46,7 +46,6 @@ class Executor:
         self._gradients: _Gradients | None = None
 
     def run(self, actions: Iterable[schedules.Action]) -> None:
-        """Carries out the actions, one after the other."""
         for action in actions:
             self.ledger.enter(action)
             match action:
@@ -189,13 +188,10 @@ class _Gradients:
         entered = [*self.state, *map(_stacked_column, self.slices)]
         if stack.enter is not None and without_none(entered):
             entered = pull_back(stack.enter, operands[: stack.num_entered], entered)
+        gradients = [*entered, *(each.tensor for each in self.captured)]
         return [
             gradient if is_wanted else None
-            for gradient, is_wanted in zip(
-                [*entered, *(each.tensor for each in self.captured)],
-                self.wanted,
-                strict=True,
-            )
+            for gradient, is_wanted in zip(gradients, self.wanted, strict=True)
         ]
 
 

@@ -105,18 +105,15 @@ class Stack:
             behind = link, state
             bits = [_united([*state, *rows], each) for each in link.dependent_outputs]
             state, others = bits[: link.num_state], bits[link.num_state :]
-            for place, each in zip(self._places_after(link), others, strict=True):
+            captured = [self.num_entered + place for place in link.captured]
+            places = [*range(self.num_state, self.num_entered), *captured]
+            for place, each in zip(places, others, strict=True):
                 found[place] |= each
         found[: self.num_state] = state
         return tuple(
             each if meta.requires_grad else 0
             for each, meta in zip(found, self.operands, strict=True)
         )
-
-    def _places_after(self, link: Link) -> list[int]:
-        """Where the operands of a link after its state are among those of the stack."""
-        captured = [self.num_entered + place for place in link.captured]
-        return [*range(self.num_state, self.num_entered), *captured]
 
     def batched(self, batch: Batch) -> Stack:
         """The stack of the mapped links, over physical tensors.

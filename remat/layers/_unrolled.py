@@ -48,7 +48,8 @@ def scan(
     rows: list[Any] = []
     for step in range(count):
         place = count - 1 - step if reverse else step
-        x = trees.unflatten([_unrolled_leaf(leaf, place) for leaf in leaves], tree)
+        parts = [leaf[place] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        x = trees.unflatten(parts, tree)
         new, y = _call_unrolled(f, carry, x)
         if not _are_carries_alike(carry, new) or not _is_unrollable(y):
             dynamo.end_graph(_OTHERWISE)
@@ -110,10 +111,6 @@ def _scan_length(sizes: Sequence[int], num_leaves: int, length: int | None) -> i
     wanted = sizes[:1] if length is None else [length]
     is_known = len(wanted) == 1 and all(size == wanted[0] for size in sizes)
     return wanted[0] if is_known and len(sizes) in (0, num_leaves) else 0
-
-
-def _unrolled_leaf(leaf: Any, place: int) -> Any:
-    return leaf[place] if isinstance(leaf, Tensor) else leaf
 
 
 def _is_unrollable(tree: Any) -> bool:

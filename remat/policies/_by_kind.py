@@ -81,7 +81,8 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
     References:
         `dots_with_no_batch_dims_saveable` of `jax.checkpoint_policies`.
     """
-    return _is_matmul(value) and not _is_batched(value)
+    is_batched = bare_name(value.op) in _BATCHED and value.shape[0] != 1
+    return _is_matmul(value) and not is_batched
 
 
 @parameter_free
@@ -121,8 +122,3 @@ def _is_matmul(value: Value) -> bool:
             return name in _MATMULS - _BATCHED
         case _:
             return name in _MATMULS
-
-
-def _is_batched(value: Value) -> bool:
-    is_batched = bare_name(value.op) in _BATCHED
-    return is_batched and value.shape[0] != 1

@@ -35,11 +35,13 @@ class ByOp(AbstractPolicy):
     targets: tuple[str, ...]
 
     def __call__(self, value: Value, /) -> bool:
-        names = _op_names_of(value)
+        if value.op is None:
+            return False
+        names = (str(value.op), packet_name(value.op), bare_name(value.op))
         return any(
             target.count(".") == name.count(".") and fnmatchcase(name, target)
             for target in self.targets
-            for name in names
+            for name in filter(None, (*names, value.function))
         )
 
     def __repr__(self) -> str:
@@ -84,13 +86,6 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
             do='Pass operators, as in `by_op("aten.mm")`, or use nothing_saveable.',
         )
     return ByOp(tuple(dict.fromkeys(map(_target_as_glob, targets))))
-
-
-def _op_names_of(value: Value) -> tuple[str, ...]:
-    if value.op is None:
-        return ()
-    names = (str(value.op), packet_name(value.op), bare_name(value.op), value.function)
-    return tuple(name for name in names if name)
 
 
 def _target_as_glob(target: object) -> str:

@@ -50,8 +50,10 @@ def by_size(
         >>> policies.by_size(max_bytes="512KiB")
         by_size(max_bytes=524288)
     """
-    low = _size_bound(min_bytes, "by_size(min_bytes=...)")
-    high = _size_bound(max_bytes, "by_size(max_bytes=...)")
+    low, high = (
+        None if size is None else parse_size(size, f"by_size({name}=...)")
+        for name, size in (("min_bytes", min_bytes), ("max_bytes", max_bytes))
+    )
     if low is None and high is None:
         raise refusal(
             ValueError,
@@ -69,7 +71,3 @@ def by_size(
             do="Swap the two.",
         )
     return BySize(low, high)
-
-
-def _size_bound(size: int | str | None, where: str) -> int | None:
-    return None if size is None else parse_size(size, where)

@@ -406,7 +406,9 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         case Save() | Recompute():
             return answer
         case _:
-            raise _meaningless(policy, value, answer)
+            shown, why, do = _diagnose(answer)
+            what = f"the policy {policy_name(policy)} answered {shown}."
+            raise refusal(PolicyError, where=str(value), what=what, why=why, do=do)
 
 
 def policy_name(policy: object) -> str:
@@ -430,17 +432,6 @@ def require_storage(storage: object, where: str) -> None:
         if is_class
         else "A storage must be an instance of a class of `storage`.",
         do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
-    )
-
-
-def _meaningless(policy: object, value: Value, answer: object) -> PolicyError:
-    shown, why, do = _diagnose(answer)
-    return refusal(
-        PolicyError,
-        where=str(value),
-        what=f"the policy {policy_name(policy)} answered {shown}.",
-        why=why,
-        do=do,
     )
 
 

@@ -89,7 +89,15 @@ def save_and_offload_only_these_names(
     offloaded = _listed_names(
         names_which_can_be_offloaded, "names_which_can_be_offloaded"
     )
-    _require_disjoint(saved, offloaded)
+    common = [glob for glob in saved if glob in offloaded]
+    if common:
+        raise refusal(
+            ValueError,
+            where=f"{_BOTH}(...)",
+            what=f"{common} are among both the names to save and the names to offload.",
+            why="A value is either kept as it is or offloaded.",
+            do="Leave each name in one of the two.",
+        )
     storage = _storage_at_memory(_BOTH, offload_src, offload_dst)
     there = save_only_these_names(*offloaded).stored(storage)
     return Abbreviated(
@@ -153,18 +161,6 @@ def _require_memory(where: str, memory: str, known: tuple[str, ...]) -> None:
         why='Values move from the memory "device" to host memory.',
         do=f"Pass {choices}.",
     )
-
-
-def _require_disjoint(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> None:
-    common = [glob for glob in saved if glob in offloaded]
-    if common:
-        raise refusal(
-            ValueError,
-            where=f"{_BOTH}(...)",
-            what=f"{common} are among both the names to save and the names to offload.",
-            why="A value is either kept as it is or offloaded.",
-            do="Leave each name in one of the two.",
-        )
 
 
 def _listed_names(names: object, argument: str) -> tuple[str, ...]:

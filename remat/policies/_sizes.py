@@ -27,7 +27,16 @@ def parse_size(size: object, where: str) -> int:
     It is an int, or a string such as `"512KiB"` or `"1.5 MiB"`, in powers of 1024.
     """
     if isinstance(size, str):
-        return _parse_size_text(size, where)
+        found = _SIZE.fullmatch(size.strip())
+        if found is None or found[2] not in _UNITS:
+            raise refusal(
+                ValueError,
+                where=where,
+                what=f"the size {size!r} cannot be read.",
+                why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
+                do='Write it like "512KiB", or pass a number of bytes.',
+            )
+        return int(Fraction(found[1]) * _UNITS[found[2]])
     if isinstance(size, bool) or not isinstance(size, int):
         raise refusal(
             PolicyError,
@@ -45,16 +54,3 @@ def parse_size(size: object, where: str) -> int:
             do="Pass zero or more bytes, or None for no bound.",
         )
     return size
-
-
-def _parse_size_text(size: str, where: str) -> int:
-    found = _SIZE.fullmatch(size.strip())
-    if found is None or found[2] not in _UNITS:
-        raise refusal(
-            ValueError,
-            where=where,
-            what=f"the size {size!r} cannot be read.",
-            why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
-            do='Write it like "512KiB", or pass a number of bytes.',
-        )
-    return int(Fraction(found[1]) * _UNITS[found[2]])
