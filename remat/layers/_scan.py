@@ -324,9 +324,7 @@ def _next_carry(old: Any, new: Any) -> Any:
     names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
     kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
     for place, (one, other) in enumerate(zip(tensors, leaves, strict=True)):
-        if (one.shape, one.dtype, one.device) == (
-            other.shape, other.dtype, other.device,
-        ):  # fmt: skip
+        if _unrolled.carried(one) == _unrolled.carried(other):
             continue
         before, after = TensorMeta.of(one), TensorMeta.of(other)
         error = _carry_changed(

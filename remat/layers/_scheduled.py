@@ -124,8 +124,6 @@ class Swept(WithoutProgram):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]:
-        """Carries out the sweep on tensors that no transform has wrapped."""
-
         def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
             with torch.no_grad():
                 found = self.sweep(tensors, save, numerics)
@@ -146,7 +144,6 @@ class Swept(WithoutProgram):
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Region, tuple[int, ...] | None]:
-        """The region of the outputs' tangents."""
         return self.plain.jvp(roots, has_tangent, num_states)
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -191,8 +188,6 @@ class Pulled(WithoutProgram):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]:
-        """Carries out the backward on tensors that no transform has wrapped."""
-
         def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
             with torch.no_grad():
                 return Results(self.replay(self.held.take(), tensors[1:], numerics))
@@ -200,17 +195,14 @@ class Pulled(WithoutProgram):
         return run
 
     def vjp(self, roots: Roots, asked: Asked) -> Region:
-        """The region of second derivatives."""
         return self.again.vjp(roots, asked)
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Region, tuple[int, ...] | None]:
-        """The region of the gradients' tangents."""
         return self.again.jvp(roots, has_tangent, num_states)
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
-        """The region of the mapped backward."""
         mark_dim = batch.dims[0]
         rest = batch._replace(dims=batch.dims[1:], metas=batch.metas[1:])
         again = self.again.batched(roots, rest, save=False).region

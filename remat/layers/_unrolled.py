@@ -124,8 +124,9 @@ def _are_carries_alike(one: Any, other: Any) -> bool:
     others, other_tree = trees.flatten(other)
     if tree != other_tree or not _is_unrollable(other):
         return False
-    return all(_carried(a) == _carried(b) for a, b in zip(leaves, others, strict=True))
+    return all(carried(a) == carried(b) for a, b in zip(leaves, others, strict=True))
 
 
-def _carried(leaf: Tensor | None) -> Any:
+def carried(leaf: Tensor | None) -> Any:
+    """What a leaf of a carry keeps from step to step."""
     return None if leaf is None else (leaf.shape, leaf.dtype, leaf.device)
