@@ -152,16 +152,7 @@ class Snapshot:
     def take(cls) -> Snapshot:
         """As they are now."""
         return cls(
-            tuple(
-                (
-                    each,
-                    {
-                        name: (held, state_of(held))
-                        for name, held in each.get_states().items()
-                    },
-                )
-                for each in registered.values()
-            )
+            tuple((each, _held_and_states(each)) for each in registered.values())
         )
 
     def put_back(self) -> None:
@@ -170,6 +161,11 @@ class Snapshot:
             tracker.set_states(
                 {name: holding(held, value) for name, (held, value) in states.items()}
             )
+
+
+def _held_and_states(tracker: Tracker) -> dict[str, tuple[Any, Tensor]]:
+    states = tracker.get_states()
+    return {name: (held, state_of(held)) for name, held in states.items()}
 
 
 def state_of(held: Any) -> Tensor:

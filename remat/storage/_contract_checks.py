@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -50,33 +50,29 @@ def stored_in(storage: _Stores, value: Tensor, place: Place) -> Stored:
             why="It belongs to the caller, or the region still computes with it.",
             do="Change a copy: value.clone().",
         )
-    decode = _Checked(stored.decode, type(storage).__name__, _form_of(value))
+    decode = _checked(stored.decode, type(storage).__name__, _form_of(value))
     return dataclasses.replace(stored, decode=decode)
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Checked:
+def _checked(decode: Decode, storage_name: str, form: _Form) -> Decode:
     """A decoder whose result is checked against the shape, dtype and device stored."""
 
-    decode: Decode
-    storage_name: str
-    form: _Form
-
-    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        value: Any = self.decode(parts)
-        form = _form_of(value) if isinstance(value, Tensor) else None
-        if form == self.form:
+    def checked(parts: Sequence[Tensor]) -> Tensor:
+        value: Any = decode(parts)
+        found = _form_of(value) if isinstance(value, Tensor) else None
+        if found == form:
             return value
-        came = _shown_form(form) if form else type(value).__name__
+        came = _shown_form(found) if found else type(value).__name__
         raise refusal(
             RematError,
-            where=f"a value {_shown_form(self.form)} in {self.storage_name}",
+            where=f"a value {_shown_form(form)} in {storage_name}",
             what=f"came back from its storage as {came}.",
             why="The backward needs the value as it was stored.",
             do="Have `decode` return the shape, dtype and device of the value that "
             "`store` was given.",
         )
+
+    return checked
 
 
 def _form_of(value: Tensor) -> _Form:
