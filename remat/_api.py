@@ -105,7 +105,9 @@ def remat(
             the same numbers again and leaves generators as without remat. None means
             "keys" for functions, "preserve" for modules and their methods.
         engine: "trace" recomputes by a program that was traced from the function; "rerun"
-            runs the Python function again, for functions that cannot be traced.
+            runs the Python function again, for functions that cannot be traced; "auto"
+            traces, and where a trace is refused runs such calls again from then on, with
+            one warning.
         backend: "inductor" compiles the region's programs with Inductor, also under
             torch.func; the numbers then agree to rounding. None runs operator by operator.
         dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,

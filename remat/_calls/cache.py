@@ -49,6 +49,8 @@ class Cache:
         self.hits = 0
         self.misses = 0
         self.statics_seen: dict[int, set[Hashable]] = {}
+        #: Why calls like these run again, by what they have in common: engine="auto".
+        self.refused: dict[Hashable, str] = {}
 
     def find(self, site: CallSite) -> Found | None:
         """The first trace that holds for a call, and its captured tensors."""

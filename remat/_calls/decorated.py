@@ -24,6 +24,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
 from remat._calls.signature import Statics
+from remat._errors import RematError
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.protocol import Asked
@@ -33,7 +34,8 @@ from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
-from remat._tracing.thread import has_open_sizes, is_lifting, lift
+from remat._tracing.refusals import advises_rerun
+from remat._tracing.thread import has_open_sizes, is_lifting, is_running, lift
 from remat.policies import nothing_saveable
 
 _P = ParamSpec("_P")
@@ -83,6 +85,22 @@ class DecoratedFunction(Generic[_P, _R]):
             return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = self._lookup.site(args, kwargs)
+        try:
+            return self._call_traced(site)
+        except RematError as refused:
+            # In a trace, the one around is refused with it.
+            if (
+                self.settings.engine != "auto"
+                or is_running()
+                or not advises_rerun(refused)
+            ):
+                raise
+            returned = flat_call.call(self._fun, args, kwargs, self._rng)
+            self._lookup.fall_back(site, refused)
+            return returned
+
+    def _call_traced(self, site: CallSite) -> Any:
+        """Makes a call by its trace, which is found or made."""
         signature = site.signature
         if has_open_sizes():
             return self._call_inside(site)
@@ -269,8 +287,9 @@ def _decorated_graph(
     settings: Settings, where: str, function: Callable[..., Any]
 ) -> DecoratedFunction[..., Any]:
     """A graph of torch.compile, decorated, with a cache that it shares with no other."""
-    # Dynamo has guarded what is static; a graph takes tensors alone.
-    settings = dataclasses.replace(settings, statics=Statics())
+    # Dynamo has guarded what is static; a graph takes tensors alone, and what is refused there
+    # runs between two graphs.
+    settings = dataclasses.replace(settings, engine="trace", statics=Statics())
     region = DecoratedFunction(function, settings, where)
     region.__dict__["_cache"] = Cache()
     return region

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import types
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import _captures
 from remat._calls.advice import advise_of_inputs, advise_of_statics
@@ -18,12 +20,14 @@ from remat._calls.families import Family
 from remat._calls.options import Settings
 from remat._calls.routes import Found, first_holding
 from remat._calls.signature import Signature, Statics, sign
-from remat._errors import RematError, TraceError
+from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.retraceable import Roots
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
+from remat._tracing.refusals import raises_in_its_trace
 from remat._tracing.thread import known_inside, set_aside
+from remat._user_lines import warn
 
 
 @final
@@ -96,7 +100,8 @@ class Lookup:
         """Makes the entry of a call that no trace holds for, and keeps it."""
         tracer.load_tracer()
         is_open = may_open and self.settings.dynamic_shapes
-        entry = self._of_family(site) if is_open else compile_call(site, self._options)
+        make = self._of_family if is_open else self._of_call
+        entry = self._made_or_refused(make, site)
         entries.insert(0, entry)
         if entry.trace_s is None:
             self.cache.hits += 1
@@ -108,6 +113,45 @@ class Lookup:
         captured = entry.gather(site.roots)
         assert captured is not None, entry.covered.explain(site.roots)
         return entry, captured
+
+    def _made_or_refused(
+        self, make: Callable[[CallSite], Entry], site: CallSite
+    ) -> Entry:
+        """Makes an entry; with engine="auto" whatever the function raises is a refusal."""
+        if self.settings.engine != "auto":
+            return make(site)
+        known = self.cache.refused.get(_refusal_key(site))
+        if known is not None:
+            raise TraceError(known)
+        try:
+            return make(site)
+        except Exception as error:
+            if isinstance(error, (RematError, Warning)):
+                raise
+            raise raises_in_its_trace(error) from error
+
+    def fall_back(self, site: CallSite, refused: RematError) -> None:
+        """Has the calls like one run again from now on, and warns, each reason once."""
+        told = self.cache.refused.values()
+        if str(refused) in told:
+            return
+        lost = self.settings.of_traces
+        effect = f" {', '.join(lost)} has no effect there." if lost else ""
+        parts: dict[str, Any] = {
+            "where": self.where,
+            "what": 'runs the function again in its backward, as with engine="rerun", from '
+            f"now on.{effect}",
+            "why": f"Its trace is refused: {refused}",
+            "do": 'Pass engine="rerun", and this is not told.',
+        }
+        text = explain(**parts)
+        if text not in told:
+            warn(**parts)
+        self.cache.refused[_refusal_key(site)] = text
+
+    def _of_call(self, site: CallSite) -> Entry:
+        """The entry of a trace for the sizes of a call."""
+        return compile_call(site, self._options)
 
     def _of_family(self, site: CallSite) -> Entry:
         """The entry of a trace with open sizes; of one size if the function permits no other."""
@@ -139,6 +183,19 @@ class Lookup:
     @property
     def _options(self) -> Options:
         return Options(self.settings, self.cache.calls, self.where)
+
+
+def _refusal_key(site: CallSite) -> Hashable:
+    """What calls have in common whose traces are refused alike: equal layers, any sizes."""
+    owners = [_owner(each) for each in site.roots]
+    modules = [each.modules() for each in owners if isinstance(each, nn.Module)]
+    return (site.general_key, *(tuple(map(type, each)) for each in modules))
+
+
+def _owner(root: object) -> object:
+    """The module whose method a function is, or fills the arguments of; else itself."""
+    function: Any = root.func if isinstance(root, functools.partial) else root
+    return function.__self__ if isinstance(function, types.MethodType) else function
 
 
 def _leaf_to_look_up(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
 
 
+ENGINES = ("trace", "rerun", "auto")
 _KEEP = Keep()
 
 
@@ -36,6 +37,11 @@ class InputStorages:
     #: Whether `others` is for arguments of a floating or complex dtype alone: not for masks
     #: and indices, nor for what the function captures.
     activations_only: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether all inputs wait as they are."""
+        return self.others.keeps and all(storage.keeps for _, storage in self.each)
 
     def of(
         self,
@@ -83,6 +89,18 @@ class Settings:
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
 
+    @property
+    def of_traces(self) -> list[str]:
+        """The options that are given, and that a function which runs again cannot follow."""
+        options = {
+            f"policy={self.policy!r}": self.policy != nothing_saveable,
+            "saved_inputs": not self.inputs.keeps,
+            "verify=True": self.verify,
+            f"backend={self.backend!r}": self.backend is not None,
+            "dynamic_shapes=True": self.dynamic_shapes,
+        }
+        return [option for option, is_given in options.items() if is_given]
+
 
 def settings_of(
     *,
@@ -106,7 +124,7 @@ def settings_of(
     """
     require_known(unknown, _NAMES)
     require_choice("rng", rng, (None, "keys", "preserve"))
-    require_choice("engine", engine, ("trace", "rerun"))
+    require_choice("engine", engine, ENGINES)
     require_choice("backend", backend, (None, "inductor"))
     require_compilable(backend, engine, verify)
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
@@ -380,7 +398,7 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
             wanted="a storage value, such as storage.Keep(), or a mapping from argument "
             "paths to storage values",
         )
-    if engine == "rerun" and not all(each.keeps for each in storages):
+    if engine == "rerun" and not found.keeps:
         raise refusal(
             ValueError,
             where='remat(engine="rerun", saved_inputs=...)',

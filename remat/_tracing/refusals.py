@@ -27,6 +27,11 @@ _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
 
 
+def advises_rerun(error: RematError) -> bool:
+    """Whether an error of a trace says that a function may run again instead."""
+    return 'engine="rerun"' in str(error)
+
+
 def is_strided(tensor: Tensor) -> bool:
     """Whether a tensor has sizes and strides; an older nested one only claims so."""
     return tensor.layout is _STRIDED and not tensor.is_nested
@@ -233,6 +238,17 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             'use engine="rerun".',
         )
     return _refused_values(error) if needs_values(error) else None
+
+
+def raises_in_its_trace(error: Exception) -> TraceError:
+    """The error for a function that raises in its trace, whatever it raises."""
+    first = str(error).partition("\n")[0].rstrip(". ")
+    return _refused(
+        error,
+        f"the function raises in its trace ({type(error).__name__}: {first}).",
+        "A trace runs it on tensors that have no values.",
+        f"Use {_RERUN}.",
+    )
 
 
 def _refused_values(error: Exception) -> TraceError:

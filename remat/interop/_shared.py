@@ -63,7 +63,7 @@ def call_as_region(
     if storage is not None and is_dynamo_compiling():
         dynamo.end_graph(_WITH_STORAGE)
     waiting = _KEEP if storage is None else storage()
-    if is_region(function) and function.settings.engine == "rerun":
+    if is_region(function) and function.settings.engine != "trace":
         inputs_for(waiting, "rerun")
         return function(*args, **kwargs)
     if is_dynamo_compiling():

@@ -58,7 +58,7 @@ def enable(
         every: makes each `every`-th layer recompute.
         **options: further options of `remat`. The default of `rng` is "preserve"; a layer
             that cannot be traced (experts that are chosen in a Python loop) needs
-            `engine="rerun"`.
+            `engine="rerun"`, or "auto" where others can be.
 
     Returns:
         The model.

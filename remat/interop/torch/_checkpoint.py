@@ -19,7 +19,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
-from remat._calls.options import Settings, policy_for, require_choice
+from remat._calls.options import ENGINES, Settings, policy_for, require_choice
 from remat._errors import ImplicitRandomnessError, refusal
 from remat._torch import dynamo
 from remat._user_lines import warn
@@ -47,7 +47,7 @@ class CheckpointOptions:
     engine: str = "trace"
 
     def __post_init__(self) -> None:
-        require_choice("engine", self.engine, ("trace", "rerun"))
+        require_choice("engine", self.engine, ENGINES)
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
                 f"checkpoint(determinism_check={self.determinism_check!r}): it can be "
@@ -176,8 +176,8 @@ def checkpoint(
             torch, the option is ignored with `use_reentrant=True`.
         respect_saved_tensors_hooks: None or True: hooks around the call see the saved
             values.
-        engine: of `remat`: "trace", or "rerun" for functions that cannot be traced. It has
-            no counterpart in torch.
+        engine: of `remat`: "trace", "rerun" for functions that cannot be traced, or "auto".
+            It has no counterpart in torch.
         **kwargs: keyword arguments of the function.
 
     Returns:
