@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
 import sys
 import types
@@ -24,7 +25,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
 from remat._calls.signature import Statics
-from remat._errors import RematError
+from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.protocol import Asked
@@ -34,6 +35,7 @@ from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
+from remat._torch.modules import calling_module, copied
 from remat._tracing.refusals import advises_rerun
 from remat._tracing.thread import has_open_sizes, is_lifting, is_running, lift
 from remat.policies import nothing_saveable
@@ -58,6 +60,7 @@ class DecoratedFunction(Generic[_P, _R]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._where = where or _where(fun)
+        self._takes_self = isinstance(fun, types.FunctionType) and _is_of_class(fun)
         self.kind = self._registered()
         # Becomes `_calls.cache` at the first call that is looked up; a plain attribute is faster.
         self._known = _NOTHING_KNOWN
@@ -66,6 +69,10 @@ class DecoratedFunction(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if is_dynamo_compiling():
             return torch_compile.call(self.kind, self._fun, args, kwargs)
+        if self._takes_self and args:
+            through = calling_module()  # of a types.MethodType in an attribute
+            if _is_copy(through, args[0]):
+                return self._call((through, *args[1:]), kwargs)
         cache = self._known
         routes = cache.routes
         for route in routes:
@@ -257,11 +264,59 @@ class MethodRegion(DecoratedFunction[_P, _R]):
     `torch.compile(module)` skips torch's own frames around `forward` and begins a graph at
     the first frame below them. If a region replaces `forward`, that is the `__call__` of
     this class, which Dynamo sees; that of other regions is hidden from it.
+
+    A copy of the module's attributes has this very region, which then runs the copy's method.
     """
+
+    #: The references to this region when it was last seen that no copy of its module has it.
+    _alone_at = 0
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""
+        if not is_dynamo_compiling():
+            through = calling_module()
+            if through is None:
+                self._require_alone()
+            elif _is_copy(through, self._fun.__self__):  # pyright: ignore[reportFunctionMemberAccess]
+                return self._of(through)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _of(self, module: nn.Module) -> MethodRegion[_P, _R]:
+        """The same region around the method of a copy of its module."""
+        method: Any = self._fun
+        own = types.MethodType(method.__func__, module)
+        return MethodRegion(own, self.settings, self._where)
+
+    def _require_alone(self) -> None:
+        """Refuses a call past torch's own if a copy of the module has this region too."""
+        references = sys.getrefcount(self)
+        if references == self._alone_at:
+            return
+        method: Any = self._fun
+        own = cast("dict[str, Any]", vars(method.__self__))
+        holders: list[Any] = gc.get_referrers(self)
+        for each in holders:
+            is_other = type(each) is dict and each is not own
+            if is_other and own.keys() <= cast("dict[str, Any]", each).keys():
+                raise refusal(
+                    CapturedTensorError,
+                    where=self._where,
+                    what="is called directly, and stands in a copy of its module too.",
+                    why="A copy of a module's attributes shares its regions, and these cannot "
+                    "tell which of the modules is meant.",
+                    do="Call the module, module(x) instead of module.forward(x), or give "
+                    "the copy regions of its own (modules.apply).",
+                )
+        self._alone_at = references
+
+
+def _is_copy(module: object, original: object) -> bool:
+    return module is not original and type(module) is type(original)
+
+
+def _is_of_class(fun: types.FunctionType) -> bool:
+    """Whether a function was written in a class."""
+    return "." in fun.__qualname__.rpartition("<locals>.")[2]
 
 
 # One number for all regions with the same options around modules of the same classes.
@@ -321,21 +376,26 @@ class BoundRegion:
     """A decorated method of one object."""
 
     def __init__(self, region: DecoratedFunction[..., Any], instance: object) -> None:
-        self._region = region
+        self.__func__ = region
         self.__self__ = instance
         self.__wrapped__ = region.__wrapped__.__get__(instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the method; its backward will recompute."""
-        return self._region(self.__self__, *args, **kwargs)
+        instance = self.__self__
+        # A bound method that is kept is also in a copy of the attributes.
+        if "forward" in getattr(instance, "__dict__", ()) and not is_dynamo_compiling():
+            through = calling_module()
+            instance = through if _is_copy(through, instance) else instance
+        return self.__func__(instance, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What regions answer about a call, with the object filled in."""
         if name in ("programs", "saved_residuals", "stages"):
-            return functools.partial(getattr(self._region, name), self.__self__)
+            return functools.partial(getattr(self.__func__, name), self.__self__)
         if name == "__code__":  # torch.export names the arguments of a forward by it
             return self.__wrapped__.__code__
-        return getattr(self._region, name)
+        return getattr(self.__func__, name)
 
     def __reduce__(self) -> Any:
         """Pickles as Python's bound methods do: by its object and its name."""
@@ -343,7 +403,7 @@ class BoundRegion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion:
         """Binds to a copy of its object, as a copy of a bound method is."""
-        return BoundRegion(self._region, copy.deepcopy(self.__self__, memo))
+        return BoundRegion(self.__func__, copy.deepcopy(self.__self__, memo))
 
 
 class RematModule(nn.Module):
@@ -354,8 +414,7 @@ class RematModule(nn.Module):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         super().__init__()
-        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-        for name in shared:
+        for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["__wrapped__"] = module
         self.__dict__["_region"] = DecoratedFunction(module, settings)
@@ -371,22 +430,32 @@ class RematModule(nn.Module):
         if "__wrapped__" in self.__dict__:
             self.__dict__["__wrapped__"].training = mode
 
+    def _around(self) -> nn.Module:
+        """What it is around; of a copy of these attributes, a module with the copy's parts."""
+        own = self.__dict__
+        module = own["__wrapped__"]
+        if all(own[name] is module.__dict__[name] for name in _SHARED):
+            return module
+        return copied(module, **{name: own[name] for name in _SHARED})
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; its backward will recompute."""
-        return self.__dict__["_region"](*args, **kwargs)
+        own, module = self.__dict__, self._around()
+        if module is own["__wrapped__"]:
+            return own["_region"](*args, **kwargs)
+        return DecoratedFunction(module, own["settings"])(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """The module's attributes, and what regions answer about a call."""
-        own = self.__dict__
-        if name in _ANSWERS:
-            return getattr(own["_region"], name)
-        return getattr(own["__wrapped__"], name)
+        answers = name in _ANSWERS
+        return getattr(self.__dict__["_region"] if answers else self._around(), name)
 
     def __reduce__(self) -> Any:
         """Pickles with its module."""
         return RematModule, (self.__dict__["__wrapped__"], self._region.settings)
 
 
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _ANSWERS = (
     "programs",
     "stages",
