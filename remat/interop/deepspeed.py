@@ -113,8 +113,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         element in place of a list or tuple of one.
 
     Raises:
-        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
-            place runs it again instead.
+        TraceError: the function cannot be traced; in its place,
+            `remat(function, engine="rerun", rng="preserve")` runs it again instead.
         NotReplicatedError: arguments that are to be partitioned differ between ranks.
         RuntimeError: there are no process groups to partition over.
 

@@ -44,8 +44,8 @@ def checkpoint(
 
     Raises:
         TypeError: the second argument is neither a bool nor None.
-        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
-            place runs it again instead.
+        TraceError: the function cannot be traced; in its place,
+            `remat(function, engine="rerun", rng="preserve")` runs it again instead.
         NotReplicatedError: arguments that are to be sharded differ between ranks.
         RuntimeError: there are no process groups to shard over.
 

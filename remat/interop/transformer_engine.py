@@ -64,8 +64,8 @@ def checkpoint(
         What `function` returns.
 
     Raises:
-        TraceError: the function cannot be traced; `remat(function, engine="rerun")` in its
-            place runs it again instead.
+        TraceError: the function cannot be traced; in its place,
+            `remat(function, engine="rerun", rng="preserve")` runs it again instead.
         NotReplicatedError: arguments that are to be sharded differ between ranks.
         RuntimeError: there are no process groups to shard over.
         ValueError: `context_fn` is passed, which runs code around a rerun of the function.
