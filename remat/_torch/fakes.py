@@ -219,8 +219,15 @@ def needs_values(error: Exception) -> bool:
             "Can't call numpy()",
             # Nested tensors compute their lengths from values.
             "does not support tracing with fx.symbolic_trace",
+            "There was no fake impl registered",
         )
     )
+
+
+def lacks_a_shape_function(error: Exception) -> bool:
+    """Whether an error says that an operator of the user's has no fake implementation."""
+    is_unknown = isinstance(error, fake_tensor.UnsupportedOperatorException)
+    return is_unknown or "There was no fake impl registered" in str(error)
 
 
 def met_a_tensor_outside(error: Exception) -> bool:

@@ -17,7 +17,11 @@ from remat._errors import (
 )
 from remat._graph.meta import TensorMeta
 from remat._torch import tracer
-from remat._torch.fakes import met_a_tensor_outside, needs_values
+from remat._torch.fakes import (
+    lacks_a_shape_function,
+    met_a_tensor_outside,
+    needs_values,
+)
 from remat._user_lines import came_through, line_of, user_line
 from remat.policies._operators import function_name
 
@@ -252,8 +256,12 @@ def raises_in_its_trace(error: Exception) -> TraceError:
 
 
 def _refused_values(error: Exception) -> TraceError:
-    checks = came_through(error, _TORCHS_DISTRIBUTIONS)
-    instead = "validate_args=False for the distribution" if checks else "torch.where"
+    if lacks_a_shape_function(error):
+        instead = "torch.library.register_fake, which tells the operator's shapes"
+    elif came_through(error, _TORCHS_DISTRIBUTIONS):
+        instead = "validate_args=False for the distribution"
+    else:
+        instead = "torch.where"
     return _refused(
         error,
         f"the function cannot be traced ({str(error).splitlines()[0]}).",

@@ -24,6 +24,7 @@ from remat._tracing.trace import Traced
 
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
+_FILL = "If the first call fills a cache, make one inside `with remat.disabled():`."
 _DEPTH = 4  # of containers in a cache or in a returned object, a heuristic
 
 
@@ -62,7 +63,7 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
         why="A trace runs Python once: at the next call the change would not "
         "happen, and code that depends on it would see a stale value.",
         do="Return the new value instead, write it into a buffer in place "
-        '(self.buffer.copy_(value)), or use engine="rerun".',
+        f'(self.buffer.copy_(value)), or use engine="rerun". {_FILL}',
     )
 
 
@@ -108,7 +109,7 @@ def _holds(thing: object, tensor: Tensor) -> bool:
 def _leak(tensor: Tensor, where: str) -> SideEffectError:
     """The error for a tensor that was left; a cache of functools that has it is emptied."""
     holder = _where_left(tensor)
-    do = 'Return the tensor from the function instead, or use engine="rerun".'
+    do = f'Return the tensor from the function instead, or use engine="rerun". {_FILL}'
     memoized = _memoized(tensor)
     if memoized is not None:
         memoized.cache_clear()

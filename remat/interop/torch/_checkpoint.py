@@ -48,6 +48,11 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         require_choice("engine", self.engine, ENGINES)
+        if not isinstance(self.use_reentrant, bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"checkpoint(use_reentrant=...): it can be True, False or None, and is a "
+                f"{type(self.use_reentrant).__name__}. Functions in a row take one input."
+            )
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
                 f"checkpoint(determinism_check={self.determinism_check!r}): it can be "

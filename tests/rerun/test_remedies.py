@@ -1,0 +1,130 @@
+"""Refusals name the remedy that works, `engine="auto"` follows it, and it gives plain's numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import RematWarning, SideEffectError, TraceError, disabled, remat
+from remat.interop.torch import checkpoint, checkpoint_sequential
+from tests.support import assert_bitwise, grads, seeded
+
+pytestmark = pytest.mark.contract
+
+
+@torch.library.custom_op("remat_remedies::shifted", mutates_args=())
+def shifted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * 1
+
+
+shifted.register_autograd(_backward)
+LIBRARY = torch.library.Library("remat_remedies", "FRAGMENT")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.impl("doubled", lambda x: x * 2, "CPU")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops.remat_remedies.doubled(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.ops.remat_remedies.doubled(gradients[0])
+
+
+WITHOUT_SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "custom_op": lambda x: shifted(x.sin()).sin(),
+    "a library's": lambda x: Doubled.apply(x.sin()).sin(),
+    "in a no_grad block": lambda x: x.sin() * shifted(x.detach()),
+}
+
+
+@pytest.mark.parametrize("fun", WITHOUT_SHAPES.values(), ids=WITHOUT_SHAPES)
+def test_an_operator_without_a_fake_implementation(fun: Any) -> None:
+    """The error names its line, how to give it one, and the engine that needs none."""
+    match = r"test_remedies\.py:\d+: .*torch\.library\.register_fake.*engine=\"rerun\""
+    with pytest.raises(TraceError, match=match):
+        grads(remat(fun), [seeded(4)])
+    assert_bitwise(
+        grads(remat(fun, engine="rerun"), [seeded(4)]), grads(fun, [seeded(4)])
+    )
+
+    with pytest.warns(RematWarning, match=r"from now on.*register_fake"):
+        found = grads(remat(fun, engine="auto"), [seeded(4)])
+
+    assert_bitwise(found, grads(fun, [seeded(4)]))
+
+
+class Masked(nn.Module):
+    """Keeps a mask from its first call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(len(x), len(x), dtype=x.dtype).tril()
+        return self.mask @ x.sin()
+
+
+class Tabled(nn.Module):
+    """Keeps a table for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x), dtype=x.dtype)
+        return x.sin() * self.tables[len(x)][:, None]
+
+
+class Missing(nn.Module):
+    """Makes an attribute in its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "steps"):
+            self.steps = torch.linspace(0, 1, len(x), dtype=x.dtype)
+        return x.sin() * self.steps[:, None]
+
+
+@pytest.mark.parametrize("kind", [Masked, Tabled, Missing])
+def test_a_cache_that_the_first_call_fills(kind: type[nn.Module]) -> None:
+    """Both remedies work: a call without regions first, and the other engine."""
+    x = seeded(3, 4)
+    module = kind()
+    region = remat(module)
+    with pytest.raises(SideEffectError, match=r"with remat\.disabled\(\):"):
+        grads(region, [x])
+
+    with disabled():
+        region(x)
+    assert_bitwise(grads(region, [x]), grads(kind(), [x]))
+
+    with pytest.warns(RematWarning, match=r"from now on"):
+        found = grads(remat(kind(), engine="auto"), [x])
+    assert_bitwise(found, grads(kind(), [x]))
+
+
+def test_functions_in_a_row_take_one_input() -> None:
+    """A second one stands in the place of an option, and the error says so."""
+    model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), seeded(4)
+
+    for call in (
+        lambda: checkpoint_sequential(model, 1, x, x),
+        lambda: checkpoint_sequential(model, 2, x, x),
+        lambda: checkpoint(model, x, use_reentrant=x),
+    ):
+        with pytest.raises(
+            TypeError, match=r"is a Tensor\. Functions in a row take one"
+        ):
+            call()
