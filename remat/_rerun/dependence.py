@@ -15,7 +15,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -37,10 +37,12 @@ def dependent_outputs(
     outputs: Sequence[Tensor],
     leaves: Sequence[Tensor],
     engine: fully_shard.Engine | None = None,
+    made: Set[int] = frozenset(),
 ) -> tuple[int, ...]:
     """For each leaf the outputs that depend on it, as bits; `ALL` if it wants no gradient.
 
-    The last leaf stands for the parameters that an engine has gathered.
+    The last leaf stands for the parameters that an engine has gathered. What the run has
+    `made` (by their ids) is its own, although it requires grad and is returned.
 
     Raises:
         CapturedTensorError: an output depends on a tensor that is not a leaf of the run.
@@ -50,6 +52,8 @@ def dependent_outputs(
     for variable, bits in variables(outputs):
         if engine and engine.stands_for(variable):
             variable = leaves[-1]
+        if id(variable) in made:
+            continue
         if id(variable) not in known:
             raise out_of_reach(
                 f"a tensor {TensorMeta.of(variable)} that requires grad",
@@ -125,6 +129,7 @@ def require_own(
     outputs: Sequence[Tensor],
     given: Sequence[Tensor],
     engine: fully_shard.Engine | None,
+    made: Set[int],
 ) -> None:
     """Refuses outputs of a run in the backward that depend on the run in the forward.
 
@@ -132,7 +137,7 @@ def require_own(
     tensor depends on the stand-ins of the forward's run: the gradient would end there.
     """
     if all(each.is_leaf for each in given):
-        dependent_outputs(outputs, given, engine)
+        dependent_outputs(outputs, given, engine, made)
 
 
 def guard_against_others(leaves: Sequence[Tensor]) -> None:

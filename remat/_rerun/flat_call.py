@@ -151,6 +151,7 @@ class _FlatCall:
             lambda each: stand_ins[id(each)], self.reach.arguments
         )
         is_again = self.state.before is not None
+        self.state.made.clear()
         with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
@@ -158,7 +159,7 @@ class _FlatCall:
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again:
-                require_own(found, tensors, self.reach.engine)
+                require_own(found, tensors, self.reach.engine, self.state.made)
             else:
                 self.constants.settle(self.state.used, self.state.kept)
                 self.state.used.clear()
@@ -265,6 +266,8 @@ class _Substituted(TorchFunctionMode):
             for target in _targets(func, args, kwargs):
                 self._constants.before_write(target, self._state)
         out = func(*args, **kwargs)
+        given = set(map(id, trees.tensor_leaves((args, kwargs))))
+        self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.watch(func)
         return out
 

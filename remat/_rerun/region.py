@@ -86,7 +86,9 @@ class Rerun(WithoutProgram):
                 with self.state.around(), torch.enable_grad():
                     # None, which `Flat` allows, is not an output: `_rerun_with_zeros`, `_Result`.
                     outputs = [each for each in self.run(leaves) if each is not None]
-            bits = dependent_outputs(outputs, leaves, self.state.engine)
+            bits = dependent_outputs(
+                outputs, leaves, self.state.engine, self.state.made
+            )
             guard_against_others(leaves)
             if self.state.dependent_outputs is None and self.is_primal:
                 self.state.dependent_outputs = bits

@@ -84,6 +84,7 @@ class RunState:
         dependent_outputs: for each leaf the outputs that depend on it, a bit for each.
         torch_functions: whether subclasses of tensors handle functions of torch.
         used: the ids of the tensors that operators are given, while the first run runs.
+        made: the ids of the tensors that a run has made, until the next one begins.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RunState:
         self.dependent_outputs: tuple[int, ...] | None = None
         self.torch_functions = modes.torch_function_state()
         self.used: set[int] = set()
+        self.made: set[int] = set()
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def meet(self, generator: torch.Generator) -> None:
