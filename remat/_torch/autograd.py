@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch._C._functorch as functorch_c
 from torch import Tensor
+from torch._functorch import eager_transforms, vmap
 
 from remat._torch.forward_ad import dual_levels
 from remat._torch.levels import functorch
@@ -174,46 +175,82 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-class _Lifts(threading.local):
-    """How tensors are lifted on a thread, the innermost last."""
+@final
+class Lifting:
+    """How tensors are lifted inside a block.
+
+    Attributes:
+        lift: gives what stands for a tensor.
+        has_functions: whether an `autograd.Function` was applied inside.
+    """
+
+    def __init__(self, lift: Callable[[Tensor], Tensor]) -> None:
+        self.lift = lift
+        self.has_functions = False
+
+
+class _Liftings(threading.local):
+    """The open blocks of a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Callable[[Tensor], Tensor]] = []
+        self.stack: list[Lifting] = []
 
 
-_lifts = _Lifts()
+_liftings = _Liftings()
 _lock = threading.Lock()
-# `Function.apply`, once for each block that is open on any thread: the first is torch's.
-_applies: list[Any] = []
 
 
 def _lifting(original: Any) -> Callable[..., Any]:
-    """`Function.apply` while some thread lifts; a thread that does not passes by."""
+    """An entrance while some thread lifts; a thread that does not passes by."""
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        for each in reversed(_liftings.stack):
+            args, kwargs = map_tensors(each.lift, (args, kwargs))
+        return original(*args, **kwargs)
+
+    return enter
+
+
+def _lifting_apply(original: Any) -> Any:
+    """`Function.apply`, in the same way."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for lift in reversed(_lifts.stack):
-            args, kwargs = map_tensors(lift, (args, kwargs))
-        return original.__get__(None, cls)(*args, **kwargs)
+        for each in _liftings.stack:
+            each.has_functions = True
+        return _lifting(original.__get__(None, cls))(*args, **kwargs)
 
-    return apply
+    return classmethod(apply)
+
+
+#: What takes tensors past every mode, and what replaces it: `autograd.Function`s, levels of
+#: torch.func that differentiate, and those that map.
+_ENTRANCES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (torch.autograd.Function, "apply", _lifting_apply),
+    (eager_transforms, "_wrap_for_grad", _lifting),
+    (vmap, "_add_batch_dim", _lifting),
+)
+# What stood there, once for each block that is open on any thread: the first is torch's.
+_stood: list[list[Any]] = []
 
 
 @contextlib.contextmanager
-def lifted_function_apply(lift: Callable[[Tensor], Tensor]) -> Generator[None]:
-    """Lifts the arguments of users' `autograd.Function`s on this thread.
+def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
+    """Lifts what this thread gives to `autograd.Function`s, and to levels of torch.func.
 
-    `Function.apply` is not a torch function, so no mode sees it. Obsolete when it becomes
-    one.
+    No mode sees it there. Obsolete when these are torch functions.
     """
-    function: Any = torch.autograd.Function
     with _lock:
-        _applies.append(function.__dict__["apply"])
-        if len(_applies) == 1:
-            function.apply = classmethod(_lifting(_applies[0]))
-    _lifts.stack.append(lift)
+        stood: list[Any] = [vars(owner)[name] for owner, name, _ in _ENTRANCES]
+        if not _stood:
+            for (owner, name, replace), each in zip(_ENTRANCES, stood, strict=True):
+                setattr(owner, name, replace(each))
+        _stood.append(stood)
+    lifting = Lifting(lift)
+    _liftings.stack.append(lifting)
     try:
-        yield
+        yield lifting
     finally:
-        _lifts.stack.pop()
+        _liftings.stack.pop()
         with _lock:
-            function.apply = _applies.pop()
+            for (owner, name, _), each in zip(_ENTRANCES, _stood.pop(), strict=True):
+                setattr(owner, name, each)

@@ -152,7 +152,7 @@ def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
     """
     outer, _thread.again = _thread.again, (*_thread.again, stand_in)
     try:
-        with departing(), autograd.lifted_function_apply(stand_in):
+        with departing(), autograd.lifted_past_modes(stand_in):
             yield
     finally:
         _thread.again = outer

@@ -158,9 +158,10 @@ class _Run:
         with (
             _nothing_swallowed(running),
             UserCalls(running),
-            autograd.lifted_function_apply(self._take),
+            autograd.lifted_past_modes(lift) as lifting,
         ):
             results = request.function(tuple(operands))
+        self.is_custom = lifting.has_functions
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
@@ -191,11 +192,6 @@ class _Run:
         ]
         results = [*returned, *gradients]
         return [each if each is None else dtensor.local_part(each) for each in results]
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        """Lifts an argument of a user's `autograd.Function`."""
-        self.is_custom = True
-        return lift(tensor)
 
     def _gradients(
         self,
