@@ -155,11 +155,11 @@ def sign(
     leaves = _Leaves()
     key = leaves.read(arguments)
     for leaf in leaves.objects:
-        is_numpy = type(leaf).__module__ == "numpy"
-        if is_numpy or _captures.hides_contents(leaf):
+        is_array = trees.is_array(leaf)
+        if is_array or _captures.hides_contents(leaf):
             flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
-            refused = _numpy_argument if is_numpy else _unseen_argument
+            refused = _numpy_argument if is_array else _unseen_argument
             raise refused(leaf, labels(function, args, kwargs)[index])
     untraceable = None
     if leaves.has_unstrided:
@@ -344,7 +344,7 @@ def static_key(leaf: object) -> Hashable | None:
         parts = (whole.start, whole.stop, whole.step)
         keys = [static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
-    return None
+    return _captures.numpy_scalar(leaf)
 
 
 def _static_value(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from remat._captures.bake_spots import cover
 from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
 from remat._captures.library import user_bases
-from remat._captures.places import Step, look, put
+from remat._captures.places import Step, look, numpy_scalar, put
 from remat._captures.reads import Reads, recording
 from remat._captures.walk import Survey
 
@@ -29,6 +29,7 @@ __all__ = [
     "cover",
     "hides_contents",
     "look",
+    "numpy_scalar",
     "put",
     "recording",
     "shows_contents",

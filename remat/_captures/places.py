@@ -84,7 +84,17 @@ def is_simple(value: object) -> bool:
         return isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
     if kind.__module__ in _OPERATORS or isinstance(value, numbers.Number):
         return True
-    return _is_value_class(kind)
+    return _is_value_class(kind) or numpy_scalar(value) is not None
+
+
+def numpy_scalar(value: Any) -> Hashable | None:
+    """What tells a scalar of numpy from all others, to the bit; None for anything else."""
+    kind: Any = type(value)
+    if kind.__module__ != "numpy" or hasattr(kind, "__setitem__"):
+        return None
+    if not hasattr(kind, "__array_interface__"):
+        return None
+    return (kind, value.dtype.str, value.tobytes())
 
 
 def is_plain(value: object) -> bool:
@@ -119,10 +129,13 @@ def same(value: object, const: object) -> bool:
         return True
     if type(value) is not type(const):
         return False
+    scalar = numpy_scalar(const)
+    if scalar is not None:
+        return numpy_scalar(value) == scalar
     if isinstance(const, (float, complex)):
         return repr(value) == repr(const)
     if isinstance(const, (numbers.Number, str, bytes)):
-        # Scalars of numpy, decimals and the like; enumerations were told by identity.
+        # Decimals and the like; enumerations were told by identity.
         return not isinstance(const, enum.Enum) and bool(value == const)
     if type(const) is tuple:
         pair = cast("tuple[tuple[object, ...], tuple[object, ...]]", (value, const))

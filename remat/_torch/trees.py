@@ -28,11 +28,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
 
 def reads_arrays(args: Any) -> bool:
     """Whether a numpy array is among the arguments of a call."""
-    return any(
-        type(leaf).__module__ == "numpy"
-        for leaf in pytree.tree_leaves(args)
-        if hasattr(leaf, "__array_interface__")
-    )
+    return any(map(is_array, pytree.tree_leaves(args)))
+
+
+def is_array(leaf: object) -> bool:
+    """Whether an object is an array of numpy; a scalar of numpy cannot change."""
+    kind = type(leaf)
+    return hasattr(kind, "__array_interface__") and hasattr(kind, "__setitem__")
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
