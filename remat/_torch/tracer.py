@@ -227,10 +227,10 @@ def own_parametrizations() -> Generator[None]:
         parametrize._cache = before
 
 
-def takes_functions(error: Exception) -> bool:
-    """Whether a trace met an operator that takes functions, such as `torch.cond`.
+def takes_functions(error: Exception) -> str:
+    """The operator that takes functions, such as `torch.cond`, that a trace has met; or "".
 
     Obsolete when such operators ask every mode as others do.
     """
-    text = "There was no rule registered for HigherOrderOperator"
-    return isinstance(error, NotImplementedError) and text in str(error)
+    _, found, rest = str(error).partition("rule registered for HigherOrderOperator ")
+    return rest.split()[0] if found else ""

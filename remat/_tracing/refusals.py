@@ -27,6 +27,7 @@ from remat.policies._operators import function_name
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
+_TAKE_FUNCTIONS = torch.__path__[0] + "/_higher_order_ops/"
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
 
@@ -231,11 +232,13 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
-    if tracer.takes_functions(error):
+    operator = tracer.takes_functions(error)
+    if operator or (needs_values(error) and came_through(error, _TAKE_FUNCTIONS)):
+        named = operator and f"`{operator}`, "
         return _refused(
             error,
-            "an operator that takes functions, such as torch.cond or flex_attention, "
-            "cannot be traced.",
+            f"{named}an operator that takes functions, as torch.cond does, cannot be "
+            "traced.",
             "A region decides what to save value by value, and cannot look into "
             "the functions of an operator.",
             "Use torch.where for a branch, call the operator between two regions, or "

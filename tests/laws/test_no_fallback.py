@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.func import grad
 
-from remat import TraceError, policies, remat
+from remat import policies, remat
 from tests.support import (
     ALIASING,
     backward_operators,
@@ -113,14 +113,3 @@ def test_a_transform_without_a_rule_is_refused():
         match=r"a region under torch\.func\.functionalize: .* rules for .* inside",
     ):
         torch.func.functionalize(remat(torch.sin))(x)
-
-
-def test_an_operator_that_takes_functions_is_refused():
-    """torch.cond, in words of the user's: torch's error names a mode of the engine."""
-    region = remat(lambda x, yes: torch.cond(yes, torch.sin, torch.cos, (x,)))
-    x = seeded(3).requires_grad_()
-
-    with pytest.raises(
-        TraceError, match=r"test_no_fallback\.py:\d+: an operator that takes"
-    ):
-        region(x, torch.tensor(True))
