@@ -41,11 +41,11 @@ class _Kind:
     where: str
     #: Makes one around a function.
     around: _Around
-    #: Those around Dynamo's graphs.
-    known: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = (
+    #: Those around Dynamo's graphs, and functions that none holds.
+    known: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = (
         dataclasses.field(
             default_factory=weakref.WeakKeyDictionary[
-                fx.GraphModule, Callable[..., Any]
+                Callable[..., Any], Callable[..., Any]
             ]
         )
     )
@@ -116,17 +116,20 @@ def call(
     return dynamo.call_unseen(recorded, function, *args, **kwargs)
 
 
-def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]:
+def _recorded(key: str, name: str, module: Callable[..., Any]) -> Callable[..., Any]:
     """The region around a graph of Dynamo's, for AOTAutograd to record.
 
-    A backend without AOTAutograd calls it as it runs.
+    A backend without AOTAutograd calls it as it runs. Where a graph ends inside the function
+    (`nested_graph_breaks`), it comes here as it is, and runs outside of any graph.
     """
     kind = _kinds[key]
     region = kind.known.get(module)
+    is_graph = isinstance(module, fx.GraphModule)
     if region is None:
-        region = kind.known[module] = kind.around(
-            lambda *args: with_lines(levels.at_current_level(module))(*args)
-        )
+        around = _at_level(module) if is_graph else module
+        region = kind.known[module] = kind.around(around)
+    if not is_graph:
+        return region
 
     def run(*args: Any) -> Any:
         compilation = dynamo.compilation()
@@ -140,6 +143,10 @@ def _recorded(key: str, name: str, module: fx.GraphModule) -> Callable[..., Any]
             raise dynamo.trace_again() from error
 
     return run
+
+
+def _at_level(module: fx.GraphModule) -> Callable[..., Any]:
+    return lambda *args: with_lines(levels.at_current_level(module))(*args)
 
 
 def _settled(where: str, argument: Any) -> Any:

@@ -9,7 +9,7 @@ from torch._dynamo.exc import Unsupported
 
 from remat import checkpoint_name, policies, remat, storage
 from tests.calls.graphs import compiled
-from tests.support import assert_close, seeded
+from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -75,3 +75,23 @@ def test_names_outside_of_regions_are_nothing() -> None:
     fun = compiled(lambda x: checkpoint_name(x.sin(), "a").sum())
 
     assert_close(fun(seeded(3)), seeded(3).sin().sum())
+
+
+def test_a_graph_that_ends_inside_a_region() -> None:
+    """With `nested_graph_breaks` the function comes without a graph; it is a region all the same."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    region, x = remat(fun), seeded(3, 4).requires_grad_()
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        for _ in range(2):
+            found = torch.compile(lambda x: region(x.exp()), backend="eager")(x)
+
+    assert_bitwise(found, fun(x.exp()))
+    assert_bitwise(
+        torch.autograd.grad(found.sum(), x), torch.autograd.grad(fun(x.exp()).sum(), x)
+    )
+    assert region.cache_info().misses <= 1
