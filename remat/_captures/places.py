@@ -89,7 +89,7 @@ def is_simple(value: object) -> bool:
 
 def numpy_scalar(value: Any) -> Hashable | None:
     """What tells a scalar of numpy from all others, to the bit; None for anything else."""
-    kind: Any = type(value)
+    kind = cast("type[object]", type(value))
     if kind.__module__ != "numpy" or hasattr(kind, "__setitem__"):
         return None
     if not hasattr(kind, "__array_interface__"):
