@@ -16,8 +16,8 @@ from torch import Tensor
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, last_uses, replace_refs
-from remat._torch import levels, modes, tracer
-from remat._tracing import importing, naming
+from remat._torch import fakes, levels, modes, tracer
+from remat._tracing import importing, naming, refusals
 
 
 def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
@@ -27,7 +27,12 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     with modes.without_torch_function():
         for index, value in enumerate(graph.values):
             if value.op is not None:
-                env[index] = _run_inside_trace(value, env)
+                try:
+                    env[index] = _run_inside_trace(value, env)
+                except RuntimeError as error:
+                    if not fakes.needs_values(error):
+                        raise
+                    raise refusals.of_values(error, value.source) from error
             for name in value.names:
                 naming.mark(env[index], name)
             for freed in last.get(index, ()):
@@ -153,13 +158,31 @@ def _as_strided_scatter(
     return tensor.reshape(-1).index_put((places,), source).reshape(tensor.shape)
 
 
+def _index_put(
+    tensor: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    """For vmap in a trace, index_put by a mask of values that are the same wherever it is set."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or accumulate:
+        return _aten.index_put.default(tensor, indices, values, accumulate)
+    rest = tensor.dim() - mask.dim()
+    if values.dim() > rest:
+        return _aten.index_put.default(tensor, indices, values)
+    return torch.where(mask[(..., *[None] * rest)], values, tensor)
+
+
 # Obsolete when views do not mind how examples lie in memory, when torch's rule for
 # index_fill is right where the values are mapped and the tensor is not, and when there are
-# some for copy and as_strided_scatter, which replace a write to a strided view.
+# some for copy and as_strided_scatter, which replace a write to a strided view, and for
+# index_put by a mask.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten.index_fill.int_Tensor: _index_fill,
+    _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
     _aten.as_strided_scatter.default: _as_strided_scatter,
 }

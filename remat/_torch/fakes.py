@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
@@ -61,6 +61,9 @@ def is_in_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
+_registrations: Any = _meta_registrations
+
+
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 
@@ -87,9 +90,26 @@ class _FakeMode(FakeTensorMode):
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return self._grouped_product(*args, **kwargs)
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             return self._as_laid_out_by_kernels(func, args, found)
+
+    def _grouped_product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        offsets: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """What torch 2.13 refuses to make without data for any dtype but one of its kernel's."""
+        del bias
+        with self:
+            return _registrations._create_grouped_mm_output_tensor(
+                left, right, offsets, out_dtype
+            )
 
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         source = _LAID_OUT_BY.get(func)
@@ -205,6 +225,9 @@ UNTRACEABLE = (
 )
 
 
+_OF_VMAP = "We do not support batching operators that can support dynamic shape"
+
+
 def needs_values(error: Exception) -> bool:
     """Whether an error says that a trace would have needed data that its fakes lack."""
     return isinstance(error, UNTRACEABLE) or any(
@@ -216,6 +239,7 @@ def needs_values(error: Exception) -> bool:
             "data is not allocated yet",
             ".numpy() is not supported",
             "passed to FakeTensor.__format__",
+            _OF_VMAP,
             "Can't call numpy()",
             # Nested tensors compute their lengths from values.
             "does not support tracing with fx.symbolic_trace",
@@ -228,6 +252,12 @@ def lacks_a_shape_function(error: Exception) -> bool:
     """Whether an error says that an operator of the user's has no fake implementation."""
     is_unknown = isinstance(error, fake_tensor.UnsupportedOperatorException)
     return is_unknown or "There was no fake impl registered" in str(error)
+
+
+def needs_values_for_a_shape(error: Exception) -> bool:
+    """Whether an error says that the shape of a result depends on data."""
+    is_of_fakes = isinstance(error, fake_tensor.DynamicOutputShapeException)
+    return is_of_fakes or _OF_VMAP in str(error)
 
 
 def met_a_tensor_outside(error: Exception) -> bool:

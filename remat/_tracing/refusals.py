@@ -21,6 +21,7 @@ from remat._torch.fakes import (
     lacks_a_shape_function,
     met_a_tensor_outside,
     needs_values,
+    needs_values_for_a_shape,
 )
 from remat._user_lines import came_through, line_of, user_line
 from remat.policies._operators import function_name
@@ -73,9 +74,12 @@ def overriding(kind: type[Tensor]) -> TraceError:
 
 def unknown_class(tensor: Tensor) -> TraceError:
     """The error for a returned tensor of a class that a program cannot return."""
+    described = f"tensor of layout {tensor.layout}"
+    if is_strided(tensor):
+        described = f"{type(tensor).__name__} {TensorMeta.of(tensor)}"
     return refusal(
         TraceError,
-        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}",
+        where=f"a {described}",
         what="is made inside the region and returned.",
         why="A program can return only plain tensors and DTensors.",
         do=f"Return plain tensors, or use {_RERUN}.",
@@ -244,7 +248,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "Use torch.where for a branch, call the operator between two regions, or "
             'use engine="rerun".',
         )
-    return _refused_values(error) if needs_values(error) else None
+    return of_values(error) if needs_values(error) else None
 
 
 def raises_in_its_trace(error: Exception) -> TraceError:
@@ -258,11 +262,16 @@ def raises_in_its_trace(error: Exception) -> TraceError:
     )
 
 
-def _refused_values(error: Exception) -> TraceError:
+def of_values(error: Exception, where: str = "") -> TraceError:
+    """The error for an operator that needs the values of a tensor, at this line."""
     if lacks_a_shape_function(error):
         instead = "torch.library.register_fake, which tells the operator's shapes"
     elif came_through(error, _TORCHS_DISTRIBUTIONS):
         instead = "validate_args=False for the distribution"
+    elif needs_values_for_a_shape(error):
+        instead = (
+            "torch.where, x.masked_fill or torch.nonzero_static, which fix the shape"
+        )
     else:
         instead = "torch.where"
     return _refused(
@@ -271,9 +280,12 @@ def _refused_values(error: Exception) -> TraceError:
         "A trace sees shapes and types, not values: it cannot branch on a "
         "tensor's values, call .item(), or run a kernel that hides its work.",
         f"Use {instead}, or {_RERUN}.",
+        where,
     )
 
 
-def _refused(error: Exception, what: str, why: str, do: str) -> TraceError:
-    where = line_of(error) or "the function"
+def _refused(
+    error: Exception, what: str, why: str, do: str, where: str = ""
+) -> TraceError:
+    where = where or line_of(error) or "the function"
     return refusal(TraceError, where=where, what=what, why=why, do=do)
