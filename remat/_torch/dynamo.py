@@ -40,6 +40,28 @@ def unseen_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+@contextlib.contextmanager
+def dynamo_as_before() -> Generator[None]:
+    """Has Dynamo forget, at the end, the code and the backends that it meets inside.
+
+    Even in a trace, operators that take functions, such as `torch.cond`, are compiled. Of code
+    that runs under modes of ours torch 2.13 remembers not to compile it, and a backend that
+    is made there holds the trace. Obsolete when neither stays.
+    """
+    frames, eval_frame = _torch._dynamo.convert_frame, _torch._dynamo.eval_frame
+    codes, frames.input_codes = frames.input_codes, frames.Tracker()
+    known = {*eval_frame.cached_backends}
+    try:
+        yield
+    finally:
+        met, frames.input_codes = frames.input_codes.seen, codes
+        for code in filter(None, [each() for each in met]):
+            codes.add(code)
+            eval_frame.reset_code(code)
+        for key in eval_frame.cached_backends.keys() - known:
+            del eval_frame.cached_backends[key]
+
+
 def end_graph(why: str) -> None:
     """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from remat._torch.dynamo import dynamo_as_before
 from remat._torch.fakes import are_shapes_alone
 from remat._torch.modes import is_watched
 from remat._torch.sizes import is_exact, is_open, symbol_expression
@@ -107,11 +107,9 @@ def _compiled_functions_as_written() -> Generator[None]:
 
     Obsolete when they do so in a trace by themselves.
     """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
+    load_tracer()
     config: Any = _torch._dynamo.config
-    with config.patch(error_on_nested_fx_trace=False):
+    with config.patch(error_on_nested_fx_trace=False), dynamo_as_before():
         yield
 
 
