@@ -2,6 +2,8 @@
 
 import gc
 import random
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -10,6 +12,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from remat._generators import device_states
+from tests.probe import Errors, nothing_left, use_torch_at_length
 from tests.support import FakeDevice
 
 # One thread: the tensors are small, and a sum is split in the same way on every machine.
@@ -77,6 +80,30 @@ def _without_what_is_older() -> None:
     """Leaves what earlier files have made to no collection either."""
     gc.collect(1)
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def remat_errors() -> Iterator[Errors]:
+    """Counts the errors of the package that are made."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as monkeypatch:
+        warnings.simplefilter("ignore")  # what torch imports at first use
+        use_torch_at_length()
+        yield Errors(monkeypatch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_works_after_errors(remat_errors: Errors) -> Iterator[None]:
+    before = remat_errors.count
+    yield
+    if remat_errors.count > before:
+        use_torch_at_length()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_by_errors(remat_errors: Errors) -> Iterator[None]:
+    """Looks, after each test that met such an error, for what it has left behind."""
+    with nothing_left(remat_errors):
+        yield
 
 
 @pytest.fixture(autouse=True)
