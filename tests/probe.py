@@ -83,7 +83,7 @@ def state() -> dict[str, Any]:
         "saved-tensor hooks": _torch._C._autograd._top_saved_tensors_default_hooks(
             True
         ),
-        "tracing": torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
+        "tracing": _torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
         "compiling": torch.compiler.is_compiling(),
         "tracing context": _torch._guards.TracingContext.try_get(),
         "compile context": _torch._guards.CompileContext.try_get(),

@@ -29,7 +29,8 @@ def steps(x: Tensor) -> Any:
 
 
 def each_row(x: Tensor) -> Any:
-    return map_(lambda row: row.sin(), x)
+    over: Any = map_
+    return over(lambda row: row.sin(), x)
 
 
 TAKE_FUNCTIONS = [branch, loop, steps, each_row]
