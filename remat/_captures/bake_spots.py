@@ -9,9 +9,16 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from remat._captures.contents import REGISTERED, WATCHED, slots
+from remat._captures.contents import (
+    REGISTERED,
+    WATCHED,
+    of_nothing,
+    of_user_function,
+    shows_members,
+    slots,
+)
 from remat._captures.covered import Covered
-from remat._captures.library import is_library_module, user_bases
+from remat._captures.library import is_library_module, mentions, user_bases
 from remat._captures.places import (
     ITEMS,
     NOT_THERE,
@@ -106,6 +113,11 @@ class _Baker:
             for step in self.steps(node, index):
                 self.cover_place(node, index, step)
         self.cover_overrides()
+        nodes = [self.survey.nodes[identity] for identity in self.known]
+        self.cover_names([node for node in nodes if node.look is of_user_function])
+        if any(isinstance(node.value, nn.Module) for node in nodes):
+            hooks: Step = ("hooks", "all modules")
+            self.write(self.survey.roots, -1, hooks, Equal(look(None, hooks)))
 
     def finish(self, used: Sequence[int]) -> list[Spot]:
         """The spots, with aliases of the tensors that are used."""
@@ -190,6 +202,34 @@ class _Baker:
                 node = self.survey.nodes[identity]
                 self.write(node, self.known[identity], ("var", name), Absent())
 
+    def cover_names(self, functions: Sequence[Node]) -> None:
+        """Covers the globals that code names and that are not there, and their attributes."""
+        places: dict[tuple[int, Step], None] = {}
+        for node in functions:
+            space, index = node.value.__globals__, self.known[id(node.value)]
+            named = mentions(node.value.__code__)
+            for name in named.globals - space.keys():
+                if (id(space), ("global", name)) not in places:
+                    places[id(space), ("global", name)] = None
+                    self.write(node, index, ("global", name), Absent())
+            for name, attribute in named.asked:
+                owner = space.get(name)
+                if _is_named(owner) and id(owner) in self.known:
+                    places[id(owner), ("var", attribute)] = None
+        for identity, step in places:
+            if step[0] == "var":
+                self.cover_attribute(self.survey.nodes[identity], cast("str", step[1]))
+
+    def cover_attribute(self, node: Node, name: str) -> None:
+        """Covers what a function, a Python module or a class may get, or a library changes."""
+        index, held = self.known[id(node.value)], attributes(node.value)
+        if name in held and node.look is of_nothing and type(held[name]) in _SWITCHES:
+            self.write(node, index, ("var", name), Equal(held[name]))
+        elif not held.keys() & {name, "__getattr__"} and not (
+            isinstance(node.value, type) and hasattr(node.value, name)
+        ):
+            self.write(node, index, ("var", name), Absent())
+
     def cover_shape(self, node: Node, index: int, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
         try:
@@ -222,6 +262,16 @@ class _Baker:
         self.labels.append(label)
         self.spots.append(Spot(index, step, str(label), rule))
         return len(self.spots) - 1
+
+
+# Values of a library's globals that may be its switches.
+_SWITCHES = frozenset({bool, int, float, str, type(None)})
+
+
+def _is_named(value: object) -> bool:
+    """Whether code names the attributes of such a value: a function, a class, a Python module."""
+    plain = {types.FunctionType, types.ModuleType}
+    return type(value) in plain or isinstance(value, type)
 
 
 def _has_dict_to_bake(value: object) -> bool:
@@ -259,6 +309,7 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
 def _rule_to_bake(value: object) -> Rule:
     """The rule for an object, whatever it holds."""
     kind = type(value)
+    has_members = shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
         return Registered(number)
@@ -273,6 +324,6 @@ def _rule_to_bake(value: object) -> Rule:
         if entries and all(is_simple(key) for key in entries):
             return Keyed(kind, tuple(entries))
         return Sized(kind, len(entries))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque, set)) and not has_members:
         return Sized(kind, len(cast("list[object]", value)))
     return Instance(kind)

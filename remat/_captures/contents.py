@@ -4,6 +4,8 @@ Each returns the values that can be reached in one step. `names` are the names t
 user's code mentions: of modules, classes and functions only these are looked at.
 """
 
+import array
+import contextlib
 import contextvars
 import functools
 import importlib.util
@@ -11,6 +13,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias, cast
 
@@ -25,11 +28,16 @@ from remat._captures.library import (
     mentions,
     user_bases,
 )
-from remat._captures.places import Step, attributes, is_simple, look
+from remat._captures.places import Step, attributes, held_bytes, is_simple, look
 from remat._generators import trackers
 from remat._torch import modules
 
 Content: TypeAlias = dict[Step, object]
+
+# An array is compared by what it holds up to this size: a heuristic, some microseconds.
+MOST_BYTES = 2**16
+# And a set up to this number of members.
+MOST_MEMBERS = 2**10
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
 # Classes of the standard library whose instances hold the user's values. Others are internals,
@@ -127,7 +135,35 @@ def _of_module(module: nn.Module, names: set[str]) -> Content:
 
 def _of_sequence(owner: Iterable[object], names: set[str]) -> Content:
     content: Content = {("item", i): v for i, v in enumerate(owner)}
-    is_plain = type(owner) in {list, tuple}
+    is_plain = type(owner) in {list, tuple, deque}
+    return content if is_plain else content | _of_object(owner, names)
+
+
+def shows_members(owner: object) -> bool:
+    """Whether a value is a set whose members are compared: a small one of simple values."""
+    if not isinstance(owner, set):
+        return False
+    members = cast("set[object]", owner)
+    return len(members) <= MOST_MEMBERS and all(map(is_simple, members))
+
+
+def _of_set(owner: set[object], names: set[str]) -> Content:
+    content: Content = {}
+    if shows_members(owner):
+        content["members", ""] = frozenset(owner)
+    return content if type(owner) is set else content | _of_object(owner, names)
+
+
+def _of_array(owner: Any, names: set[str]) -> Content:
+    """Of an array: its bytes, up to a size, unless it holds objects."""
+    content: Content = {}
+    with contextlib.suppress(ValueError):  # numpy hands out no dates
+        view = memoryview(owner)
+        if view.nbytes <= MOST_BYTES and "O" not in view.format:
+            content["bytes", ""] = held_bytes(owner)
+    value: object = owner
+    kind = type(value)
+    is_plain = kind in {bytearray, array.array} or _is_numpys(kind)
     return content if is_plain else content | _of_object(owner, names)
 
 
@@ -185,6 +221,8 @@ def of_class(owner: type, names: set[str]) -> Content:
     first, *others = user_bases(owner) or (0,)
     for index in others if first == 0 else (first, *others):
         content["base", index] = owner.__mro__[index]
+    if user_bases(type(owner)):
+        content["type", ""] = type(owner)
     return content
 
 
@@ -198,7 +236,8 @@ def of_called_class(owner: type, names: set[str]) -> Content:
     return content
 
 
-def _of_nothing(_owner: object, _: set[str]) -> Content:
+def of_nothing(_owner: object, _: set[str]) -> Content:
+    """Of what is not followed, such as a library's Python module."""
     return {}
 
 
@@ -230,7 +269,12 @@ _SORTS: tuple[tuple[type, Look], ...] = (
     (classmethod, _at(("attr", "__func__"))),
     (contextvars.ContextVar, _at(("variable", ""))),
     (weakref.ref, _at(("referent", ""))),
+    (types.MappingProxyType, _at(("behind", 0))),
     (dict, _of_dict),
+    (set, _of_set),
+    (deque, _of_sequence),
+    (bytearray, _of_array),
+    (array.array, _of_array),
     (list, _of_sequence),
     (tuple, _of_sequence),
 )
@@ -242,13 +286,19 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
+def _is_numpys(kind: type) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" == "numpy.ndarray"
+
+
 @cached_weakly
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
             return sort
+    if any(map(_is_numpys, kind.__mro__)):
+        return _of_array
     if kind.__module__.startswith(_ENGINES):
-        return _of_nothing
+        return of_nothing
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _NAMESPACES:
         return _of_attributes
@@ -259,7 +309,7 @@ def _sort_of_type(kind: type) -> Look:
 def look_for(value: object, step: Step) -> Look:
     """The function that looks at an object which this step led to."""
     if trackers.is_tracker(value):
-        return _of_nothing  # its states are no constants: see there
+        return of_nothing  # its states are no constants: see there
     if isinstance(value, types.FunctionType):
         file = value.__code__.co_filename
         if file.startswith(OWN_FILES):
@@ -268,10 +318,10 @@ def look_for(value: object, step: Step) -> Look:
         is_library = step[0] != "root" and is_library_file(file)
         return _of_library_function if is_library else of_user_function
     if isinstance(value, types.ModuleType):
-        return _of_nothing if is_library_module(value.__name__) else _of_namespace
+        return of_nothing if is_library_module(value.__name__) else _of_namespace
     if isinstance(value, type):
         if not user_bases(value):
-            return _of_nothing
+            return of_nothing
         return of_class if is_class_of_an_object(step) else of_called_class
     return _sort_of_type(type(value))
 
@@ -313,7 +363,7 @@ def hides_contents(value: object) -> bool:
 @cached_weakly
 def shows_contents(kind: type) -> bool:
     """Whether all contents of the values of a class are seen by the walk, whatever they are."""
-    if not {set, frozenset}.isdisjoint(kind.__mro__):
+    if not {set, frozenset, bytearray, array.array}.isdisjoint(kind.__mro__):
         return False
     if not hasattr(kind, "__iter__") or type in kind.__mro__:
         return True

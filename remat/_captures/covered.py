@@ -1,6 +1,7 @@
 """What is baked: fetches, checks, explains and restores the covered state."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
@@ -107,9 +108,9 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case Absent():
                 put(owner, spot.step, MISSING)
                 undo.callback(put, owner, spot.step, value)
-            case Sized(kind, num) if type(value) is kind is list:
+            case Sized(kind, num) if type(value) is kind and kind in {list, deque}:
                 undo.callback(fill, value, [*value])
-                fill(value, (value + [None] * num)[:num])
+                fill(value, [*value, *[None] * num][:num])
             case Keyed(kind, keys) if type(value) is kind:
                 undo.callback(fill, value, {**value})
                 fill(value, {key: value.get(key) for key in keys})

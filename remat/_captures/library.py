@@ -90,6 +90,12 @@ class Mentions:
     names: frozenset[str]
     #: Modules imported when the code runs, as (dots, dotted name).
     imports: frozenset[tuple[int, str]]
+    #: Attributes that are asked of a global, as (name, attribute), by `getattr` too.
+    asked: frozenset[tuple[str, str]]
+
+
+# What follows a global of which an attribute is asked, by a dot or by `getattr`.
+_ASKS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"})
 
 
 @cached_weakly
@@ -98,6 +104,7 @@ def mentions(code: types.CodeType) -> Mentions:
     loads: set[str] = set()
     names: set[str] = set()
     imports: set[tuple[int, str]] = set()
+    asked: set[tuple[str, str]] = set()
     pending = [code]
     while pending:
         part = pending.pop()
@@ -105,10 +112,18 @@ def mentions(code: types.CodeType) -> Mentions:
         pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
         # An import follows the loads of its number of dots and of its list of names.
         before: deque[object] = deque([0, 0], maxlen=2)
+        last = ""
         for instruction in dis.get_instructions(part):
+            given = instruction.argval
+            if last and instruction.opname in _ASKS and isinstance(given, str):
+                asked.add((last, given))
+            last = ""
             if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}:
-                loads.add(instruction.argval)
+                last = str(given)
+                loads.add(last)
             elif instruction.opname == "IMPORT_NAME":
-                imports.add((cast("int", before[0]), instruction.argval))
-            before.append(instruction.argval)
-    return Mentions(frozenset(loads), frozenset(names), frozenset(imports))
+                imports.add((cast("int", before[0]), given))
+            before.append(given)
+    return Mentions(
+        frozenset(loads), frozenset(names), frozenset(imports), frozenset(asked)
+    )

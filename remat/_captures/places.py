@@ -14,14 +14,17 @@ import functools
 import numbers
 import threading
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from gc import get_referents
+from itertools import chain
 from typing import Any, TypeAlias, cast, final
 
 import torch
 
 from remat._captures.library import cached_weakly, is_standard, user_bases
+from remat._torch.modules import hooks_of_all_modules
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -175,6 +178,12 @@ def in_context(variable: contextvars.ContextVar[object]) -> object:
         return Unset.UNSET
 
 
+def held_bytes(owner: Any) -> tuple[object, ...]:
+    """What an array holds, of numpy's or of the standard library: its bytes, shape and format."""
+    view = memoryview(owner)
+    return view.tobytes(), view.shape, view.format
+
+
 def is_kept_property(kind: type, name: str) -> bool:
     """Whether a class has a `functools.cached_property` of this name."""
     given = (
@@ -219,15 +228,33 @@ KINDS = {
     "import": Kind("__import__('sys').modules", "[{}]", "{}", "import"),
     "variable": Kind("in_context({})", "", "{}", "context variable"),
     "referent": Kind("{}()", "", "()"),
+    "hooks": Kind("(*chain(*HOOKS),)", "", "{}", "hooks of"),
+    "behind": Kind("get_referents({})", "[{}]", ""),
+    "members": Kind("frozenset({})", "", ""),
+    "bytes": Kind("held_bytes({})", "", ""),
     "type": Kind("type({})", "", "{}", "class"),
     "base": Kind("{}.__mro__", "[{}]", "{}", "base class"),
+}
+
+
+# For each hook that torch has for all modules, its number: registered anew, it gets another.
+HOOKS = hooks_of_all_modules()
+
+
+# What the expressions of `KINDS` refer to.
+SPACE: dict[str, Any] = {
+    "HOOKS": HOOKS,
+    "chain": chain,
+    "get_referents": get_referents,
+    "held_bytes": held_bytes,
+    "in_context": in_context,
 }
 
 
 def _compiled(holder: str) -> Callable[[Any], Any]:
     """The function that an expression for a holder stands for, unseen by a recording."""
     text = holder.replace("{}.__dict__", "attributes({})").format("owner")
-    return eval(f"lambda owner: {text}")
+    return eval(f"lambda owner: {text}", {**SPACE, "attributes": attributes})
 
 
 _HOLDERS = {name: _compiled(kind.holder) for name, kind in KINDS.items()}
@@ -279,12 +306,33 @@ def put(owner: Any, step: Step, value: object) -> None:
         type.__setattr__(owner, cast("str", key), value)
     elif kind == "value":
         owner[[*owner][cast("int", key)]] = value
-    elif kind == "variable":
-        if value is Unset.UNSET:
-            raise LookupError("only who set a context variable can make it unset again")
-        owner.set(value)
+    elif kind in _WHOLE:
+        _WHOLE[kind](owner, value)
     else:
         _HOLDERS[kind](owner)[key] = value
+
+
+def _set_in_context(variable: contextvars.ContextVar[object], value: object) -> None:
+    if value is Unset.UNSET:
+        raise LookupError("only who set a context variable can make it unset again")
+    variable.set(value)
+
+
+def _set_members(owner: set[object], members: Any) -> None:
+    set[object].clear(owner)
+    set[object].update(owner, members)
+
+
+def _set_bytes(owner: Any, held: Any) -> None:
+    memoryview(owner).cast("B")[:] = held[0]
+
+
+# Steps to all that the owner holds, and how to write that.
+_WHOLE: dict[str, Callable[[Any, Any], None]] = {
+    "variable": _set_in_context,
+    "members": _set_members,
+    "bytes": _set_bytes,
+}
 
 
 def _remove_place(owner: Any, step: Step) -> None:
@@ -300,7 +348,12 @@ def _remove_place(owner: Any, step: Step) -> None:
 
 
 def fill(owner: Any, items: Any) -> None:
-    """Makes a list or a dict hold these items, past any method of its class."""
+    """Makes a list, a deque or a dict hold these items, past any method of its class."""
+    if isinstance(owner, deque):
+        queue = cast("deque[object]", owner)
+        deque[object].clear(queue)
+        deque[object].extend(queue, items)
+        return
     if isinstance(owner, list):
         held = cast("list[object]", owner)
         list[object].__setitem__(held, slice(None), items)

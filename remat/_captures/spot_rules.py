@@ -13,7 +13,14 @@ from typing import Any, TypeAlias, cast, final
 
 from torch import Tensor
 
-from remat._captures.places import MISSING, NOT_THERE, Step, in_context, look, same
+from remat._captures.places import (
+    MISSING,
+    NOT_THERE,
+    SPACE,
+    Step,
+    look,
+    same,
+)
 from remat._generators import trackers
 
 
@@ -23,10 +30,10 @@ class Constants:
     def __init__(self) -> None:
         """Starts with what every check uses."""
         self.space: dict[str, Any] = {
+            **SPACE,
             "same": same,
             "Tensor": Tensor,
             "NOT_THERE": NOT_THERE,
-            "in_context": in_context,
             "TRACKERS": trackers.registered,
         }
         self._names: dict[int, str] = {}
@@ -168,7 +175,9 @@ def _equality(value: str, const: object, constants: Constants) -> str:
         return f"{value} is {name}"
     new = constants.temporary()
     kind = type(const)
-    if kind in {int, str, bytes} or (kind is float and const == const and const):
+    if kind in {int, str, bytes, frozenset} or (
+        kind is float and const == const and const
+    ):
         rest = f"type({new}) is {kind.__name__} and {new} == {name}"
     elif kind is tuple and len(cast("tuple[object, ...]", const)) <= 16:
         items = cast("tuple[object, ...]", const)

@@ -232,8 +232,8 @@ class Survey:
                 if step[0] in ITEMS:
                     if id(owner) not in filled:
                         filled.add(id(owner))
-                        is_list = isinstance(owner, list)
-                        undo.callback(fill, owner, [*owner] if is_list else {**owner})
+                        is_dict = isinstance(owner, dict)
+                        undo.callback(fill, owner, {**owner} if is_dict else [*owner])
                         _refill(node)
                     continue
                 try:
@@ -267,14 +267,14 @@ class Survey:
 
 
 def _refill(node: Node) -> None:
-    """Makes a list or a dict hold what it held in the survey."""
+    """Makes a list, a deque or a dict hold what it held in the survey."""
     before: dict[object, object] = {}
     for step, value in node.content.items():
         if step[0] == "item":
             before[step[1]] = value
         elif step[0] == "value":
             before[node.content["key", step[1]]] = value
-    fill(node.value, [*before.values()] if isinstance(node.value, list) else before)
+    fill(node.value, before if isinstance(node.value, dict) else [*before.values()])
 
 
 def _change_since_survey(node: Node, step: Step, before: object, after: object) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -53,3 +54,13 @@ def refresh_second_places(module: object) -> None:
     """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
         module._update_flat_weights()
+
+
+def hooks_of_all_modules() -> tuple[Mapping[int, Any], ...]:
+    """The hooks that torch runs in every module, by the number of their registration.
+
+    Obsolete when torch tells them in public.
+    """
+    module: Any = torch.nn.modules.module
+    names = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
+    return tuple(getattr(module, f"_global_{name}") for name in names)

@@ -9,7 +9,7 @@ import functools
 from collections import ChainMap, OrderedDict, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -172,6 +172,11 @@ def parameter_list(w: Tensor, x: Tensor) -> Call:
     return (lambda x: mix(x, cast(Any, model.ws)[1])), (x,), {}
 
 
+def held_by(holder: Any, x: Tensor) -> Call:
+    """What something holds besides lists and dicts."""
+    return (lambda x: mix(x, holder[0])), (x,), {}
+
+
 CASES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "keyword": lambda w, x: (first, (), {"x": x, "w": w}),
     "keyword_only": lambda w, x: (keyword_only, (x,), {"w": w}),
@@ -184,6 +189,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "user_list": lambda w, x: ((lambda x, t: mix(x, t[0])), (x, UserList([w])), {}),
     "partial_method": partial_method,
     "dispatched": dispatched,
+    "captured_deque": lambda w, x: held_by(deque([w]), x),
+    "read_only_mapping": lambda w, x: held_by(MappingProxyType({0: w}), x),
+    "metaclass": lambda w, x: held_by(type("Meta", (type,), {"__getitem__": lambda c, i: c.w, "w": w})("Held", (), {}), x),
     "namedtuple": lambda w, x: (has_w, (x, Pair(w, x)), {}),
     "registered_dataclass": lambda w, x: (has_w, (x, Registered(w, 2.0)), {}),
     "unregistered_dataclass": lambda w, x: (has_w, (x, Unregistered(w)), {}),
@@ -306,7 +314,6 @@ def ring(w: Tensor) -> Any:
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "set": lambda w: {w},
     "frozenset": lambda w: frozenset([w]),
-    "queue": lambda w: deque([w]),
     "set_in_a_set": lambda w: {frozenset([w])},
     "set_of_modules": lambda w: {Scaler(w)},
     "ring": ring,

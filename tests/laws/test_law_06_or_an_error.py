@@ -6,7 +6,6 @@ stale, never None."
 
 import functools
 import itertools
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -69,18 +68,6 @@ def numpy_property(w: Tensor) -> Callable[[], Tensor]:
     return lambda: held.w
 
 
-def read_only_mapping(w: Tensor) -> Callable[[], Tensor]:
-    held = types.MappingProxyType({"w": w})
-    return lambda: held["w"]
-
-
-def of_a_metaclass(w: Tensor) -> Callable[[], Tensor]:
-    held: Any = types.new_class(
-        "Held", kwds={"metaclass": type("Meta", (type,), {"w": w})}
-    )
-    return lambda: held.w
-
-
 def weak_reference(w: Tensor) -> Callable[[], Tensor]:
     held = weakref.ref(w)
     return lambda: held()  # type: ignore[return-value]
@@ -93,7 +80,6 @@ def cache(w: Tensor) -> Callable[[], Tensor]:
 
 UNSEEN = [
     *(iterator, generator, member_of_a_set, numpy_property),
-    *(read_only_mapping, of_a_metaclass),
 ]
 
 
@@ -179,7 +165,6 @@ def used_once(w: Tensor) -> Callable[[], Tensor]:
 
 HIDDEN = [
     *(iterator, generator, hidden_property, hidden_intermediate, used_once),
-    *(read_only_mapping, of_a_metaclass),
 ]
 
 

@@ -1,0 +1,232 @@
+"""What holds values without attributes, and what comes to be there later: a new trace."""
+
+import array
+import collections
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+
+from remat import SideEffectError, remat
+from tests.support import assert_bitwise, seeded
+
+Change = Callable[[], object]
+Case = tuple[Callable[[Tensor], Tensor], Change]
+
+
+def of_a_set() -> Case:
+    held = {1, 2}
+    return lambda x: x * len(held), lambda: held.add(3)
+
+
+def in_a_set() -> Case:
+    """It keeps its size."""
+    held = {"a", "b"}
+    return lambda x: x * (2 if "c" in held else 3), lambda: (
+        held.remove("a"),
+        held.add("c"),
+    )
+
+
+def of_a_set_in_a_dict() -> Case:
+    held = {"skip": {1}}
+    return lambda x: x * len(held["skip"]), lambda: held["skip"].add(2)
+
+
+def of_a_deque() -> Case:
+    held = collections.deque([1.0, 2.0], maxlen=2)
+    return lambda x: x * held[0], lambda: held.append(5.0)
+
+
+def of_a_deque_of_tensors() -> Case:
+    held = collections.deque([torch.ones(3, dtype=torch.float64)])
+    return lambda x: x * held[0], lambda: (
+        held.clear(),
+        held.append(seeded(3, seed=4)),
+    )
+
+
+def of_an_array() -> Case:
+    held = np.array([2.0, 3.0])
+    return lambda x: x * float(held[0]), lambda: held.__setitem__(0, 7.0)
+
+
+def of_a_part_of_an_array() -> Case:
+    held = np.arange(6.0).reshape(2, 3)
+    part = held[:, 1]
+    return lambda x: x * float(part.sum()), lambda: held.__setitem__((0, 1), 7.0)
+
+
+def of_the_shape_of_an_array() -> Case:
+    class Holder:
+        array = np.zeros((2, 3))
+
+    held = Holder()
+    held.array = np.zeros((2, 3))
+    return lambda x: x * held.array.shape[0], lambda: setattr(
+        held, "array", np.zeros((3, 2))
+    )
+
+
+def of_bytes() -> Case:
+    held = bytearray(b"ab")
+    return lambda x: x * held[0], lambda: held.__setitem__(0, 3)
+
+
+def of_a_standard_array() -> Case:
+    held = array.array("d", [2.0, 3.0])
+    return lambda x: x * held[1], lambda: held.__setitem__(1, 5.0)
+
+
+def of_a_read_only_mapping() -> Case:
+    behind = {"scale": 2.0}
+    held = types.MappingProxyType(behind)
+    return lambda x: x * held["scale"], lambda: behind.__setitem__("scale", 5.0)
+
+
+def of_a_metaclass() -> Case:
+    class Meta(type):
+        scale = 2.0
+
+    class Made(metaclass=Meta):
+        pass
+
+    return lambda x: x * Made.scale, lambda: setattr(Meta, "scale", 5.0)
+
+
+CONTENTS = [
+    *(of_a_set, in_a_set, of_a_set_in_a_dict, of_a_deque, of_a_deque_of_tensors),
+    *(of_an_array, of_a_part_of_an_array, of_the_shape_of_an_array),
+    *(of_bytes, of_a_standard_array, of_a_read_only_mapping, of_a_metaclass),
+]
+
+
+def assert_follows(fun: Callable[[Tensor], Tensor], change: Change) -> None:
+    """A region is the plain function, before and after a change."""
+    region, x = remat(fun), seeded(3).requires_grad_()
+    assert_bitwise(region(x), fun(x))
+    traces = region.cache_info().misses
+    assert_bitwise(region(x), fun(x))
+    assert region.cache_info().misses == traces
+    change()
+    assert_bitwise(region(x), fun(x))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("case", CONTENTS)
+def test_contents_are_compared(case: Callable[[], Case]) -> None:
+    assert_follows(*case())
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        ({1}, lambda held: held.add(2)),
+        (collections.deque([1]), lambda held: held.append(2)),
+        (np.ones(2), lambda held: held.__setitem__(0, 5.0)),
+        (bytearray(b"a"), lambda held: held.__setitem__(0, 5)),
+    ],
+)
+def test_a_change_of_contents_in_the_trace_is_an_error(held: Any, change: Any) -> None:
+    """It would happen once; it is undone."""
+    before = str(held)
+
+    def fun(x: Tensor) -> Tensor:
+        change(held)
+        return x.sin()
+
+    with pytest.raises(SideEffectError, match="while it was traced"):
+        remat(fun)(seeded(3).requires_grad_())
+
+    assert str(held) == before
+
+
+@pytest.fixture
+def handles() -> Iterator[list[Any]]:
+    """Hooks that are removed at the end."""
+    made: list[Any] = []
+    yield made
+    for handle in made:
+        handle.remove()
+
+
+def doubling(_: object, inputs: Any, output: Any = None) -> Any:
+    return output * 2 if output is not None else (inputs[0] * 2,)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "register",
+    [
+        all_modules.register_module_forward_hook,
+        all_modules.register_module_forward_pre_hook,
+    ],
+)
+def test_a_hook_for_all_modules_makes_a_new_trace(
+    register: Any, handles: list[Any]
+) -> None:
+    layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    assert_follows(lambda x: layer(x), lambda: handles.append(register(doubling)))
+    assert_follows(lambda x: layer(x), lambda: handles.pop().remove())
+
+
+def caught(x: Tensor) -> Tensor:
+    try:
+        return x * LATE  # pyright: ignore[reportUndefinedVariable]
+    except NameError:
+        return x
+
+
+def shadowed(x: Tensor) -> Tensor:
+    return x * abs(-2)
+
+
+class Config:
+    """A class to which an attribute is added."""
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * getattr(helper, "scale", 1.0)
+
+
+def of_a_class(x: Tensor) -> Tensor:
+    return x * getattr(Config, "scale", 1.0)
+
+
+settings = types.ModuleType("settings_of_this_test")
+
+
+def of_a_python_module(x: Tensor) -> Tensor:
+    return x * (settings.scale if hasattr(settings, "scale") else 1.0)
+
+
+def of_a_library(x: Tensor) -> Tensor:
+    return x * math.tau
+
+
+HERE = sys.modules[__name__]
+LATER = [
+    pytest.param(caught, HERE, "LATE", 4.0, id="global"),
+    pytest.param(shadowed, HERE, "abs", lambda x: 7, id="builtin"),
+    pytest.param(helper, helper, "scale", 3.0, id="function"),
+    pytest.param(of_a_class, Config, "scale", 3.0, id="class"),
+    pytest.param(of_a_python_module, settings, "scale", 3.0, id="module"),
+    pytest.param(of_a_library, math, "tau", 1.0, id="library"),
+]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("fun", "owner", "name", "value"), LATER)
+def test_a_name_that_appears_later_makes_a_new_trace(
+    fun: Any, owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_follows(fun, lambda: monkeypatch.setattr(owner, name, value, raising=False))
