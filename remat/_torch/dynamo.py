@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -118,41 +118,6 @@ def trace_again() -> Exception:
     exc: Any = _torch._dynamo.exc
     kinds = (exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis)
     return type("TraceAgain", kinds, {})()
-
-
-_TAKE_FUNCTIONS = torch.__path__[0] + "/_higher_order_ops/"
-
-
-@contextlib.contextmanager
-def forgetting_on_error() -> Generator[None]:
-    """Has Dynamo forget what it compiled for `torch.cond` and its like, if the body raises there.
-
-    It compiles a function of their own, under the modes of a trace, and would fail at every
-    later call. Obsolete when `torch.cond` works after one that raised under `make_fx`.
-    """
-    try:
-        yield
-    except Exception as error:
-        for each in _chain(error):
-            _forget(each)
-        raise
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _forget(error: BaseException) -> None:
-    step = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        if code.co_filename.startswith(_TAKE_FUNCTIONS):
-            for inner in code.co_consts:
-                if isinstance(inner, types.CodeType):
-                    _eval_frame.reset_code(inner)
-        step = step.tb_next
 
 
 def traced_as(

@@ -26,7 +26,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, check
 from remat._graph.zeros import without_zeros
 from remat._switches.numerics import Numerics
-from remat._torch import autocast, autograd, dtensor, dynamo, isolation, tracer
+from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.fakes import fake_mode, wraps_fakes
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
@@ -111,7 +111,7 @@ def trace(request: Request) -> Traced:
         running.mode,
     ):
         run = _Run(request, running)
-        with taken_out_on_error(running.fakes), dynamo.forgetting_on_error():
+        with taken_out_on_error(running.fakes):
             module = _record_run(run)
             return _finish_trace(run, module)
 
