@@ -1,7 +1,5 @@
 """The decorator: check the options, and put a region around what is decorated."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload

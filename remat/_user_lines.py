@@ -1,7 +1,5 @@
 """Lines of the user's code: behind a value, a warning, or an error."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

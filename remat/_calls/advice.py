@@ -1,7 +1,5 @@
 """Law 5: warns of what has no effect, once per function and policy, when it is traced."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence

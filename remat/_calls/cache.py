@@ -1,7 +1,5 @@
 """The traces of one code with one set of options, and the routes of calls to them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable
 from typing import final

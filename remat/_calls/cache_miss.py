@@ -5,8 +5,6 @@ changes afterwards: `trace_call`, `cover`, then `analyze`, `decide` and `cut` of
 `advise` only reads. With open sizes one trace makes an entry for each size that it serves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import final

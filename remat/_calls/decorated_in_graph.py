@@ -5,8 +5,6 @@ made in there. What it traces here finds a kind of regions by such options; what
 region outside of the graph is handed in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

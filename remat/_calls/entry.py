@@ -5,8 +5,6 @@ strongly. Each call checks what the trace rested on (`_captures`), fetches the c
 tensors anew, and binds the region.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final

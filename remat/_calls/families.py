@@ -6,8 +6,6 @@ trace opens only the dimensions that were seen to vary, and leaves the fixed one
 one is traced for each size, as without `dynamic_shapes`, and costs no more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

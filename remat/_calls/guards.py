@@ -6,8 +6,6 @@ torch's own guards. Nothing is hashed. A call that no guard accepts gets a full 
 holds metadata, static values and types; it keeps no object of the user alive.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final

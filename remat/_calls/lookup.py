@@ -1,7 +1,5 @@
 """The trace of a call: found among those that are kept, or made and kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

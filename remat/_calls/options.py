@@ -1,7 +1,5 @@
 """The options of `remat`: their checks, and the errors for wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch

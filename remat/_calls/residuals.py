@@ -1,7 +1,5 @@
 """What a region holds between its forward and its backward, as a list."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import final

@@ -6,8 +6,6 @@ four different ones. An object that is neither is a *root*: what the function re
 while it is traced, and checked at each call like a closure.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -6,8 +6,6 @@ After each call the weight is computed again, from the parameters and buffers as
 left them, so that the attribute holds what it would without remat, gradient included.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

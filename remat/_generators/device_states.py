@@ -6,8 +6,6 @@ left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUD
 Tensors on "meta" have no numbers, and a draw there no generator: its state is empty.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A function may draw a number from them to decide which layer it skips, say. A tr
 that number as a constant, and warns; a function that runs again draws the same number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import random

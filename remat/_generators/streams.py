@@ -9,8 +9,6 @@ each draw, which tells an old state of a stream from its current one. A program 
 stream's state around the draw; a recomputation sets the recorded state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

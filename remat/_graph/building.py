@@ -4,8 +4,6 @@ Pruning, merging, cutting a joint graph in two and putting barriers into a backw
 done by this.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import final

@@ -4,8 +4,6 @@ Judged by schema and arguments, not by tags alone: attention with `dropout_p=0` 
 tag of a random operator and draws nothing.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ a constant, or one pure operator applied to earlier values. A joint graph holds 
 and its backward; `is_backward` says to which a value belongs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The parts of a plan as what JSON knows, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, cast
 

@@ -9,8 +9,6 @@ a tensor that it reached in a way that cannot be followed, such as an iterator. 
 would hold everything for its backward without saying so: that is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys

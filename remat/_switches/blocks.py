@@ -8,8 +8,6 @@ holds the backward's cotangents until the whole gradient is done. Under `first_o
 will be no second derivative, and the cotangents are freed at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -4,8 +4,6 @@ Obsolete when torch has a public name for what it keeps.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 

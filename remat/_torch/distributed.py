@@ -4,8 +4,6 @@ Obsolete when torch types them, and tells the state of a module of `fully_shard`
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

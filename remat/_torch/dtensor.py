@@ -4,8 +4,6 @@ Obsolete when DTensor makes its spec public.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

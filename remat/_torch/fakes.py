@@ -5,8 +5,6 @@ of its own.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

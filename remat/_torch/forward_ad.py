@@ -4,8 +4,6 @@ Obsolete with nested dual levels.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 from typing import Any

@@ -4,8 +4,6 @@ Obsolete when torch has one public context for that.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Generator

@@ -5,8 +5,6 @@ levels wrap a tensor.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -4,8 +4,6 @@ Obsolete when torch makes the stacks of modes public.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """What torch knows of an nn.Module: its call, its hooks, where its parameters stand twice."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Obsolete when it does.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -7,8 +7,6 @@ an argument that it returns (to reverse a gradient, or to add that of an auxilia
 Such a custom alias is copied. The words are those of AOTAutograd, which sorts outputs alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

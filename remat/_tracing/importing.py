@@ -6,8 +6,6 @@ pure ones, a write to an operand becomes a mutation, and the generator's state i
 before each draw of the forward. Everything else stays as it was traced.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

@@ -9,8 +9,6 @@ operator that torch calls for it asks where the mask is true, which a trace of a
 cannot answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 

@@ -5,8 +5,6 @@ caller's objects reaches is put back by that (`_captures`). A library's own obje
 walked; of these a cache is told from an attribute, and each is as if it had not been filled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -4,8 +4,6 @@ The value itself is returned, so a name does not affect aliases, in-place operat
 transforms. The mark is an operator without outputs, which only a trace ever runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

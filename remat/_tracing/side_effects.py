@@ -5,8 +5,6 @@ error if a plain call would have changed it too. A stand-in that the function le
 is an error as well: it has no data, and whoever uses it later would fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -4,8 +4,6 @@ A torch-function mode sees every call of the user's code: it swaps captured tens
 inputs of the trace, and notes which line and which torch function makes each value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

@@ -8,8 +8,6 @@ silently wrong. In-place operators are then renamed, or where that will not do r
 pass (`torch.func.functionalize`, views kept).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import weakref

@@ -8,8 +8,6 @@ References:
     Checkpointing" in its documentation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

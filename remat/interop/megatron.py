@@ -7,8 +7,6 @@ References:
     Megatron-LM, `megatron/core/tensor_parallel/random.py`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ What a caller asks for by `output_attentions`, `output_router_logits` and the li
 of the layers collect in lists. A region returns what it collected, so that it has its gradient.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -5,8 +5,6 @@ policy that it has not seen before. Such a stack breaks the graph, and so does o
 wrongly. Outside the graph the stack runs, or raises its own error.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ by changing a module's class (`fully_shard`, parametrizations), before or after.
 module's own hooks run in `nn.Module.__call__`, around the region, once per call.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import types
 from collections.abc import Callable, Iterator, Sequence

@@ -11,8 +11,6 @@ A larger budget never costs more: the two choices, their parts and the filling a
 same for all budgets in between, and the cheapest result that fits is taken.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

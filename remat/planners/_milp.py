@@ -9,8 +9,6 @@ HiGHS computes in floating point, and accepts a choice that exceeds the budget b
 part in a million, so each answer is counted again in integers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, final

@@ -14,8 +14,6 @@ If several steps make one value, the price of saving it is divided among them. E
 is then a bound on the optimum, which it need not reach.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction

@@ -4,8 +4,6 @@ A multiple-choice knapsack, solved as an integer program. Equal programs share v
 that count them, because symmetry is what makes such a problem hard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final

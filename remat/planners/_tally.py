@@ -1,7 +1,5 @@
 """A choice that is changed item by item, its bytes and cost kept up to date."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

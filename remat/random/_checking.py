@@ -5,8 +5,6 @@ transform there are only plain tensors. So a key is recognized however it was pa
 and mapped keys are seen one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Generator

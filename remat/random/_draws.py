@@ -1,7 +1,5 @@
 """The distributions that have an operator of their own."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Keys: made from a seed, split, and told apart by a number."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

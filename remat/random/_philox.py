@@ -17,8 +17,6 @@ References:
     (section 3.3: Philox; the constants are those of its Random123 library).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Parses a command line: `model.py:loss x=8,256:bfloat16 heads==4`."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The checklist: what to check before trusting a step's recomputation."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections import Counter

@@ -5,8 +5,6 @@ node of one of torch's operators in attributes that begin with `_saved_`. What a
 scheduled stack holds is kept outside of its node.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Runs one step under a watcher, reads autograd's graph in between, and sums up."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence

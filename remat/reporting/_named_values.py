@@ -5,8 +5,6 @@ forward. Programs tell a listening mode which of their steps comes next. A named
 forward, and the step of the backward that repeats it, have the same rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

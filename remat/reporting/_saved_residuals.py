@@ -1,7 +1,5 @@
 """Shows what a function will hold for its backward, without running it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ stage reads. The sweep is over when state n is current; the backward then goes f
 n-1 down to stage 0, and states and records are dropped on the way.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass

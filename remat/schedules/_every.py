@@ -5,8 +5,6 @@ about sqrt(n) segments; `torch.utils.checkpoint.checkpoint_sequential` leaves th
 segments to the user. The last segment is recorded in the sweep: its backward comes first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

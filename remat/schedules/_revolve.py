@@ -10,8 +10,6 @@ evaluations beyond the l that are recorded, where r is the least with beta(s, r)
 stage is advanced over more than r times (their Theorem 1 and Proposition 1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The bytes of a tensor, and small integers packed several to a byte."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

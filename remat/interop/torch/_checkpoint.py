@@ -4,8 +4,6 @@ A switch for something that regions always do is silent; one for something that 
 cannot do warns that it has no effect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -9,8 +9,6 @@ Not seen: buffers that live only inside one kernel, and the allocator's rounding
 allocator sees both, but not which operator they are of: its peak is read beside.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import weakref

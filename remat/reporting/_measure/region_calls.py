@@ -1,7 +1,5 @@
 """The calls of regions in one step: which call each run of a program belongs to."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Sequence
 from typing import final

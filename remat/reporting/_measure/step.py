@@ -4,8 +4,6 @@ The caller's tensors do not change: detached aliases are differentiated, no `.gr
 written, and what the function changes in place is restored afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import time

@@ -4,8 +4,6 @@ Buttons in the heads of its tables sort them, and a search field filters them; b
 with the keyboard. Without scripts they are plain tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files

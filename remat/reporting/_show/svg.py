@@ -3,8 +3,6 @@
 Owners differ in pattern as well as color; axes have units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import final

@@ -1,7 +1,5 @@
 """A report in words: tables of text, a rich form of the same, and two side by side."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final

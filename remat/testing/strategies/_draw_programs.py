@@ -5,8 +5,6 @@ which may vary, while hypothesis requires that a strategy is repeatable. So an o
 a number, which is taken modulo the number of values that exist by then.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any, final

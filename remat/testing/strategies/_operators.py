@@ -6,8 +6,6 @@ rarely are, and maps numbers of moderate size to numbers of moderate size. So a 
 difference before it stays one after it, in derivatives too. All keep two dimensions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import final
 

@@ -1,7 +1,5 @@
 """A random function that can be called, compared, and printed as Python."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import linecache
