@@ -78,14 +78,7 @@ def advise_of_statics(
 def advise_of_inputs(
     site: CallSite, names: Sequence[str], paths: Iterable[str], where: str
 ) -> None:
-    """Warns of a path in `saved_inputs` that no input has.
-
-    Args:
-        site: the call that was traced.
-        names: of its operands.
-        paths: those in `saved_inputs`.
-        where: the function's name and line.
-    """
+    """Warns of a path in `saved_inputs` that no input has."""
     every = [*names, *itertools.chain(*site.aliases.values())]
     for path in paths:
         if not any(fnmatch.fnmatchcase(name, path) for name in every):

@@ -23,13 +23,7 @@ from remat._torch import dynamo
 def with_options(
     remat: Callable[..., Any], options: dict[str, Any], fun: Any
 ) -> Callable[..., Any]:
-    """What `remat` makes of a function inside of a graph of torch.compile.
-
-    Args:
-        remat: the decorator itself.
-        options: of the call, all of them.
-        fun: the function.
-    """
+    """What `remat` makes of a function inside of a graph of torch.compile."""
     if isinstance(options["saved_inputs"], Mapping):
         dynamo.end_graph(_MADE_OUTSIDE)
     why = _why_made_outside(**options)
@@ -42,13 +36,7 @@ def with_options(
 def with_settings(
     decorate: Callable[..., Any], settings: Settings, fun: Any
 ) -> Callable[..., Any]:
-    """What `remat(...)`, called outside of the graph, makes of a function in there.
-
-    Args:
-        decorate: makes it of the function and `settings` by keyword.
-        settings: the options, checked.
-        fun: the function.
-    """
+    """What `remat(...)`, called outside of the graph, makes of a function in there."""
     kind = _graph_kind_of_settings(settings, is_of_module(fun))
     return _made_in_graph(kind, functools.partial(decorate, settings=settings), fun)
 

@@ -62,13 +62,7 @@ def guard_of(
 def is_simple(
     tree: Any, objects: Sequence[object] = (), tensor_guard: TensorGuard = PLAINLY
 ) -> bool:
-    """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart.
-
-    Args:
-        tree: of a call's arguments.
-        objects: the leaves of which the signature holds nothing but the type.
-        tensor_guard: how it tells tensors apart.
-    """
+    """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart."""
     if isinstance(tree, Tensor):
         return tensor_guard.is_told(tree)
     if type(tree) in {tuple, list}:

@@ -181,10 +181,6 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
 def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
     """Refuses options that `remat` does not have; for those of peers says what to write.
 
-    Args:
-        unknown: the names that were given, and are not options.
-        known: the names that there are.
-
     Raises:
         TypeError: there is one.
     """
@@ -346,12 +342,7 @@ def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
 
 
 def why_out_of_graphs(settings: Settings, where: str) -> str:
-    """Why a region with these options can be in no graph of torch.compile; else empty.
-
-    Args:
-        settings: the options.
-        where: what messages call the region.
-    """
+    """Why a region with these options can be in no graph of torch.compile; else empty."""
     options = [
         option
         for option, is_set in (

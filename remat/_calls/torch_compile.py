@@ -177,10 +177,6 @@ def _size_in_graph(where: str, symbol: Any) -> Any:
 def require_recordable(entry: Entry, where: str) -> None:
     """Refuses a trace whose region does at run time what a graph cannot hold.
 
-    Args:
-        entry: the trace.
-        where: what messages call the region.
-
     Raises:
         RematError: it draws from a tracker, or something waits in a storage.
     """

@@ -156,11 +156,6 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     If an argument without a gradient gets one, by what the function writes to it, the
     function is traced again: what is written then is a result like any other.
 
-    Args:
-        site: the call.
-        fixed: which dimensions of each argument stay numbers.
-        where: what messages call the region.
-
     Raises:
         TraceError, CapturedTensorError, SideEffectError: as their texts say.
         Exception: of torch's, where it cannot go on with a symbol for a size.

@@ -191,11 +191,7 @@ class Survey:
         self._refresh()
 
     def restore(self, numbers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Puts back, in place, all reached state that has changed.
-
-        Args:
-            numbers: tensors, with copies of what they are to hold again.
-        """
+        """Puts back, in place, all reached state that has changed."""
         for node, step, before, _ in [*self._differences()]:
             if step[0] in ITEMS:
                 _refill(node)

@@ -68,13 +68,7 @@ def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) 
 def require_nothing_left(
     fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
 ) -> None:
-    """Refuses a function that left a tensor of the trace where it outlives the trace.
-
-    Args:
-        fakes: the tensors of the trace.
-        statics: what the function returned besides tensors.
-        where: the function, as messages call it.
-    """
+    """Refuses a function that left a tensor of the trace where it outlives the trace."""
     leaked = next(iter(left_behind(fakes)), None)
     if leaked is None:
         return
