@@ -35,13 +35,11 @@ from remat._tracing.open_sizes import Fixed, Template, Templates
 class Options:
     """The options of a function's traces, and what these traces share."""
 
-    #: Those that the user gave, and `rng`.
-    settings: Settings
+    settings: Settings  # those that the user gave, and `rng`
     #: Numbers the calls that store something. All traces of the function share it, so that
     #: ranks count alike, although one traces and another does not.
     calls: Calls
-    #: What messages call the region.
-    where: str
+    where: str  # what messages call the region
 
 
 def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -> Entry:
@@ -82,12 +80,9 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
 class OpenEntry:
     """A kept trace for many sizes."""
 
-    #: The entry for the sizes of the call that was traced.
-    first: Entry
-    #: The trace.
-    template: Template
-    #: Of the function.
-    options: Options
+    first: Entry  # the entry for the sizes of the call that was traced
+    template: Template  # the trace
+    options: Options  # of the function
 
     def at(self, site: CallSite) -> Entry | None:
         """The entry for the sizes of a call, None if the trace does not hold for it."""

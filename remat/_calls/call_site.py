@@ -16,16 +16,11 @@ from remat._switches.numerics import Numerics
 class CallSite:
     """One call: the function, its arguments, and what a trace of it depends on."""
 
-    #: The user's function.
-    function: Callable[..., Any]
-    #: Positional arguments.
-    args: tuple[Any, ...]
-    #: Keyword arguments.
-    kwargs: Mapping[str, Any]
-    #: Of the arguments.
-    signature: Signature
-    #: The switches in force.
-    numerics: Numerics
+    function: Callable[..., Any]  # the user's function
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: Mapping[str, Any]  # keyword arguments
+    signature: Signature  # of the arguments
+    numerics: Numerics  # the switches in force
 
     @classmethod
     def of(

@@ -36,18 +36,13 @@ class Entry:
 
     #: What it rested on, and where its captured tensors are found.
     covered: _captures.Covered
-    #: Their metadata.
-    captured: tuple[TensorMeta, ...]
+    captured: tuple[TensorMeta, ...]  # their metadata
     #: Whether tensors have this metadata, checked in C; None where it cannot be.
     guard: Callable[..., bool] | None
-    #: What became of the function, from its trace to what is saved.
-    stages: Stages
-    #: What runs.
-    region: TracedRegion
-    #: How the result is put together.
-    output: trees.Frame
-    #: What messages call the operands.
-    labels: tuple[str, ...]
+    stages: Stages  # what became of the function, from its trace to what is saved
+    region: TracedRegion  # what runs
+    output: trees.Frame  # how the result is put together
+    labels: tuple[str, ...]  # what messages call the operands
     #: The places of operands that the function changes: its buffers.
     written: tuple[int, ...]
     #: The places of arguments that get a gradient by what the function writes to them. Their
@@ -55,8 +50,7 @@ class Entry:
     changed: tuple[int, ...]
     #: Those of its buffers that a kernel changes without counting up their version.
     unseen: frozenset[int]
-    #: The streams of registered trackers that it draws from.
-    streams: frozenset[str]
+    streams: frozenset[str]  # the streams of registered trackers that it draws from
     #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
     #: The trace with its sizes open; None if it holds for one set of sizes.

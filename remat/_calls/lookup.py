@@ -33,14 +33,10 @@ from remat._user_lines import warn
 class Lookup:
     """Looks up the traces of one function with one set of options."""
 
-    #: The function.
-    fun: Callable[..., Any]
-    #: Its options, `rng` among them.
-    settings: Settings
-    #: What messages call its region.
-    where: str
-    #: Its traces, which functions of the same code share.
-    cache: Cache
+    fun: Callable[..., Any]  # the function
+    settings: Settings  # its options, `rng` among them
+    where: str  # what messages call its region
+    cache: Cache  # its traces, which functions of the same code share
 
     def site(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSite:
         """A call of the function, under the switches of this moment."""

@@ -33,12 +33,10 @@ class Route(NamedTuple):
 
     #: From the function and its (args, kwargs) to what the call returns, or `MISSED`.
     run: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
-    #: The traces of such calls.
-    entries: list[Entry]
+    entries: list[Entry]  # the traces of such calls
     #: How their tensors are told apart: plainly, or under reverse mode.
     tensor_guard: TensorGuard
-    #: Whether the switches are those that were in force.
-    same_thread: Callable[[], bool]
+    same_thread: Callable[[], bool]  # whether the switches are those that were in force
 
     def serves(self, entries: list[Entry], tensor_guard: TensorGuard) -> bool:
         """Whether it is that of the calls of these traces, with tensors told apart so."""

@@ -46,15 +46,12 @@ class Statics:
 class Layout:
     """How the leaves of a call are put together again."""
 
-    #: The pytree of (args, kwargs).
-    spec: Any
+    spec: Any  # the pytree of (args, kwargs)
     #: For each leaf whether it is a tensor, a tensor that was there before, static, or a
     #: root.
     kinds: tuple[str, ...]
-    #: For each tensor that was there before, which one it is.
-    again: tuple[int, ...]
-    #: The static leaves, in order.
-    values: tuple[Any, ...]
+    again: tuple[int, ...]  # for each tensor that was there before, which one it is
+    values: tuple[Any, ...]  # the static leaves, in order
 
     def arguments(
         self, tensors: Sequence[Tensor], roots: Sequence[object]
@@ -77,12 +74,9 @@ class Signature(NamedTuple):
     key: Hashable
     #: The call's (args, kwargs), static ones kept from being walked.
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    #: The dynamic leaves, each once.
-    tensors: tuple[Tensor, ...]
-    #: The leaves that must be looked into.
-    objects: tuple[object, ...]
-    #: Whether some level of reverse mode wants one of the tensors.
-    wants_gradient: bool
+    tensors: tuple[Tensor, ...]  # the dynamic leaves, each once
+    objects: tuple[object, ...]  # the leaves that must be looked into
+    wants_gradient: bool  # whether some level of reverse mode wants one of the tensors
     #: Makes the error of a tensor that cannot be traced; None if all can.
     untraceable: Callable[[], TraceError] | None
 

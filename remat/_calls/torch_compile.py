@@ -37,10 +37,8 @@ _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 class _Kind:
     """Regions that are handled alike."""
 
-    #: What messages call them.
-    where: str
-    #: Makes one around a function.
-    around: _Around
+    where: str  # what messages call them
+    around: _Around  # makes one around a function
     #: Those around Dynamo's graphs, and functions that none holds.
     known: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = (
         dataclasses.field(

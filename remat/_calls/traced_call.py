@@ -107,28 +107,22 @@ def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
 class TracedCall:
     """What a trace and the walk over the function's state have met."""
 
-    #: The joint graphs at the sizes of the call.
-    joints: tuple[Joint, ...]
-    #: The tensors that the function reaches by itself.
-    captured: tuple[Tensor, ...]
+    joints: tuple[Joint, ...]  # the joint graphs at the sizes of the call
+    captured: tuple[Tensor, ...]  # the tensors that the function reaches by itself
     #: Which of these get a gradient by what the function writes to them.
     gained: tuple[int, ...]
     #: What the function reaches.
     survey: _captures.Survey = dataclasses.field(repr=False)
-    #: What of it the trace read.
-    reads: _captures.Reads = dataclasses.field(repr=False)
+    reads: _captures.Reads = dataclasses.field(repr=False)  # what of it the trace read
     #: The function as tensors in, tensors out.
     flattened: Flattened = dataclasses.field(repr=False)
-    #: How the result is put together.
-    output: trees.Frame
+    output: trees.Frame  # how the result is put together
     #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
-    #: The trace with its sizes open, if they were.
-    template: Template | None
+    template: Template | None  # the trace with its sizes open, if they were
     #: Which dimensions of each operand are not open; None where none is.
     fixed: Fixed | None
-    #: How long it took.
-    seconds: float
+    seconds: float  # how long it took
 
     @property
     def is_buffer(self) -> list[bool]:

@@ -84,10 +84,8 @@ def user_bases(kind: type) -> tuple[int, ...]:
 class Mentions:
     """What code refers to by name, the code nested in it included."""
 
-    #: Names loaded from the globals.
-    globals: frozenset[str]
-    #: All names: attributes and imported ones, too.
-    names: frozenset[str]
+    globals: frozenset[str]  # names loaded from the globals
+    names: frozenset[str]  # all names: attributes and imported ones, too
     #: Modules imported when the code runs, as (dots, dotted name).
     imports: frozenset[tuple[int, str]]
     #: Attributes that are asked of a global, as (name, attribute), by `getattr` too.

@@ -17,19 +17,15 @@ from remat._graph.values import Graph, Ref, Value, replace_refs
 class Joint:
     """A forward and its backward, in one graph."""
 
-    #: Inputs are the operands, then cotangents.
-    graph: Graph
+    graph: Graph  # inputs are the operands, then cotangents
     #: Which inputs are the cotangents of this backward, in the order of the outputs that
     #: have one.
     cotangents: tuple[int, ...]
     #: Their metadata, None for an output without one.
     layout: tuple[TensorMeta | None, ...]
-    #: How many inputs are operands.
-    num_operands: int
-    #: Which of the returned tensors are outputs of the forward.
-    chosen: tuple[int, ...]
-    #: These.
-    outputs: tuple[Ref, ...]
+    num_operands: int  # how many inputs are operands
+    chosen: tuple[int, ...]  # which of the returned tensors are outputs of the forward
+    outputs: tuple[Ref, ...]  # these
     #: For each output how it is spread, as a DTensor; None for a plain one.
     placements: tuple[Any, ...]
     #: For each output, whether a cotangent can come back for it.
@@ -66,13 +62,11 @@ class View:
 
     #: Which output it is or shares its storage with; None for an operand.
     output: int | None
-    #: Which operand, likewise.
-    operand: int | None
+    operand: int | None  # which operand, likewise
     #: The view operators in between, as a graph with one input; None if it is the output or
     #: operand itself.
     path: Graph | None
-    #: Whether no gradient flows although one flows to the base.
-    is_detached: bool
+    is_detached: bool  # whether no gradient flows although one flows to the base
     #: Whether the function detached it from the base: no tangent flows either.
     is_cut: bool = False
 

@@ -61,16 +61,11 @@ class _Line:
 
     #: The inputs, what the first's inputs are known to be, and the steps of each.
     values: tuple[Value, ...]
-    #: The value number of each.
-    numbers: tuple[int, ...]
-    #: How many are inputs.
-    num_inputs: int
-    #: Where the first's steps are.
-    first: range
-    #: Where the second's steps are.
-    second: range
-    #: The first's, then the second's.
-    outputs: tuple[Ref | None, ...]
+    numbers: tuple[int, ...]  # the value number of each
+    num_inputs: int  # how many are inputs
+    first: range  # where the first's steps are
+    second: range  # where the second's steps are
+    outputs: tuple[Ref | None, ...]  # the first's, then the second's
     #: Steps of the second that share storage with what it returns, which must be nobody
     #: else's.
     own: frozenset[int]
@@ -130,8 +125,7 @@ class _Match:
     stand_ins: Mapping[int, int]
     #: For steps of the first, the step of the second that is the same.
     twins: Mapping[int, int]
-    #: What the second has to compute, twins included, in order.
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # what the second has to compute, twins included, in order
 
 
 def _match_steps(line: _Line) -> _Match:

@@ -19,14 +19,10 @@ class TensorMeta:
 
     #: Its shape; a DTensor's is that of the part that this rank holds.
     shape: tuple[int, ...]
-    #: Its strides, likewise.
-    stride: tuple[int, ...]
-    #: Its dtype.
-    dtype: torch.dtype
-    #: Its device.
-    device: torch.device
-    #: Whether it is to be differentiated.
-    requires_grad: bool = False
+    stride: tuple[int, ...]  # its strides, likewise
+    dtype: torch.dtype  # its dtype
+    device: torch.device  # its device
+    requires_grad: bool = False  # whether it is to be differentiated
     #: How a DTensor is spread over the ranks; None for any other tensor.
     placement: Any = None
     #: Whether autocast keeps casts for later uses, but not of it.

@@ -30,22 +30,18 @@ class Ref:
 class Value:
     """One step of a graph."""
 
-    #: What makes the value; None for an input.
-    op: Callable[..., Any] | None
+    op: Callable[..., Any] | None  # what makes the value; None for an input
     #: Positional arguments, with a `Ref` wherever another value is used.
     args: tuple[Any, ...] = ()
-    #: Keyword arguments, likewise.
-    kwargs: tuple[tuple[str, Any], ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()  # keyword arguments, likewise
     #: One tensor's metadata, a tuple for an operator with several outputs.
     meta: Meta = None
     #: Whether the value belongs to the backward half of a joint graph.
     is_backward: bool = False
     #: What the user called this value with `checkpoint_name`.
     names: tuple[str, ...] = ()
-    #: The user's "file.py:line".
-    source: str = ""
-    #: The torch function that the user called to make it.
-    function: str = ""
+    source: str = ""  # the user's "file.py:line"
+    function: str = ""  # the torch function that the user called to make it
     #: The generator state, recorded just before, that a draw starts from.
     state: Ref | None = None
     #: Whether a draw sets that state first, instead of finding it.
@@ -98,12 +94,9 @@ def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
 class Graph:
     """Values in an order in which they can be computed, the inputs first."""
 
-    #: The steps; the first `num_inputs` are inputs.
-    values: tuple[Value, ...]
-    #: How many values are given from outside.
-    num_inputs: int
-    #: What is returned; None stands for no value.
-    outputs: tuple[Ref | None, ...]
+    values: tuple[Value, ...]  # the steps; the first `num_inputs` are inputs
+    num_inputs: int  # how many values are given from outside
+    outputs: tuple[Ref | None, ...]  # what is returned; None stands for no value
 
     def __str__(self) -> str:
         return "\n".join(_lines_of_graph(self))

@@ -27,8 +27,7 @@ from remat._rerun import fully_shard
 from remat._torch import isolation, levels, trees
 from remat._tracing.refusals import out_of_reach
 
-#: The bits of all outputs.
-ALL = -1
+ALL = -1  # the bits of all outputs
 
 
 def dependent_outputs(

@@ -36,14 +36,11 @@ from remat._tracing.trace import Flat
 class Rerun(WithoutProgram):
     """A region without programs."""
 
-    #: What the forward runs.
-    run: Flat
-    #: The same, differentiable: derivatives are made from it.
-    function: Flat
+    run: Flat  # what the forward runs
+    function: Flat  # the same, differentiable: derivatives are made from it
     #: For each tensor that it takes whether it is differentiated.
     requires_grad: tuple[bool, ...]
-    #: What is put back around each run.
-    state: RunState
+    state: RunState  # what is put back around each run
     #: How what it returns is made from the outputs; None means they are it.
     returned: tuple[View, ...] | None = None
     #: Whether every output has a gradient, whatever a run's graph says.
@@ -51,8 +48,7 @@ class Rerun(WithoutProgram):
     #: Whether it returns what the user's function does, or that in tangents or mapped: what
     #: `state.dependent_outputs` tells of. Gradients rest on others.
     is_primal: bool = True
-    #: Nothing comes before the operands.
-    num_leading: int = 0
+    num_leading: int = 0  # nothing comes before the operands
 
     # Without annotations, so that these are no fields. The forward saves nothing.
     keeps = False

@@ -31,12 +31,9 @@ from remat.policies._operators import function_name
 class _Randomness:
     """The states of generators and trackers at one moment, by value."""
 
-    #: The states of the default generators.
-    devices: dict[torch.device, Tensor]
-    #: Those of the registered trackers.
-    trackers: Snapshot
-    #: Those of generators of the user's.
-    explicit: dict[torch.Generator, Tensor]
+    devices: dict[torch.device, Tensor]  # the states of the default generators
+    trackers: Snapshot  # those of the registered trackers
+    explicit: dict[torch.Generator, Tensor]  # those of generators of the user's
 
     @classmethod
     def take(

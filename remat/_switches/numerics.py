@@ -23,16 +23,11 @@ class Numerics(NamedTuple):
 
     #: (device type, dtype) for each device type that autocasts.
     autocast: tuple[tuple[str, torch.dtype], ...]
-    #: Whether a cast of a weight is kept for its next use.
-    autocast_cache: bool
-    #: What factories make.
-    default_dtype: torch.dtype
-    #: (algorithms, warn only).
-    deterministic: tuple[bool, bool]
-    #: Of float32.
-    matmul_precision: str
-    #: Backends that may be chosen.
-    switches: tuple[bool, ...]
+    autocast_cache: bool  # whether a cast of a weight is kept for its next use
+    default_dtype: torch.dtype  # what factories make
+    deterministic: tuple[bool, bool]  # (algorithms, warn only)
+    matmul_precision: str  # of float32
+    switches: tuple[bool, ...]  # backends that may be chosen
 
     @classmethod
     def current(cls) -> Numerics:

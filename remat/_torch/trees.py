@@ -53,12 +53,9 @@ class Frame:
     """A pytree without its tensors."""
 
     spec: Any
-    #: The leaves that are no tensors, in order.
-    statics: tuple[Any, ...]
-    #: For each leaf whether it is a tensor.
-    is_tensor: tuple[bool, ...]
-    #: Whether the pytree is a tensor itself.
-    is_leaf: bool
+    statics: tuple[Any, ...]  # the leaves that are no tensors, in order
+    is_tensor: tuple[bool, ...]  # for each leaf whether it is a tensor
+    is_leaf: bool  # whether the pytree is a tensor itself
 
     @classmethod
     def of(cls, tree: Any) -> tuple[list[Tensor], Frame]:

@@ -41,18 +41,13 @@ _SCATTERS = frozenset(
 class Note:
     """Where a node came from; kept in its `meta["remat"]`."""
 
-    #: The user's "file.py:line".
-    source: str
-    #: The torch function that was called.
-    function: str
-    #: Whether that was in the backward.
-    is_backward: bool = True
-    #: Whether it wrote to an argument.
-    in_place: bool = False
+    source: str  # the user's "file.py:line"
+    function: str  # the torch function that was called
+    is_backward: bool = True  # whether that was in the backward
+    in_place: bool = False  # whether it wrote to an argument
     #: Whose numbers a draw takes; None is for the generator to say.
     stream: str | None = None
-    #: Of a step that a backward program repeats, as in `Value`; else -1.
-    rank: int = -1
+    rank: int = -1  # of a step that a backward program repeats, as in `Value`; else -1
 
 
 @final
@@ -63,10 +58,8 @@ class Computed:
     Kept as it was computed: torch's own expression for it may round otherwise.
     """
 
-    #: What computes it.
-    op: Any
-    #: From these, other such numbers among them.
-    args: tuple[Any, ...]
+    op: Any  # what computes it
+    args: tuple[Any, ...]  # from these, other such numbers among them
 
 
 def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:

@@ -33,8 +33,7 @@ from remat.policies._operators import function_name
 class Running:
     """What a running trace knows: the mode asks it, the end of the trace reads it."""
 
-    #: Under which tensors are fakes.
-    mode: Any
+    mode: Any  # under which tensors are fakes
     #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool]
     #: The operands that stand for captured tensors, by the ids of these; the innermost
@@ -85,8 +84,7 @@ class Running:
 class _Thread(threading.local):
     """What this thread is in."""
 
-    #: The trace, if it is in one.
-    running: Running | None = None
+    running: Running | None = None  # the trace, if it is in one
     #: How many traces of ours are around, those of derived programs counted.
     depth: int = 0
     #: Where functions run by themselves, and not in a trace inside of that, what stands for

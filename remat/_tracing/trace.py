@@ -49,10 +49,8 @@ Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 class Request:
     """What to trace."""
 
-    #: Tensors in, tensors (or None) out.
-    function: Flat
-    #: The metadata of what goes in.
-    operands: tuple[TensorMeta, ...]
+    function: Flat  # tensors in, tensors (or None) out
+    operands: tuple[TensorMeta, ...]  # the metadata of what goes in
     #: The metadata of each output's cotangent, None where none comes; the whole is None for
     #: "like the outputs".
     cotangents: tuple[TensorMeta | None, ...] | None = None
@@ -63,8 +61,7 @@ class Request:
     #: The switches under which the backward half runs; None means the forward's, without
     #: autocast.
     backward_numerics: Numerics | None = None
-    #: Whether to trace a backward at all.
-    gradients: bool = True
+    gradients: bool = True  # whether to trace a backward at all
     #: The symbols among the sizes of what goes in, where some are open.
     sizes: OpenSizes | None = None
 
