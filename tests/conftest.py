@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("remat")
 WORLDS = ("tests/storage/test_shard.py", "tests/distributed/")
 # Each of their tests traces functions of its own, some for long.
 SINGLE = (
-    "tests/laws/test_law_01_zoo_under_transforms.py",
+    "tests/laws/test_law_01_functions_under_transforms.py",
     "tests/laws/test_law_02_random_graphs.py",
     "tests/test_examples.py",
     "tests/sweep/test_operator_sweep.py",

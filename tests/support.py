@@ -1,7 +1,7 @@
 """What the tests of the laws share: counters of operators and bytes, bitwise equality.
 
 Nothing here imports `remat`: these are the oracles, and they must be right without it.
-The functions that the laws are tried on stand in `tests/zoo.py`.
+The functions that the laws are tried on stand in `tests/functions.py`.
 """
 
 import itertools

@@ -14,6 +14,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.utils._pytree import tree_map_only
 
 from remat import checkpoint_name, policies, remat
+from tests.functions import FUNCTIONS, NAMES
 from tests.support import (
     assert_close,
     fresh,
@@ -23,7 +24,6 @@ from tests.support import (
     seeded,
     swept,
 )
-from tests.zoo import FUNCTIONS, NAMES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
-ZOO = {function.name: function for function in FUNCTIONS}
+BY_NAME = {function.name: function for function in FUNCTIONS}
 POLICIES = {
     "nothing": None,
     "everything": policies.everything_saveable,
@@ -68,8 +68,8 @@ def arguments():
     ],
 )
 def test_second_derivatives(name):
-    """create_graph, twice: second derivatives of the zoo agree in float64."""
-    args = in_double(ZOO[name].make_args())
+    """create_graph, twice: second derivatives of the functions agree in float64."""
+    args = in_double(BY_NAME[name].make_args())
 
     def second(f):
         flat, tensors = on_tensors(f, args)
@@ -81,7 +81,7 @@ def test_second_derivatives(name):
             return first
         return first, derivatives(moved, leaves)
 
-    assert_close(second(remat(ZOO[name].fun)), second(ZOO[name].fun))
+    assert_close(second(remat(BY_NAME[name].fun)), second(BY_NAME[name].fun))
 
 
 def in_double(args):
@@ -168,7 +168,9 @@ ENGINES = ["trace", "rerun"]
 )
 def test_numerical_derivatives(name):
     """gradcheck, forward mode and batches included, and gradgradcheck pass."""
-    flat, tensors = on_tensors(remat(ZOO[name].fun), in_double(ZOO[name].make_args()))
+    flat, tensors = on_tensors(
+        remat(BY_NAME[name].fun), in_double(BY_NAME[name].make_args())
+    )
     leaves = fresh(tensors)
 
     assert gradcheck(flat, leaves, check_forward_ad=True, check_batched_grad=True)
@@ -182,8 +184,8 @@ def test_numerical_derivatives(name):
 )
 def test_numerical_derivatives_forward_over_reverse(name, engine):
     """gradgradcheck passes where the gradient's derivative is taken by dual numbers."""
-    region = remat(ZOO[name].fun, engine=engine)
-    flat, tensors = on_tensors(region, in_double(ZOO[name].make_args()))
+    region = remat(BY_NAME[name].fun, engine=engine)
+    flat, tensors = on_tensors(region, in_double(BY_NAME[name].make_args()))
 
     assert gradgradcheck(flat, fresh(tensors), check_fwd_over_rev=True)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from remat import checkpoint_name, policies, remat
+from tests.functions import FUNCTIONS, NAMES
 from tests.support import (
     assert_bitwise,
     assert_close,
@@ -26,11 +27,10 @@ from tests.support import (
     seeded,
     swept,
 )
-from tests.zoo import FUNCTIONS, NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
 
-ZOO = {function.name: function for function in FUNCTIONS}
+BY_NAME = {function.name: function for function in FUNCTIONS}
 POLICIES = {
     "nothing": None,
     "everything": policies.everything_saveable,
@@ -52,7 +52,7 @@ def contract(names):
 @pytest.mark.parametrize("name", contract(NAMES))
 def test_backward_gives_plain_bits(name, policy):
     """Outputs and gradients under .backward() are the plain function's, bit for bit."""
-    fun, make_args = ZOO[name].fun, ZOO[name].make_args
+    fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
     region = remat(fun, policy=POLICIES[policy])
 
     assert_bitwise(run(region, make_args()), run(fun, make_args()))
@@ -61,7 +61,7 @@ def test_backward_gives_plain_bits(name, policy):
 @pytest.mark.parametrize("name", contract(NAMES))
 def test_func_grad_gives_backward_bits(name):
     """torch.func.grad of a region gives the bits of the plain function's .backward()."""
-    fun, make_args = ZOO[name].fun, ZOO[name].make_args
+    fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
     plain, tensors = on_tensors(scalar_loss(fun), make_args())
     region, _ = on_tensors(scalar_loss(remat(fun)), make_args())
     expected = run(plain, tensors, torch.ones_like)[1]
@@ -92,7 +92,7 @@ def strided(output: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", contract(STRIDED))
 def test_any_strides_of_cotangents(name, cotangent):
     """A cotangent's strides change no bit that they do not change in plain code."""
-    fun, make_args = ZOO[name].fun, ZOO[name].make_args
+    fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
 
     found = run(remat(fun), make_args(), cotangent)
 
@@ -101,7 +101,7 @@ def test_any_strides_of_cotangents(name, cotangent):
 
 def test_cotangents_of_other_strides_at_each_call():
     """One region serves cotangents of different strides one after the other."""
-    fun, make_args = ZOO["group_norm"].fun, ZOO["group_norm"].make_args
+    fun, make_args = BY_NAME["group_norm"].fun, BY_NAME["group_norm"].make_args
     region = remat(fun)
 
     for cotangent in [expanded, transposed, expanded, strided, random_cotangent]:
@@ -127,10 +127,10 @@ def restrided(tensor: Tensor, how: str) -> Tensor:
 @pytest.mark.parametrize("name", STRIDED)
 def test_any_strides_of_inputs(name, how):
     """An argument's strides change no bit that they do not change in plain code."""
-    fun = ZOO[name].fun
-    flat, tensors = on_tensors(fun, ZOO[name].make_args())
+    fun = BY_NAME[name].fun
+    flat, tensors = on_tensors(fun, BY_NAME[name].make_args())
     tensors = [restrided(tensor, how) for tensor in tensors]
-    region, _ = on_tensors(remat(fun), ZOO[name].make_args())
+    region, _ = on_tensors(remat(fun), BY_NAME[name].make_args())
 
     assert_bitwise(run(region, tensors), run(flat, tensors))
 
@@ -206,9 +206,9 @@ def test_one_tensor_as_two_arguments():
 @pytest.mark.contract
 def test_residual_connection_around_a_region():
     """x + block(x) is right: the argument is the caller's, and has two gradients."""
-    fun = ZOO["mlp"].fun
+    fun = BY_NAME["mlp"].fun
     region = remat(fun)
-    args = ZOO["mlp"].make_args()
+    args = BY_NAME["mlp"].make_args()
 
     def stack(block):
         def twice(x, *weights):
@@ -254,7 +254,9 @@ def test_in_place_operators_under_every_policy():
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 def test_only_some_arguments_require_grad(wanted):
     """Which arguments require grad changes no bit of the gradients that remain."""
-    flat, tensors = on_tensors(ZOO["layer_norm"].fun, ZOO["layer_norm"].make_args())
+    flat, tensors = on_tensors(
+        BY_NAME["layer_norm"].fun, BY_NAME["layer_norm"].make_args()
+    )
     region = remat(flat)
     for index in wanted:
         tensors[index] = clone_exactly(tensors[index]).requires_grad_()

@@ -23,8 +23,8 @@ from torch.func import (
 )
 
 from remat import checkpoint_name, policies, remat
+from tests.functions import attention_math
 from tests.support import assert_close, seeded, swept
-from tests.zoo import attention_math
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
@@ -142,7 +142,7 @@ MAIN = (
     *("grad", "vjp", "jacrev", "vmap_grad", "grad_vmap", "grad_grad"),
     *("jvp_grad", "grad_jvp", "vmap_jvp_grad"),
 )
-#: Those under which `test_law_01_zoo_under_transforms.py` does not have attention.
+#: Those under which `test_law_01_functions_under_transforms.py` does not have attention.
 OF_ATTENTION = (
     *("grad", "vjp", "jacrev", "jacfwd", "linearize", "vmap_vmap_grad"),
     *("vmap_grad_vmap", "vmap_jacrev", "jvp_vmap", "grad_jvp", "jvp_jvp"),

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import checkpoint_name, policies, remat
+from tests.functions import attention, attention_args, mlp, tensors
 from tests.inspection import assert_saves, split_residuals
 from tests.support import backward_operators, held_bytes, seeded
-from tests.zoo import attention, attention_args, mlp, tensors
 
 NAMED = policies.save_only_these_names
 X = seeded(5)

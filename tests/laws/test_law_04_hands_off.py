@@ -13,6 +13,7 @@ from torch.func import grad
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import checkpoint_name, policies, remat
+from tests.functions import FUNCTIONS, NAMES, Pair, mlp, tensors
 from tests.support import (
     assert_bitwise,
     assert_close,
@@ -22,12 +23,11 @@ from tests.support import (
     seeded,
     tensors_in,
 )
-from tests.zoo import FUNCTIONS, NAMES, Pair, mlp, tensors
 
 # Small functions save no memory under some of the policies, and law 5 tests that warning.
 pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
 
-ZOO = {function.name: function for function in FUNCTIONS}
+BY_NAME = {function.name: function for function in FUNCTIONS}
 MLP = tensors((5, 8), (8, 16), (16,), (16, 8), (8,))
 POLICIES = {
     "nothing": None,
@@ -51,11 +51,13 @@ def fingerprint(tree):
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_left_alone(name):
     """Values, versions, strides, storages and flags of the arguments stay as they were."""
-    leaves = fresh(ZOO[name].make_args())
+    leaves = fresh(BY_NAME[name].make_args())
     values = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), leaves)
     before = fingerprint(leaves)
 
-    outputs = [t for t in tensors_in(remat(ZOO[name].fun)(*leaves)) if t.requires_grad]
+    outputs = [
+        t for t in tensors_in(remat(BY_NAME[name].fun)(*leaves)) if t.requires_grad
+    ]
     torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
 
     assert fingerprint(leaves) == before
@@ -65,8 +67,8 @@ def test_arguments_are_left_alone(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_look_like_plain_ones(name):
     """Which outputs require grad, their strides and what is not a tensor are plain's."""
-    leaves = fresh(ZOO[name].make_args())
-    found, expected = remat(ZOO[name].fun)(*leaves), ZOO[name].fun(*leaves)
+    leaves = fresh(BY_NAME[name].make_args())
+    found, expected = remat(BY_NAME[name].fun)(*leaves), BY_NAME[name].fun(*leaves)
 
     def looks(tree):
         return [

@@ -12,6 +12,7 @@ import torch
 from torch.func import grad
 
 from remat import policies, remat
+from tests.functions import FUNCTIONS
 from tests.support import (
     ALIASING,
     backward_operators,
@@ -24,7 +25,6 @@ from tests.support import (
     seeded,
     tensors_in,
 )
-from tests.zoo import FUNCTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
 
@@ -61,8 +61,8 @@ def computing(counts: Counter[str]) -> Counter[str]:
     return Counter({op: n for op, n in counts.items() if op not in ALIASING})
 
 
-def test_the_zoo_saves():
-    """Nearly all of the zoo saves an intermediate in plain torch."""
+def test_the_functions_save():
+    """Nearly all of the functions save an intermediate in plain torch."""
     assert len(SAVING) > 0.75 * len(FUNCTIONS)
 
 

@@ -12,8 +12,8 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value
 from remat._programs.bindings import bindings_of
 from remat._programs.program import Program
+from tests.functions import FUNCTIONS
 from tests.support import Heard, is_differentiable
-from tests.zoo import FUNCTIONS
 
 pytestmark = [
     pytest.mark.contract,

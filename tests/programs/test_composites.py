@@ -10,9 +10,9 @@ from remat._graph.operators import short_name
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
 from remat._torch.tensors import same_bits
+from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
 from tests.support import Heard, is_differentiable
-from tests.zoo import FUNCTIONS
 
 pytestmark = [
     pytest.mark.contract,

@@ -12,9 +12,9 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value
 from remat._programs.interpreted import function_of, overhead_dominates
 from remat._torch import modes, tensors
+from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
 from tests.support import Heard, LiveBytes
-from tests.zoo import FUNCTIONS
 
 pytestmark = [
     pytest.mark.contract,

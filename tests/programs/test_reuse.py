@@ -17,6 +17,7 @@ from remat._programs.bindings import bindings_of
 from remat._programs.overwriting import reusing
 from remat._torch import schemas, tensors, trees
 from tests.benchmarks.memory import allocated
+from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
 from tests.support import (
     Heard,
@@ -26,7 +27,6 @@ from tests.support import (
     is_differentiable,
     seeded,
 )
-from tests.zoo import FUNCTIONS
 
 pytestmark = [
     pytest.mark.contract,
@@ -274,7 +274,7 @@ def test_what_a_forward_writes_over(
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 def test_programs_keep_their_bits(function: Any) -> None:
-    """On the inputs of every function of the zoo, which are not written to."""
+    """On the inputs of every function of `tests.functions`, which are not written to."""
     args = tree_map_only(
         Tensor,
         lambda t: t.detach().clone().requires_grad_(is_differentiable(t)),

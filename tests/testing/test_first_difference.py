@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from remat import checkpoint_name, policies, remat
 from remat.testing import first_difference
 from remat.testing._compare import Gap
+from tests.functions import FUNCTIONS
 from tests.support import seeded
-from tests.zoo import FUNCTIONS
 
-ZOO = {function.name: function for function in FUNCTIONS}
+BY_NAME = {function.name: function for function in FUNCTIONS}
 pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
 
 
@@ -30,7 +30,7 @@ def by_tanh(x):
 @pytest.mark.parametrize("name", ["mlp", "attention_math", "in_place", "many_outputs"])
 def test_a_region_does_not_differ(name):
     """Recomputation, dropped views and pure operators are no differences."""
-    fun, make_args = ZOO[name].fun, ZOO[name].make_args
+    fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
 
     found = first_difference(fun, remat(fun, policy=policies.save_matmul_outputs))
 

@@ -32,8 +32,8 @@ class Function(NamedTuple):
 FUNCTIONS: list[Function] = []
 
 
-def zoo(make_args: Callable[[], Arguments]) -> Callable[[Fun], Fun]:
-    """Enters the function below into the zoo."""
+def tried_on(make_args: Callable[[], Arguments]) -> Callable[[Fun], Fun]:
+    """Enters the function below into `FUNCTIONS`."""
 
     def enter(fun: Fun) -> Fun:
         FUNCTIONS.append(Function(fun.__name__, fun, make_args))
@@ -64,7 +64,7 @@ def integers(*shape: int, high: int, seed: int = 7) -> Tensor:
 # Networks.
 
 
-@zoo(tensors((5, 8), (8, 16), (16,), (16, 8), (8,)))
+@tried_on(tensors((5, 8), (8, 16), (16,), (16, 8), (8,)))
 def mlp(x, w, b, v, c):
     return F.linear(torch.tanh(x @ w + b), v.T, c)
 
@@ -87,13 +87,13 @@ def attention_block(params, x, attend):
     return x + F.gelu(F.layer_norm(x, (8,)) @ params["up"]) @ params["down"]
 
 
-@zoo(attention_args)
+@tried_on(attention_args)
 def attention(params, x):
     sdpa = F.scaled_dot_product_attention
     return attention_block(params, x, lambda q, k, v: sdpa(q, k, v, is_causal=True))
 
 
-@zoo(attention_args)
+@tried_on(attention_args)
 def attention_math(params, x):
     def attend(q, k, v):
         scores = q @ k.mT / 2
@@ -103,27 +103,27 @@ def attention_math(params, x):
     return attention_block(params, x, attend)
 
 
-@zoo(lambda: attention_args(torch.bfloat16))
+@tried_on(lambda: attention_args(torch.bfloat16))
 def attention_bfloat16(params, x):
     return attention(params, x)
 
 
-@zoo(tensors((2, 6, 4, 4), (6,), (6,)))
+@tried_on(tensors((2, 6, 4, 4), (6,), (6,)))
 def group_norm(x, scale, shift):
     return F.group_norm(x.sin(), 3, scale, shift)
 
 
-@zoo(tensors((4, 3, 5), (3,), (3,)))
+@tried_on(tensors((4, 3, 5), (3,), (3,)))
 def batch_norm(x, scale, shift):
     return F.batch_norm(x.sin(), None, None, scale, shift, training=True)
 
 
-@zoo(tensors((4, 6), (6,), (6,)))
+@tried_on(tensors((4, 6), (6,), (6,)))
 def layer_norm(x, scale, shift):
     return F.layer_norm(x.exp(), (6,), scale, shift)
 
 
-@zoo(tensors((3, 4), (3, 5), (3, 5), (9, 20)))
+@tried_on(tensors((3, 4), (3, 5), (3, 5), (9, 20)))
 def lstm_cell_in_place(x, hidden, cell, weight):
     gates = torch.cat([x, hidden], 1) @ weight
     forget, enter, leave, new = gates.unsafe_chunk(4, 1)
@@ -133,18 +133,20 @@ def lstm_cell_in_place(x, hidden, cell, weight):
     return leave.sigmoid() * cell.tanh(), cell
 
 
-@zoo(tensors((2, 3, 8, 8), (4, 3, 3, 3), (4,), (2, 4, 3, 3)))
+@tried_on(tensors((2, 3, 8, 8), (4, 3, 3, 3), (4,), (2, 4, 3, 3)))
 def conv_net(x, w, b, v):
     x = F.max_pool2d(F.relu(F.conv2d(x, w, b, padding=1)), 2)
     return F.avg_pool2d(F.conv2d(x, v), 2).flatten(1)
 
 
-@zoo(lambda: (integers(2, 5, high=11), seeded(11, 6, dtype=F32)))
+@tried_on(lambda: (integers(2, 5, high=11), seeded(11, 6, dtype=F32)))
 def embedding_tied(tokens, weight):
     return F.log_softmax(F.embedding(tokens, weight).tanh() @ weight.T, -1)
 
 
-@zoo(lambda: (seeded(4, 6, dtype=F32), seeded(6, 9, dtype=F32), integers(4, high=9)))
+@tried_on(
+    lambda: (seeded(4, 6, dtype=F32), seeded(6, 9, dtype=F32), integers(4, high=9))
+)
 def cross_entropy(x, weight, target):
     return F.cross_entropy(x.tanh() @ weight, target)
 
@@ -152,41 +154,43 @@ def cross_entropy(x, weight, target):
 # Operators with a backward of their own.
 
 
-@zoo(tensors((4, 5), dtype=torch.complex64))
+@tried_on(tensors((4, 5), dtype=torch.complex64))
 def complex_arithmetic(z):
     w = (z * z.conj()).exp() + z.abs() * 1j
     return torch.view_as_real(w.sin()), w.real, w.conj()
 
 
-@zoo(tensors((3, 5)))
+@tried_on(tensors((3, 5)))
 def cumulative(x):
     return x.exp().cumprod(1), x.sin().cumsum(0)
 
 
-@zoo(tensors((3, 5)))
+@tried_on(tensors((3, 5)))
 def normalizers(x):
     return x.sin().logsumexp(1), x.exp().softmax(0), x.cos().log_softmax(1)
 
 
-@zoo(tensors((3, 6)))
+@tried_on(tensors((3, 6)))
 def activations(x):
     return F.silu(x.sin()) + F.gelu(x, approximate="tanh") * F.softplus(x.exp())
 
 
-@zoo(lambda: (seeded(5, 4, dtype=F32), integers(3, high=5), integers(3, 4, high=5)))
+@tried_on(
+    lambda: (seeded(5, 4, dtype=F32), integers(3, high=5), integers(3, 4, high=5))
+)
 def indexing(x, rows, cells):
     y = x.sin()
     put = y.index_put((rows,), x[rows].exp(), accumulate=True)
     return y[rows, 1:], y.gather(0, cells).exp(), put.sin(), y[..., None, ::2].cos()
 
 
-@zoo(lambda: (seeded(3, 4, dtype=F32), integers(3, 4, high=5)))
+@tried_on(lambda: (seeded(3, 4, dtype=F32), integers(3, 4, high=5)))
 def scatter(x, cells):
     zeros = torch.zeros(5, 4, dtype=x.dtype)
     return zeros.scatter_add(0, cells, x.sin()).exp(), torch.where(x > 0, x.exp(), x)
 
 
-@zoo(tensors((4, 6)))
+@tried_on(tensors((4, 6)))
 def many_outputs(x):
     y = x.sin()
     values, places = y.exp().topk(2, 1)
@@ -195,7 +199,7 @@ def many_outputs(x):
     return values.cos(), places, order, left, right.exp(), y.chunk(2)[1], y.unbind()[0]
 
 
-@zoo(tensors((4, 3), dtype=torch.float64))
+@tried_on(tensors((4, 3), dtype=torch.float64))
 def decompositions(x):
     square = x.sin().T @ x + torch.diag(torch.arange(1.0, 4.0, dtype=x.dtype))
     q, r = torch.linalg.qr(x.exp() + torch.eye(4, 3, dtype=x.dtype))
@@ -203,7 +207,7 @@ def decompositions(x):
     return q @ r.sin(), spread.log(), torch.linalg.eigvalsh(square + square.T)
 
 
-@zoo(tensors((3, 4), (4, 2, 5)))
+@tried_on(tensors((3, 4), (4, 2, 5)))
 def einsums(x, y):
     z = torch.einsum("ab,bcd->acd", x.sin(), y.cos())
     return einops.reduce(z.exp(), "a c d -> c a", "sum"), torch.einsum(
@@ -211,12 +215,12 @@ def einsums(x, y):
     )
 
 
-@zoo(tensors((4, 4), (4, 4), (4, 4)))
+@tried_on(tensors((4, 4), (4, 4), (4, 4)))
 def triangular(x, y, z):
     return torch.bmm(x.sin().tril()[None], y.triu(1)[None]), torch.addmm(z, x, y.exp())
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def dropout_off(x):
     return F.dropout(x.sin(), 0.0, training=True).exp() * F.dropout(
         x, 0.5, training=False
@@ -226,7 +230,7 @@ def dropout_off(x):
 # Views and in-place operators.
 
 
-@zoo(tensors((2, 3, 4)))
+@tried_on(tensors((2, 3, 4)))
 def views(x):
     y = x.sin().transpose(0, 2)
     return (
@@ -236,7 +240,7 @@ def views(x):
     )
 
 
-@zoo(tensors((3, 4), (3, 4)))
+@tried_on(tensors((3, 4), (3, 4)))
 def in_place(x, y):
     z = x.sin().mul_(y).add_(1.0)
     z[1:] = z[:-1].exp()
@@ -244,7 +248,7 @@ def in_place(x, y):
     return z.cos_(), z * y
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def in_place_on_views(x):
     y = x.sin()
     y.T.reshape(4, 3)[0].add_(x[:, 1])
@@ -269,24 +273,24 @@ class Doubled(torch.autograd.Function):
         return 2.0 * grad * cos
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def custom_gradient(x):
     return Doubled.apply(x.exp()).exp()
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def detached_inside(x):
     return x.sin() * x.exp().detach(), (x.cos().detach() * x).exp()
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def no_grad_inside(x):
     with torch.no_grad():
         scale = x.exp().sum()
     return (x.sin() * scale).exp()
 
 
-@zoo(tensors((3, 4)))
+@tried_on(tensors((3, 4)))
 def constants_inside(x):
     rows = torch.arange(3.0).cos()
     return (x.sin() * rows[:, None] + torch.full((4,), 0.5)).exp() * torch.eye(
@@ -294,7 +298,7 @@ def constants_inside(x):
     ).exp()
 
 
-@zoo(
+@tried_on(
     lambda: (
         {"w": seeded(4, 4, dtype=F32), "rest": [Pair(seeded(4, dtype=F32), None), 2]},
         (seeded(3, 4, dtype=F32), None, "tanh"),
@@ -307,22 +311,22 @@ def pytrees(params, inputs):
     return {"pair": pair, "bias": (params["rest"][0].first.sin() * y, None, 3)}
 
 
-@zoo(lambda: (seeded(4, dtype=F32), integers(4, high=3), seeded(4) > 0))
+@tried_on(lambda: (seeded(4, dtype=F32), integers(4, high=3), seeded(4) > 0))
 def integer_inputs(x, n, mask):
     return (x.sin() * n).exp(), n + 1, ~mask, torch.where(mask, x.exp(), 0.0)
 
 
-@zoo(tensors((0, 4), (4, 3), ()))
+@tried_on(tensors((0, 4), (4, 3), ()))
 def empty_and_scalar(x, w, s):
     return x.sin() @ w, s.sin().exp(), (w.exp() * s.cos()).sum()
 
 
-@zoo(tensors((4, 6), (6, 6), dtype=torch.float16))
+@tried_on(tensors((4, 6), (6, 6), dtype=torch.float16))
 def half(x, w):
     return F.layer_norm(F.gelu(x @ w), (6,)).exp()
 
 
-@zoo(tensors((4, 6), (6, 6)))
+@tried_on(tensors((4, 6), (6, 6)))
 def mixed_dtypes(x, w):
     y = (x.to(torch.bfloat16) @ w.to(torch.bfloat16)).float()
     return y.sin().double() * x.exp(), x.half().exp()

@@ -1,4 +1,4 @@
-"""Law 1. Same numbers: the zoo under transforms that mix modes and batches.
+"""Law 1. Same numbers: functions under transforms that mix modes and batches.
 
 "Sums with contributions from outside the call, and every other transform, agree to
 rounding (`torch.testing.assert_close` defaults; suites run in float64)."
@@ -10,8 +10,8 @@ from torch.func import grad, jvp, vmap
 from torch.utils._pytree import tree_map_only
 
 from remat import remat
+from tests.functions import FUNCTIONS
 from tests.support import assert_close, is_differentiable, on_tensors, tensors_in
-from tests.zoo import FUNCTIONS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
-ZOO = {function.name: function for function in FUNCTIONS}
+BY_NAME = {function.name: function for function in FUNCTIONS}
 #: Too coarse, or a plain autograd.Function that torch.func refuses.
 NEVER = {"attention_bfloat16", "half", "mixed_dtypes", "custom_gradient"}
 #: What plain torch cannot do: flash attention has one derivative, in reverse.
@@ -74,13 +74,13 @@ TRANSFORMS = {
     "vmap_jvp_grad": lambda g, f, ts: vmap(lambda *ts: pushed(g, ts))(*batches(ts)),
     "grad_grad": lambda g, f, ts: grad(lambda *ts: smooth_loss(g)(*ts))(*ts),
 }
-#: Whatever breaks in these breaks in `vmap_jvp_grad`, which is tried on all of the zoo.
+#: Whatever breaks in these breaks in `vmap_jvp_grad`, which is tried on all of these functions.
 PARTS = {"jvp", "jvp_grad"}
 #: On these the parts are tried too, to say where it broke, and so are the others each time.
 CORE = {"mlp", "attention_math", "group_norm", "lstm_cell_in_place", "conv_net"}
 CASES = [
     (name, transform)
-    for name in ZOO
+    for name in BY_NAME
     for transform in TRANSFORMS
     if name not in NEVER and (name, transform) not in CANNOT
     if name in CORE or transform not in PARTS
@@ -99,13 +99,13 @@ def is_daily(name, transform):
         for case in CASES
     ],
 )
-def test_the_zoo_under_transforms(name, transform):
-    """A region of the zoo transforms like the plain function."""
-    args = tree_map_only(torch.Tensor, in_double, ZOO[name].make_args())
+def test_functions_under_transforms(name, transform):
+    """A region of each transforms like the plain function."""
+    args = tree_map_only(torch.Tensor, in_double, BY_NAME[name].make_args())
 
     def transformed(fun):
         loss, tensors = on_tensors(smooth_loss(fun), args)
         gradient = grad(loss, tuple(range(len(tensors))))
         return TRANSFORMS[transform](gradient, loss, tensors)
 
-    assert_close(transformed(remat(ZOO[name].fun)), transformed(ZOO[name].fun))
+    assert_close(transformed(remat(BY_NAME[name].fun)), transformed(BY_NAME[name].fun))
