@@ -128,6 +128,8 @@ class _FakeMode(FakeTensorMode):
 _LAID_OUT_BY: dict[Any, int] = {
     torch.ops.aten.native_batch_norm.default: 0,
     torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.native_group_norm.default: 0,
+    torch.ops.aten.native_group_norm_backward.default: 1,
 }
 
 

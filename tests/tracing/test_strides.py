@@ -76,6 +76,54 @@ def test_a_gradient_laid_out_like_another_tensor_is_viewed(
     assert_bitwise(found, right)
 
 
+def _group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x, 2)
+
+
+def _group_norm_backward(x: Tensor) -> Tensor:
+    _, mean, rstd = _aten.native_group_norm(x, None, None, 2, 4, 6, 2, 1e-5)
+    wanted = [True, False, False]
+    return _aten.native_group_norm_backward(
+        x.sin(), x, mean, rstd, None, 2, 4, 6, 2, wanted
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(_group_norm, marks=pytest.mark.contract),
+        _group_norm_backward,  # torch 2.13 has no fake one for some of these layouts
+    ],
+)
+def test_a_norm_of_groups_keeps_the_memory_format(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """Channels that lie together stay so, whatever torch's own fake tensors take."""
+    x = seeded(2, 4, 3, 2)
+
+    for order in itertools.permutations(range(4)):
+        laid_out = torch.empty_permuted(x.shape, order, dtype=x.dtype).copy_(x)
+        mode: Any = fakes.fake_mode(torch.device("cpu"), None)
+        with mode:
+            known = function(mode.from_tensor(laid_out))
+        assert known.stride() == function(laid_out).stride()
+
+
+@pytest.mark.contract
+def test_a_norm_of_groups_is_reshaped() -> None:
+    """What could be viewed if channels were apart is copied, as their strides demand."""
+
+    def fun(x: Tensor) -> Tensor:
+        return (F.group_norm(x, 2).reshape(2, 2, 12) * x.reshape(2, 2, 12)).sin()
+
+    x = seeded(2, 4, 3, 2).to(memory_format=torch.channels_last).requires_grad_()
+
+    found, right = remat(fun)(x), fun(x)
+
+    assert_bitwise(found, right)
+    assert_bitwise(*(torch.autograd.grad(y.sum(), x) for y in (found, right)))
+
+
 def _into(y: Tensor) -> Tensor:
     """Writes what is laid out one way to a tensor that is laid out in another."""
     with torch.no_grad():
