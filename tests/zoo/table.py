@@ -32,6 +32,7 @@ model's after each step.
   contribute in another order. Whatever is above is **DIFFERENT**.
 - **held**: KiB that wait between forward and backward: of the plain model, under
   `nothing_saveable`, under `save_matmul_outputs` and, under **torch's**, with torch's checkpoint.
+  That counts states of the CPU's generator, 5 KiB each, which are much beside layers so small.
 - **torch's numbers**: torch's checkpoint beside the plain model. It runs a layer's forward again,
   and so changes buffers twice: those of BatchNorm differ.
 """
