@@ -254,3 +254,13 @@ def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
         with _lock:
             for (owner, name, _), each in zip(_ENTRANCES, _stood.pop(), strict=True):
                 setattr(owner, name, each)
+
+
+@contextlib.contextmanager
+def without_lifting() -> Generator[None]:
+    """Lifts nothing of this thread's inside: what runs there is not the user's."""
+    outer, _liftings.stack = _liftings.stack, []
+    try:
+        yield
+    finally:
+        _liftings.stack = outer

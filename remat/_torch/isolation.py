@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat._torch.autograd import without_lifting
 from remat._torch.forward_ad import dual_levels, shared_dual_level
 from remat._torch.levels import leave_functorch
 
@@ -21,6 +22,7 @@ def isolated() -> Generator[None]:
     """Runs the body outside every transform and every mode of the caller."""
     with (
         leave_functorch(),
+        without_lifting(),
         without_inference_mode(),
         _disable_current_modes(),
         shared_dual_level(),

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.forwards import Results
+from remat._regions.forwards import Forward, Results
 from remat._regions.protocol import Asked, Call
 from remat._regions.retraceable import Roots
 from remat._regions.returned_views import make_views
-from remat._regions.rules import bind, bind_all, run_saving
+from remat._regions.rules import bind, bind_all, returned_by, run_saving
 from remat._regions.traced import TracedRegion
 from remat._regions.transforms import Pull, pullback
 from remat._regions.waiting import resumed
@@ -163,20 +163,20 @@ class Link:
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """What the stage returns, and the new values of what it changes."""
-        alone = self._alone(self.region, operands, numerics, save=False)
+        call = self._call(self.region, numerics)
+        alone = _run_alone(call, operands, save=False)
         if alone is None:
-            returned, mutations = bind_all(self._call(self.region, numerics), operands)
+            returned, mutations = bind_all(call, operands)
             return without_none(returned), mutations
-        return _returned(self.region, alone.outputs, operands), alone.mutations
+        return without_none(returned_by(call, alone.outputs, operands)), alone.mutations
 
     def record(
         self, operands: Sequence[Tensor], numerics: Numerics
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
         """What `advance` gives, and what the stage's backward reads besides its operands."""
-        results = self._alone(self.region, operands, numerics, save=True)
-        if results is None:
-            results = run_saving(self._call(self.region, numerics), operands)
-        returned = _returned(self.region, results.outputs, operands)
+        call = self._call(self.region, numerics)
+        results = _run_alone(call, operands, save=True) or run_saving(call, operands)
+        returned = without_none(returned_by(call, results.outputs, operands))
         return returned, results.mutations, [*results.saved]
 
     def pull(
@@ -192,15 +192,13 @@ class Link:
         there = without_none(outward)
         pulled: list[Tensor | None] = [None] * len(operands)
         if there and any(wanted):
-            region, tensors = (
-                self._derived(outward, wanted, numerics),
-                [*saved, *operands, *there],
-            )
-            alone = self._alone(region, tensors, numerics, save=False)
+            call = self._call(self._derived(outward, wanted, numerics), numerics)
+            tensors = [*saved, *operands, *there]
+            alone = _run_alone(call, tensors, save=False)
             found = iter(
-                bind(self._call(region, numerics), tensors)
+                bind(call, tensors)
                 if alone is None
-                else _returned(region, alone.outputs, tensors)
+                else returned_by(call, alone.outputs, tensors)
             )
             pulled = [next(found) if each else None for each in wanted]
         return [
@@ -329,42 +327,27 @@ class Link:
             for meta, flow in zip(metas, flows, strict=True)
         ]
 
-    def _alone(
-        self,
-        region: TracedRegion,
-        tensors: Sequence[Tensor],
-        numerics: Numerics,
-        *,
-        save: bool,
-    ) -> Results | None:
-        """One run of a program, where a call of a region is no more; else None.
-
-        The Python of the rules would take as long as the operators of a small stage.
-        """
-        if region.inputs or torch.is_grad_enabled() or not guards.is_quiet():
-            return None
-        forward = region.forward(self.roots, save)
-        if not forward.is_alone or forward.untracked:
-            return None
-        if not forward.numerics.are_met_by(numerics):
-            return None
-        quiet = forward.program.quiet
-        with quiet.around():
-            found = quiet.run([*resumed(tensors)])
-        return Results.of(forward.shape, found, None)
-
     def _call(self, region: TracedRegion, numerics: Numerics) -> Call:
         return Call(region, self.roots, numerics, self.labels)
 
 
-def _returned(
-    region: TracedRegion, outputs: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """What a link's function returns, made from the outputs of its region's program."""
-    views = region.views
-    if views is None:
-        return [*outputs]
-    return without_none(make_views(views, outputs, tensors[region.num_leading :]))
+def _run_alone(call: Call, tensors: Sequence[Tensor], *, save: bool) -> Results | None:
+    """One run of a program, where a call of a link's region is no more; else None.
+
+    The Python of the rules would take as long as the operators of a small stage.
+    """
+    region = call.region
+    if region.inputs or torch.is_grad_enabled() or not guards.is_quiet():
+        return None
+    forward = region.forward(call.roots, save)
+    assert isinstance(forward, Forward), "a link's region is traced"
+    is_alone = forward.is_alone and forward.numerics.are_met_by(call.numerics)
+    if forward.untracked or not is_alone:
+        return None
+    quiet = forward.program.quiet
+    with quiet.around():
+        found = quiet.run([*resumed(tensors)])
+    return Results.of(forward.shape, found, None)
 
 
 def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
