@@ -75,10 +75,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _drop() -> None:
-    _thread.loan = None
-
-
 @final
 class Lender:
     """A program that takes values from the one before, and holds some for the next.
@@ -98,33 +94,35 @@ class Lender:
         self._equal: weakref.WeakKeyDictionary[
             Lender, dict[tuple[_Places, frozenset[int]], tuple[tuple[int, int], ...]]
         ] = weakref.WeakKeyDictionary()
-        self._latest: tuple[weakref.ref[Lender], _Places] | None = None
 
     def consume(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs of the program; empties the list."""
         task, loan = autograd.graph_task(), _thread.loan
-        _drop()
+        _thread.loan = None
+        held = {} if loan is None else loan.values.copy()
+        if loan is not None:
+            loan.values.clear()
         if task == -1 or not guards.are_plain(inputs):
             return self._run((), frozenset())(inputs)
         given, taken = tuple(map(_Given.of, inputs)), dict[int, Tensor]()
         if loan is not None and loan.task == task:
             known = {each: place for place, each in enumerate(loan.inputs)}
             pairs = self._pairs(loan.lender, tuple(map(known.get, given)))
-            taken = {own: loan.values[k] for k, own in pairs if k in loan.values}
+            taken = {own: held[theirs] for theirs, own in pairs if theirs in held}
         lent, run = self.lent, self._run(tuple(taken), self.lent)
         inputs += taken.values()
         # Only the list holds them from now on.
-        del loan, taken
+        del held, taken
         found = run(inputs)
         count = len(self.graph.outputs)
         values = dict(zip(sorted(lent), found[count:], strict=True))
         _thread.loan = _Loan(task, self, given, values)
-        autograd.at_end_of_task(_drop)
+        if values:
+            autograd.at_end_of_task(values.clear)
         return found[:count]
 
     def _pairs(self, before: Lender, places: _Places) -> tuple[tuple[int, int], ...]:
         """Values of a program before this one, which is asked for them, and the equal own ones."""
-        self._latest = weakref.ref(before), places
         known, key = self._equal.setdefault(before, {}), (places, self.lent)
         if key not in known:
             known[key] = _equal_values(before.graph, self.graph, *key)
@@ -132,18 +130,11 @@ class Lender:
         return known[key]
 
     def lend(self, wanted: frozenset[int]) -> None:
-        """Holds these values too from the next run on: the first of them, if all need much memory.
-
-        It asks the program before it for those that it may take from that one.
-        """
+        """Holds these values too from the next run on: the first of them, if all need much memory."""
         added = sorted(wanted - self.lent)
         while added and self._bytes((*self.lent, *added)) > self._bytes() * _MOST_BYTES:
             added = added[: len(added) // 3]
-        if added:
-            self.lent = self.lent.union(added)
-            before = self._latest and self._latest[0]()
-            if self._latest and before:
-                self._pairs(before, self._latest[1])
+        self.lent = self.lent.union(added)
 
     def _bytes(self, lent: Sequence[int] = ()) -> int:
         """The most bytes that live while it runs, if it returns these values too."""

@@ -101,7 +101,8 @@ class Program:
 
     @functools.cached_property
     def _lender(self) -> Lender | None:
-        if not self.is_borrowing:
+        # Of a compiled program each variant would be compiled, which takes seconds.
+        if not self.is_borrowing or self.backend is not None:
             return None
         alone = dataclasses.replace(self, is_borrowing=False)
         return Lender(

@@ -1,5 +1,6 @@
 """Programs that follow each other in one run of autograd compute a value once."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,20 +83,47 @@ def test_what_is_lent_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_held_after_the_backward() -> None:
     """The last program's values go with the run of autograd that computed them."""
-    run = stack(remat(layer), 1)
+    run = stack(remat(layer), 2)
     run()
     with LiveBytes() as memory:
         found = run()
 
     assert memory.live == found.untyped_storage().nbytes()
-    assert lending._thread.loan is None
 
 
-def test_the_first_order_lends_nothing() -> None:
-    """Nobody differentiates its forward again."""
+def test_one_region_holds_values_at_a_time() -> None:
+    """More regions do not hold more of what is lent: the peak grows as it does without."""
     region = remat(layer)
-    grad(lambda w: region(w, X).sum())(WEIGHT)
-    region(WEIGHT.clone().requires_grad_(), X).sum().backward()
+
+    def peaks() -> list[int]:
+        found: list[int] = []
+        for count in (2, 6):
+            run = stack(region, count)
+            run()
+            with LiveBytes() as memory:
+                run()
+            found.append(memory.peak)
+        return found
+
+    few, many = peaks()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(autograd, "graph_task", lambda: -1)
+        few_alone, many_alone = peaks()
+
+    assert many - few <= many_alone - few_alone
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_order_lends_nothing(count: int) -> None:
+    """Nobody differentiates its forwards again, so no program of it takes part."""
+    region = remat(layer)
+
+    def loss(w: Tensor) -> Tensor:
+        return functools.reduce(lambda x, _: region(w, x), range(count), X).sum()
+
+    lending._thread.loan = None
+    for _ in range(2):
+        grad(loss)(WEIGHT)
 
     assert lending._thread.loan is None
 
