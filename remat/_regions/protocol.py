@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, final
 
 from torch import Tensor
@@ -178,62 +179,44 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutProgram:
-    """What regions that run Python instead of a program have in common."""
+    """What regions that run Python instead of a program have in common.
+
+    They have neither a program nor a trace, store nothing, know which operands their outputs
+    depend on before a run, and are derived from as they are.
+    """
+
+    # Without annotations, so that these are no fields.
+    states = ()
+    inputs = MappingProxyType[int, AbstractStorage]({})
+    calls = Calls()
+    program = None
+    num_draws = 0
+    explained = None
 
     @property
-    def states(self) -> tuple[int, ...]:
-        """Empty: no operand is the state of a generator."""
+    def held_apart(self) -> tuple[Tensor, ...]:
+        """What waits for its backward outside of autograd: nothing."""
         return ()
-
-    @property
-    def inputs(self) -> dict[int, AbstractStorage]:
-        """Empty: every input is kept as it is."""
-        return {}
-
-    @property
-    def calls(self) -> Calls:
-        """Unused: nothing is stored, so no call is counted."""
-        return Calls()
 
     @property
     def runs_first(self) -> bool:
         """False: which operands the outputs depend on is known before a run."""
         return False
 
-    @property
-    def program(self) -> None:
-        """None: it runs Python."""
-        return
-
     def one_program(self, roots: Roots) -> None:
-        """None: it runs Python."""
+        """None, like what follows: it takes a program."""
         return
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> None:
-        """None: there is no program to run fast_path."""
+        """See `one_program`."""
         return
 
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> None:
-        """None: what waits has no gradient of its own."""
+        """See `one_program`."""
         return
 
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
-        """None: the outputs and their tangents come from two separate runs."""
+        """See `one_program`: the outputs and their tangents come from two separate runs."""
         return
-
-    @property
-    def num_draws(self) -> int:
-        """Zero: derived regions get no generator state from the forward."""
-        return 0
-
-    @property
-    def explained(self) -> None:
-        """None: it has no trace."""
-        return
-
-    @property
-    def held_apart(self) -> tuple[Tensor, ...]:
-        """What waits for its backward outside of autograd: nothing."""
-        return ()
