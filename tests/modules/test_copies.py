@@ -27,6 +27,8 @@ class Block(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.scale = nn.Parameter(seeded(4))
 
+    count: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         self.count.add_(1)
         return (self.linear(x) * self.scale).tanh()
@@ -34,7 +36,7 @@ class Block(nn.Module):
 
 class Decorated(Block):
     @remat
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x)
 
 
@@ -45,7 +47,7 @@ def cloned(module: nn.Module) -> Any:
     clone._parameters = {
         k: v * 1.5 for k, v in module._parameters.items() if v is not None
     }
-    clone._buffers = {k: v.clone() for k, v in module._buffers.items()}
+    clone._buffers = {k: v.clone() for k, v in module._buffers.items() if v is not None}
     clone._modules = {k: cloned(v) for k, v in module._modules.items() if v is not None}
     return clone
 
@@ -83,7 +85,8 @@ def checkpointed(module: nn.Module) -> nn.Module:
 
 
 def wrapped(module: nn.Module) -> nn.Module:
-    return nn.Sequential(*map(remat, module.children()))
+    regions: Any = map(remat, module.children())
+    return nn.Sequential(*regions)
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -101,12 +104,12 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def model() -> nn.Module:
+def model() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block())
 
 
-def meta_step(module: nn.Module, x: Tensor) -> list[Tensor]:
+def meta_step(module: Any, x: Tensor) -> list[Tensor]:
     """A loss of a clone after a step of its own, and the gradients of the module beneath."""
     clone = cloned(module)
     inner = torch.autograd.grad(

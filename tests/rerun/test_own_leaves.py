@@ -39,7 +39,8 @@ def test_it_is_returned_and_the_argument_gets_its_gradient(fun: Any) -> None:
     x = seeded(4).requires_grad_()
     y = seeded(4).requires_grad_()
     expected, own = fun(x)
-    found, returned = remat(fun, engine="rerun")(y)
+    region: Any = remat(fun, engine="rerun")
+    found, returned = region(y)
 
     assert_bitwise([found, returned], [expected, own])
     assert returned.requires_grad

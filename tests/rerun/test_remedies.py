@@ -117,7 +117,8 @@ def test_a_cache_that_the_first_call_fills(kind: type[nn.Module]) -> None:
 
 def test_functions_in_a_row_take_one_input() -> None:
     """A second one stands in the place of an option, and the error says so."""
-    model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), seeded(4)
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    x: Any = seeded(4)
 
     for call in (
         lambda: checkpoint_sequential(model, 1, x, x),
