@@ -65,6 +65,12 @@ _WITHOUT_EFFECT = {
         "Use torch.profiler.",
     ),
 }
+_WITHOUT_EFFECT_ALONE = {
+    "partition_activations": (
+        "Without `mpu_` nothing says which ranks hold the same activations.",
+        "Pass mpu_=..., an object with get_model_parallel_group().",
+    ),
+}
 
 
 @final
@@ -134,26 +140,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-@dynamo.unseen_by_dynamo
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `checkpoint`, which does what both of DeepSpeed's variants do.
-
-    Args:
-        function: see there.
-        *args: its arguments.
-
-    Returns:
-        What `checkpoint` returns.
-
-    Example:
-        >>> import torch
-        >>> from remat.interop import deepspeed
-        >>> x = torch.ones(3, requires_grad=True)
-        >>> y = deepspeed.non_reentrant_checkpoint(lambda x: x.sin().sin(), x)
-        >>> torch.autograd.grad(y.sum(), x)[0].shape
-        torch.Size([3])
-    """
-    return checkpoint(function, *args)
+# Both of DeepSpeed's variants are one here.
+non_reentrant_checkpoint = checkpoint
 
 
 def configure(  # noqa: PLR0917  DeepSpeed's own order
@@ -206,24 +194,18 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
     }
     options = _section(deepspeed_config)
     options |= {name: each for name, each in passed.items() if each is not None}
-    for name, (why, do) in _WITHOUT_EFFECT.items():
-        if options.get(name):
-            _warn_of_deepspeed_option(name, options[name], why, do)
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
-    is_parted = bool(options.get("partition_activations"))
-    if is_parted and mpu is not None:
+    idle = _WITHOUT_EFFECT | (_WITHOUT_EFFECT_ALONE if mpu is None else {})
+    for name, (why, do) in idle.items():
+        if options.get(name):
+            where = f"interop.deepspeed.configure({name}={options[name]!r})"
+            warn_without_effect(where, why, do)
+    is_parted = mpu is not None and bool(options.get("partition_activations"))
+    if is_parted:
         _group_getter(mpu)
-    elif is_parted:
-        _warn_of_deepspeed_option(
-            "partition_activations",
-            True,
-            "Without `mpu_` nothing says which ranks hold the same activations.",
-            "Pass mpu_=..., an object with get_model_parallel_group().",
-        )
-    _Current.value = _Configuration(
-        mpu, is_parted and mpu is not None, bool(options.get("checkpoint_in_cpu"))
-    )
+    in_cpu = bool(options.get("checkpoint_in_cpu"))
+    _Current.value = _Configuration(mpu, is_parted, in_cpu)
 
 
 def is_configured() -> bool:
@@ -277,10 +259,6 @@ def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
             do="Correct its name, or leave it out.",
         )
     return {_ENTRIES[name]: each for name, each in section.items() if each is not None}
-
-
-def _warn_of_deepspeed_option(name: str, value: object, why: str, do: str) -> None:
-    warn_without_effect(f"interop.deepspeed.configure({name}={value!r})", why, do)
 
 
 def _group_getter(mpu: Any) -> Callable[[], Any]:
