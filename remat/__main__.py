@@ -207,10 +207,8 @@ def _whole_option(text: str, least: int) -> int:
 
 #: The name of an argument, and how `argparse` takes it.
 _Argument = tuple[str, dict[str, Any]]
-
-
-#: What a command runs, its help in short, its description, and its arguments.
-_Command = tuple[Callable[[argparse.Namespace], int], str, str, tuple[_Argument, ...]]
+#: What a command runs, what it says of itself, and its arguments.
+_Command = tuple[Callable[[argparse.Namespace], int], str, tuple[_Argument, ...]]
 
 
 def _cli_argument(name: str, **settings: Any) -> _Argument:
@@ -260,11 +258,9 @@ _DRAWN_OUT = _file_option(
 _COMMANDS: dict[str, _Command] = {
     "demo": (
         _demo,
-        "train a small GPT under several policies and compare memory and time",
-        "Trains a byte-level GPT of about 1 M parameters, with dropout by random keys, on "
-        "pydoc's help topics under torch.func.grad, once under each policy, then prints "
-        "the loss, the bytes held between forward and backward, the peak and the step "
-        "time.",
+        "train a byte-level GPT of about 1 M parameters, with dropout by random keys, on "
+        "pydoc's help topics, once under each of several policies, and compare the loss, the "
+        "bytes held between forward and backward, the peak and the step time",
         (
             _number_option("--steps", 120, "training steps under each policy"),
             _number_option(
@@ -275,9 +271,8 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "report": (
         _report,
-        "measure one step of a function: what each region holds and recomputes",
-        "Runs one forward and its backward, and reports where the bytes and the seconds "
-        "go.",
+        "measure one forward of a function and its backward: what each region holds and "
+        "recomputes, and where the bytes and the seconds go",
         (
             _FUNCTION,
             _ARGUMENTS,
@@ -289,16 +284,14 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "checklist": (
         _checklist,
-        "ask seven questions of a step, answered by measurement",
-        "Runs a few steps of a function, with its regions and without, and says for each "
-        "question whether it passes. The exit code is 1 if one fails.",
+        "ask seven questions of a function, answered by a few steps with its regions and "
+        "without; the exit code is 1 if one fails",
         (_FUNCTION, _ARGUMENTS, _device_option(), _json_option(), _OUT),
     ),
     "plan": (
         _plan,
-        "decide what a function saves within a budget of bytes",
-        "Traces a function without running it, and prints what to save so that a budget "
-        "holds and as little as possible is recomputed.",
+        "trace a function without running it, and decide what it saves so that a budget of "
+        "bytes holds and as little as possible is recomputed",
         (
             _FUNCTION,
             _ARGUMENTS,
@@ -323,9 +316,8 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "compare": (
         _compare,
-        "run a function under several policies, and peers, on this machine",
-        "Runs a function as one region under several policies, without remat, and under "
-        "torch_remat where it is installed.",
+        "run a function as one region under several policies, without remat, and under "
+        "torch_remat where it is installed, or other peers",
         (
             _cli_argument(
                 "function",
@@ -357,8 +349,8 @@ def _command_parser() -> argparse.ArgumentParser:
         description="Recomputes activations where memory is short.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, (run, text, description, own_arguments) in _COMMANDS.items():
-        own = commands.add_parser(name, help=text, description=description)
+    for name, (run, text, own_arguments) in _COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=text)
         own.set_defaults(run=run)
         for argument, settings in own_arguments:
             own.add_argument(argument, **settings)
