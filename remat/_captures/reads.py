@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, final
 
 from torch import nn
@@ -92,7 +92,7 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
 def _watch_reads(kind: type) -> bool:
     with _lock:
         if kind not in _watchers:
-            watchers = _read_watcher(kind), _write_watcher(kind)
+            watchers = _watchers_of(kind)
             try:
                 for watcher in watchers:
                     type.__setattr__(kind, watcher.__name__, watcher)
@@ -117,37 +117,26 @@ def _unwatch_reads(kind: type) -> None:
                 type.__setattr__(kind, name, own)
 
 
-def _read_watcher(kind: type) -> Callable[[Any, str], object]:
-    original = _without_watcher(kind.__getattribute__)
+def _watchers_of(kind: type) -> tuple[Any, ...]:
+    """The methods that note reads and writes, and go on to the class's own."""
+    # Not the watcher of a base class, or one read would be noted twice.
+    inherited: tuple[Any, ...] = kind.__getattribute__, kind.__setattr__
+    read, write = (getattr(each, "original", each) for each in inherited)
 
     def __getattribute__(self: object, name: str) -> object:
         if _active.reads:
             _note_read(self, name)
-        return original(self, name)
-
-    return _watching_method(__getattribute__, kind, original)
-
-
-def _write_watcher(kind: type) -> Callable[[Any, str, object], None]:
-    original = _without_watcher(kind.__setattr__)
+        return read(self, name)
 
     def __setattr__(self: object, name: str, value: object) -> None:
-        original(self, name, value)
+        write(self, name, value)
         for reads in _active.reads:
             reads.note_write(self, name)
 
-    return _watching_method(__setattr__, kind, original)
-
-
-def _without_watcher(inherited: Any) -> Any:
-    """Skips the watcher of a base class, so that one read is not noted twice."""
-    return getattr(inherited, "original", inherited)
-
-
-def _watching_method(watcher: Any, kind: type, original: Any) -> Any:
-    watcher.original = original
-    watcher.own = kind.__dict__.get(watcher.__name__)
-    return watcher
+    watchers: tuple[Any, ...] = __getattribute__, __setattr__
+    for watcher, original in zip(watchers, (read, write), strict=True):
+        watcher.original, watcher.own = original, kind.__dict__.get(watcher.__name__)
+    return watchers
 
 
 def _note_read(owner: object, name: str) -> None:
