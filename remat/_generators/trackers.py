@@ -6,7 +6,6 @@ Which are registered, and their states by value.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Generator, Mapping
 from typing import Any, Protocol, final
@@ -141,31 +140,22 @@ def plainly() -> Generator[None]:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The states of all registered trackers, by value."""
+    """The states of all registered trackers, by value, as they are when it is made."""
 
-    #: Each tracker, with what it held under each name and the state of that.
-    found: tuple[tuple[Tracker, dict[str, tuple[Any, Tensor]]], ...]
-
-    @classmethod
-    def take(cls) -> Snapshot:
-        """As they are now."""
-        return cls(
-            tuple((each, _held_and_states(each)) for each in registered.values())
-        )
+    def __init__(self) -> None:
+        self._found = [
+            (each, {name: (held, state_of(held)) for name, held in states.items()})
+            for each in registered.values()
+            for states in [each.get_states()]
+        ]
 
     def put_back(self) -> None:
         """Sets the trackers to these states; may be called again."""
-        for tracker, states in self.found:
+        for tracker, states in self._found:
             tracker.set_states(
                 {name: holding(held, value) for name, (held, value) in states.items()}
             )
-
-
-def _held_and_states(tracker: Tracker) -> dict[str, tuple[Any, Tensor]]:
-    states = tracker.get_states()
-    return {name: (held, state_of(held)) for name, held in states.items()}
 
 
 def state_of(held: Any) -> Tensor:

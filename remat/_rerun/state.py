@@ -42,7 +42,7 @@ class _Randomness:
         """As they are now."""
         return cls(
             {device: device_states.record(device) for device in devices},
-            Snapshot.take(),
+            Snapshot(),
             {each: each.get_state() for each in explicit},
         )
 
