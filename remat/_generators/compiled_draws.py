@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from remat._generators import device_states
 from remat._graph import operators
+from remat._graph.values import Value
 from remat._torch import schemas, tracer
 
 # The state that the last draw of a graph started from.
@@ -30,44 +31,31 @@ _latest: weakref.WeakKeyDictionary[fx.Graph, Tensor] = weakref.WeakKeyDictionary
 
 
 def with_state(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-    *,
-    in_place: bool,
+    draw: Value, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, Tensor]:
     """Draws as one step of the graph that is being recorded.
 
-    The numbers come from the device's generator, by the operator's in-place variant if
-    `in_place`. With them comes the generator's state before the draw.
+    The numbers come from the device's generator. With them comes its state before the draw.
     """
     # Each takes the state of the draw before, so that a compiler keeps their order.
     graph = tracer.active_graph()
     before = _latest.get(graph)
-    *drawn, state = _drawing(op)(
-        *args, **kwargs, rng_device=device, rng_in_place=in_place, rng_before=before
-    )
+    told = {"rng_device": device, "rng_in_place": draw.in_place, "rng_before": before}
+    *drawn, state = _drawing(draw.op)(*args, **kwargs, **told)
     _latest[graph] = state
-    return _draw_result(op, drawn), state
+    return _draw_result(draw.op, drawn), state
 
 
 def from_state(
-    op: Any,
+    draw: Value,
     state: Tensor,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     device: torch.device,
-    *,
-    in_place: bool,
 ) -> Any:
-    """Draws again, as one step; arguments as above, and the state that it starts from.
-
-    The generator is left as it was found.
-    """
-    return _redrawing(op)(
-        state, *args, **kwargs, rng_device=device, rng_in_place=in_place
-    )
+    """Draws again, as one step, from a state; the generator is left as it was found."""
+    told = {"rng_device": device, "rng_in_place": draw.in_place}
+    return _redrawing(draw.op)(state, *args, **kwargs, **told)
 
 
 def _draw_result(op: Any, drawn: Sequence[Tensor]) -> Any:
@@ -79,19 +67,13 @@ def _drawing(op: Any) -> Any:
     """The operator that draws as another does, and also returns the state; made when met."""
     given, returned = _declared(op)
 
-    def draw(
-        *args: Any,
-        rng_device: torch.device,
-        rng_in_place: bool,
-        rng_before: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, ...]:
-        del rng_before
-        state = device_states.get(rng_device)
-        return (*_results_of_draw(op, args, kwargs, rng_in_place), state)
+    def draw(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        state = device_states.get(kwargs["rng_device"])
+        return (*_results_of_draw(op, args, kwargs), state)
 
-    def fake(*args: Any, rng_device: torch.device, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (*_fake_draws(op, args, kwargs), device_states.fake_state(rng_device))
+    def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        drawn = _results_of_draw(op, args, {**kwargs, "rng_in_place": False})
+        return (*drawn, device_states.fake_state(kwargs["rng_device"]))
 
     return schemas.define(
         f"draw_{_compiled_draw_name(op)}",
@@ -107,22 +89,18 @@ def _redrawing(op: Any) -> Any:
     """The operator that draws from a state as another did; made when met."""
     given, returned = _declared(op)
 
-    def redraw(
-        state: Tensor,
-        *args: Any,
-        rng_device: torch.device,
-        rng_in_place: bool,
-        **kwargs: Any,
-    ) -> Any:
-        found = device_states.get(rng_device)
-        device_states.put(state, rng_device)
+    def redraw(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs["rng_device"]
+        found = device_states.get(device)
+        device_states.put(state, device)
         try:
-            return _draw_result(op, _results_of_draw(op, args, kwargs, rng_in_place))
+            return _draw_result(op, _results_of_draw(op, args, kwargs))
         finally:
-            device_states.put(found, rng_device)
+            device_states.put(found, device)
 
-    def fake(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _draw_result(op, _fake_draws(op, args, kwargs))
+    def fake(_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        drawn = _results_of_draw(op, args, {**kwargs, "rng_in_place": False})
+        return _draw_result(op, drawn)
 
     return schemas.define(
         f"redraw_{_compiled_draw_name(op)}",
@@ -145,22 +123,15 @@ def _declared(op: Any) -> tuple[str, str]:
     return given, returned.removeprefix("(").removesuffix(")")
 
 
-def _fake_draws(
+def _results_of_draw(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
+    """The numbers; what `_declared` adds to the arguments of `op` is not passed on to it."""
     own = {name: each for name, each in kwargs.items() if not name.startswith("rng_")}
-    return _results_of_draw(op, args, own, False)
-
-
-def _results_of_draw(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool
-) -> list[Tensor]:
-    if in_place:
-        drawn = operators.IN_PLACE_OF[op](
-            torch.empty_like(args[0]), *args[1:], **kwargs
-        )
+    if kwargs["rng_in_place"]:
+        drawn = operators.IN_PLACE_OF[op](torch.empty_like(args[0]), *args[1:], **own)
     else:
-        drawn = op(*args, **kwargs)
+        drawn = op(*args, **own)
     outputs = [drawn] if isinstance(drawn, Tensor) else list(drawn)
     # If nothing is dropped, torch returns its argument itself.
     return [

@@ -77,12 +77,8 @@ def _whole_draw(
         return None
     place, device = value.state.index, device_of(value)
     if value.is_redraw:
-        return compiled_draws.from_state(
-            value.op, env[place], args, kwargs, device, in_place=value.in_place
-        )
-    out, env[place] = compiled_draws.with_state(
-        value.op, args, kwargs, device, in_place=value.in_place
-    )
+        return compiled_draws.from_state(value, env[place], args, kwargs, device)
+    out, env[place] = compiled_draws.with_state(value, args, kwargs, device)
     return out
 
 
