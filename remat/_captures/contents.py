@@ -148,23 +148,20 @@ def shows_members(owner: object) -> bool:
 
 
 def _of_set(owner: set[object], names: set[str]) -> Content:
-    content: Content = {}
+    content = _of_object(owner, names)
     if shows_members(owner):
         content["members", ""] = frozenset(owner)
-    return content if type(owner) is set else content | _of_object(owner, names)
+    return content
 
 
 def _of_array(owner: Any, names: set[str]) -> Content:
     """Of an array: its bytes, up to a size, unless it holds objects."""
-    content: Content = {}
+    content = _of_object(owner, names)
     with contextlib.suppress(ValueError):  # numpy hands out no dates
         view = memoryview(owner)
         if view.nbytes <= MOST_BYTES and "O" not in view.format:
             content["bytes", ""] = held_bytes(owner)
-    value: object = owner
-    kind = type(value)
-    is_plain = kind in {bytearray, array.array} or _is_numpys(kind)
-    return content if is_plain else content | _of_object(owner, names)
+    return content
 
 
 def _of_dict(owner: dict[Any, object], names: set[str]) -> Content:
@@ -286,21 +283,17 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
-def _is_numpys(kind: type) -> bool:
-    return f"{kind.__module__}.{kind.__qualname__}" == "numpy.ndarray"
-
-
 @cached_weakly
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
             return sort
-    if any(map(_is_numpys, kind.__mro__)):
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if "numpy.ndarray" in names:
         return _of_array
-    if kind.__module__.startswith(_ENGINES):
+    if names[0].startswith(_ENGINES):
         return of_nothing
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if name in _NAMESPACES:
+    if names[0] in _NAMESPACES:
         return _of_attributes
     is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
     return _of_wrapper if is_own or is_standard(kind.__module__) else _of_object

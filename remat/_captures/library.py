@@ -11,10 +11,9 @@ import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 from pathlib import Path as FilePath
-from typing import TypeVar, cast, final
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -79,17 +78,15 @@ def user_bases(kind: type) -> tuple[int, ...]:
     )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Mentions:
+class Mentions(NamedTuple):
     """What code refers to by name, the code nested in it included."""
 
-    globals: frozenset[str]  # names loaded from the globals
-    names: frozenset[str]  # all names: attributes and imported ones, too
+    globals: Set[str]  # names loaded from the globals
+    names: Set[str]  # all names: attributes and imported ones, too
     #: Modules imported when the code runs, as (dots, dotted name).
-    imports: frozenset[tuple[int, str]]
+    imports: Set[tuple[int, str]]
     #: Attributes that are asked of a global, as (name, attribute), by `getattr` too.
-    asked: frozenset[tuple[str, str]]
+    asked: Set[tuple[str, str]]
 
 
 # What follows a global of which an attribute is asked, by a dot or by `getattr`.
@@ -122,6 +119,4 @@ def mentions(code: types.CodeType) -> Mentions:
             elif instruction.opname == "IMPORT_NAME":
                 imports.add((cast("int", before[0]), given))
             before.append(given)
-    return Mentions(
-        frozenset(loads), frozenset(names), frozenset(imports), frozenset(asked)
-    )
+    return Mentions(loads, names, imports, asked)

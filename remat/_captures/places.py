@@ -11,15 +11,15 @@ that a baked trace may hold on to without keeping anything of the user's alive.
 import contextvars
 import enum
 import functools
+import inspect
 import numbers
 import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from gc import get_referents
 from itertools import chain
-from typing import Any, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -137,9 +137,6 @@ def same(value: object, const: object) -> bool:
         return numpy_scalar(value) == scalar
     if isinstance(const, (float, complex)):
         return repr(value) == repr(const)
-    if isinstance(const, (numbers.Number, str, bytes)):
-        # Decimals and the like; enumerations were told by identity.
-        return not isinstance(const, enum.Enum) and bool(value == const)
     if type(const) is tuple:
         pair = cast("tuple[tuple[object, ...], tuple[object, ...]]", (value, const))
         return len(pair[0]) == len(pair[1]) and all(map(same, *pair))
@@ -147,11 +144,8 @@ def same(value: object, const: object) -> bool:
         left, right = cast("tuple[slice[Any], slice[Any]]", (value, const))
         ends = (left.start, left.stop, left.step), (right.start, right.stop, right.step)
         return same(*ends)
-    kind = type(const)
-    is_whole = hasattr(kind, COMPARES_AS_A_WHOLE) or _is_value_class(kind)
-    if is_whole or kind in _BY_VALUE or kind is frozenset:
-        return bool(value == const)
-    return False
+    # Enumerations and classes were told by identity.
+    return not isinstance(const, (enum.Enum, type)) and bool(value == const)
 
 
 def attributes(owner: object) -> dict[str, object]:
@@ -186,15 +180,11 @@ def held_bytes(owner: Any) -> tuple[object, ...]:
 
 def is_kept_property(kind: type, name: str) -> bool:
     """Whether a class has a `functools.cached_property` of this name."""
-    given = (
-        attributes(base)[name] for base in kind.__mro__ if name in attributes(base)
-    )
-    return isinstance(next(given, None), functools.cached_property)
+    given = inspect.getattr_static(kind, name, None)
+    return isinstance(given, functools.cached_property)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """How one kind of step is taken, written as code, and named.
 
     `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
@@ -237,13 +227,10 @@ KINDS = {
 }
 
 
-# For each hook that torch has for all modules, its number: registered anew, it gets another.
-HOOKS = hooks_of_all_modules()
-
-
 # What the expressions of `KINDS` refer to.
 SPACE: dict[str, Any] = {
-    "HOOKS": HOOKS,
+    # Of a hook for all modules its number: registered anew, it gets another.
+    "HOOKS": hooks_of_all_modules(),
     "chain": chain,
     "get_referents": get_referents,
     "held_bytes": held_bytes,
@@ -271,10 +258,10 @@ def look(owner: object, step: Step) -> object:
         AttributeError, LookupError, TypeError, ValueError: nothing stands there.
     """
     kind, key = step
-    if kind == "attr" and key != "__dict__":
-        return object.__getattribute__(owner, cast("str", key))
-    if kind == "attr":
+    if step == ("attr", "__dict__"):
         return attributes(owner)
+    if kind == "attr":
+        return object.__getattribute__(owner, cast("str", key))
     holder = _HOLDERS[kind](owner)
     if kind == "inherited":
         return getattr(holder, cast("str", key))
@@ -306,8 +293,12 @@ def put(owner: Any, step: Step, value: object) -> None:
         type.__setattr__(owner, cast("str", key), value)
     elif kind == "value":
         owner[[*owner][cast("int", key)]] = value
-    elif kind in _WHOLE:
-        _WHOLE[kind](owner, value)
+    elif kind == "variable":
+        _set_in_context(owner, value)
+    elif kind == "members":
+        fill(owner, value)
+    elif kind == "bytes":
+        memoryview(owner).cast("B")[:] = cast("tuple[bytes, ...]", value)[0]
     else:
         _HOLDERS[kind](owner)[key] = value
 
@@ -316,23 +307,6 @@ def _set_in_context(variable: contextvars.ContextVar[object], value: object) -> 
     if value is Unset.UNSET:
         raise LookupError("only who set a context variable can make it unset again")
     variable.set(value)
-
-
-def _set_members(owner: set[object], members: Any) -> None:
-    set[object].clear(owner)
-    set[object].update(owner, members)
-
-
-def _set_bytes(owner: Any, held: Any) -> None:
-    memoryview(owner).cast("B")[:] = held[0]
-
-
-# Steps to all that the owner holds, and how to write that.
-_WHOLE: dict[str, Callable[[Any, Any], None]] = {
-    "variable": _set_in_context,
-    "members": _set_members,
-    "bytes": _set_bytes,
-}
 
 
 def _remove_place(owner: Any, step: Step) -> None:
@@ -348,25 +322,16 @@ def _remove_place(owner: Any, step: Step) -> None:
 
 
 def fill(owner: Any, items: Any) -> None:
-    """Makes a list, a deque or a dict hold these items, past any method of its class."""
-    if isinstance(owner, deque):
-        queue = cast("deque[object]", owner)
-        deque[object].clear(queue)
-        deque[object].extend(queue, items)
-        return
-    if isinstance(owner, list):
-        held = cast("list[object]", owner)
-        list[object].__setitem__(held, slice(None), items)
-        return
+    """Makes a container hold these items, past any method of its class."""
     # An ordered one keeps its order beside: dict's own methods would spoil it.
-    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    bases: tuple[Any, ...] = list, deque, set, OrderedDict, dict
+    base = next(base for base in bases if isinstance(owner, base))
     base.clear(owner)
-    base.update(owner, items)
+    grow = "extend" if base in {list, deque} else "update"
+    getattr(base, grow)(owner, items)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """The words for a place: the kind of name that it starts from, and the rest."""
 
     prefix: str
