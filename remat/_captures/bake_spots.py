@@ -5,6 +5,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from remat._captures.places import (
     look,
 )
 from remat._captures.spot_rules import (
-    Absent,
+    ABSENT,
     Equal,
     Instance,
     IsTensor,
@@ -52,11 +53,8 @@ def cover(
 ) -> "Covered":
     """Bakes what a trace depends on.
 
-    Args:
-        survey: what the roots reached before the trace.
-        reads: the attributes that the trace read, from `recording`.
-        used: the ids of the captured tensors that the trace met, in input order; the survey
-            has a path to each.
+    `reads` are from `recording`; `used` are the ids of the captured tensors that the trace
+    met, in input order. The survey has a path to each.
     """
     survey.follow(_names_of_classes(survey, reads))
     baker = _Baker(survey, reads, {})
@@ -87,37 +85,33 @@ def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set
 
 
 @final
+@dataclass
 class _Baker:
     """Walks from the roots through covered places, and writes a spot for each."""
 
-    def __init__(
-        self,
-        survey: Survey,
-        reads: Mapping[int, Iterable[str]],
-        forced: Mapping[int, set[Step]],
-    ) -> None:
-        self.survey = survey
-        self.reads = reads
-        self.forced = forced
-        self.spots: list[Spot] = []
-        self.labels: list[Label] = []
-        self.tensors: dict[int, list[int]] = {}
-        self.known: dict[int, int] = {}
-        self.pending: deque[tuple[Node, int]] = deque()
+    survey: Survey
+    reads: Mapping[int, Iterable[str]]
+    #: By the id of an object, steps that are covered whether or not they were read.
+    forced: Mapping[int, set[Step]]
+    spots: list[Spot] = field(default_factory=list[Spot])
+    #: By the id of a tensor, its spots; by the id of any other object, its first.
+    tensors: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    known: dict[int, int] = field(default_factory=dict[int, int])
+    pending: deque[Node] = field(default_factory=deque[Node])
 
     def bake(self) -> None:
         """Writes the spots, nearest first."""
-        self.pending.append((self.survey.roots, -1))
+        self.pending.append(self.survey.roots)
         while self.pending:
-            node, index = self.pending.popleft()
-            for step in self.steps(node, index):
-                self.cover_place(node, index, step)
+            node = self.pending.popleft()
+            for step in self.steps(node):
+                self.cover_place(node, step)
         self.cover_overrides()
         nodes = [self.survey.nodes[identity] for identity in self.known]
         self.cover_names([node for node in nodes if node.look is of_user_function])
         if any(isinstance(node.value, nn.Module) for node in nodes):
             hooks: Step = ("hooks", "all modules")
-            self.write(self.survey.roots, -1, hooks, Equal(look(None, hooks)))
+            self.write(self.survey.roots, hooks, Equal(look(None, hooks)))
 
     def finish(self, used: Sequence[int]) -> list[Spot]:
         """The spots, with aliases of the tensors that are used."""
@@ -125,31 +119,28 @@ class _Baker:
         for identity in dict.fromkeys(used):
             first, *others = self.tensors[identity]
             for other in others:
-                spot = spots[other]
-                spots[other] = Spot(spot.parent, spot.step, spot.label, SameAs(first))
+                spots[other] = spots[other]._replace(rule=SameAs(first))
         return spots
 
-    def steps(self, node: Node, index: int) -> Iterable[Step]:
+    def steps(self, node: Node) -> Iterable[Step]:
         """The covered places of a reached object; writes those without a value at once."""
         names = self.reads.get(id(node.value), (EVERYTHING,))
         if EVERYTHING in names or node.look not in WATCHED:
             for step in _containers_to_bake(node):
-                self.cover_shape(node, index, step)
+                self.cover_shape(node, step)
             return node.content
         found = dict.fromkeys(self.forced.get(id(node.value), ()))
         found |= {s: None for s in node.content if s[0] in {*ITEMS, "type"}}
         for name in names:
-            self.cover_name(node, index, name, found)
+            self.cover_name(node, name, found)
         return found
 
-    def cover_name(
-        self, node: Node, index: int, name: str, found: dict[Step, None]
-    ) -> None:
+    def cover_name(self, node: Node, name: str, found: dict[Step, None]) -> None:
         """Adds the places that a read of this name depends on."""
         if name in modules.second_places(node.kind):
             return
         if isinstance(node.value, nn.Module) and name in REGISTERED:
-            self.cover_shape(node, index, ("var", name))
+            self.cover_shape(node, ("var", name))
             kind = REGISTERED[name]
             found |= {step: None for step in node.content if step[0] == kind}
             return
@@ -157,37 +148,37 @@ class _Baker:
             if (kind, name) in node.content:
                 found[kind, name] = None
                 return
-        self.cover_absence(node, index, name)
+        self.cover_absence(node, name)
 
-    def cover_absence(self, node: Node, index: int, name: str) -> None:
+    def cover_absence(self, node: Node, name: str) -> None:
         """Covers a name that the object lacked: it came from the class, or was missing."""
         kind = node.kind
         held = attributes(node.value)
         if name in held and is_kept_property(kind, name):  # found in the trace
-            self.write(node, index, ("var", name), Equal(held[name]))
+            self.write(node, ("var", name), Equal(held[name]))
             return
         if name in slots(kind):
-            self.write(node, index, ("attr", name), Absent())
+            self.write(node, ("attr", name), ABSENT)
         if not _has_dict_to_bake(node.value) or (name[:2] == "__" == name[-2:]):
             return
         for base in kind.__mro__:
             if name in base.__dict__:
                 given: object = base.__dict__[name]
                 if not hasattr(cast("Any", type(given)), "__set__"):
-                    self.write(node, index, ("var", name), Absent())
+                    self.write(node, ("var", name), ABSENT)
                 if is_simple(given) and not isinstance(given, type):
-                    self.write(node, index, ("inherited", name), Equal(given))
+                    self.write(node, ("inherited", name), Equal(given))
                 return
-        self.cover_missing(node, index, name)
+        self.cover_missing(node, name)
 
-    def cover_missing(self, node: Node, index: int, name: str) -> None:
+    def cover_missing(self, node: Node, name: str) -> None:
         """Neither an object nor its class has what was read: none may come to have it."""
-        self.write(node, index, ("var", name), Absent())
+        self.write(node, ("var", name), ABSENT)
         if not hasattr(node.kind, name):  # else its metaclass has it, for itself alone
-            self.write(node, index, ("inherited", name), Absent())
+            self.write(node, ("inherited", name), ABSENT)
         if isinstance(node.value, nn.Module):
             for registered in REGISTERED.values():
-                self.write(node, index, (registered, name), Absent())
+                self.write(node, (registered, name), ABSENT)
 
     def cover_overrides(self) -> None:
         """Covers that no class before the base that defines a name gets that name."""
@@ -200,67 +191,67 @@ class _Baker:
         for identity, name in places:
             if identity in self.known:
                 node = self.survey.nodes[identity]
-                self.write(node, self.known[identity], ("var", name), Absent())
+                self.write(node, ("var", name), ABSENT)
 
     def cover_names(self, functions: Sequence[Node]) -> None:
         """Covers the globals that code names and that are not there, and their attributes."""
-        places: dict[tuple[int, Step], None] = {}
+        missing: dict[tuple[int, str], Node] = {}
+        asked: dict[tuple[int, str], None] = {}
         for node in functions:
-            space, index = node.value.__globals__, self.known[id(node.value)]
+            space: dict[str, object] = node.value.__globals__
             named = mentions(node.value.__code__)
             for name in named.globals - space.keys():
-                if (id(space), ("global", name)) not in places:
-                    places[id(space), ("global", name)] = None
-                    self.write(node, index, ("global", name), Absent())
+                missing.setdefault((id(space), name), node)
             for name, attribute in named.asked:
                 owner = space.get(name)
                 if _is_named(owner) and id(owner) in self.known:
-                    places[id(owner), ("var", attribute)] = None
-        for identity, step in places:
-            if step[0] == "var":
-                self.cover_attribute(self.survey.nodes[identity], cast("str", step[1]))
+                    asked[id(owner), attribute] = None
+        for (_, name), node in missing.items():
+            self.write(node, ("global", name), ABSENT)
+        for identity, name in asked:
+            self.cover_attribute(self.survey.nodes[identity], name)
 
     def cover_attribute(self, node: Node, name: str) -> None:
         """Covers what a function, a Python module or a class may get, or a library changes."""
-        index, held = self.known[id(node.value)], attributes(node.value)
+        held = attributes(node.value)
         if name in held and node.look is of_nothing and type(held[name]) in _SWITCHES:
-            self.write(node, index, ("var", name), Equal(held[name]))
+            self.write(node, ("var", name), Equal(held[name]))
         elif not held.keys() & {name, "__getattr__"} and not (
             isinstance(node.value, type) and hasattr(node.value, name)
         ):
-            self.write(node, index, ("var", name), Absent())
+            self.write(node, ("var", name), ABSENT)
 
-    def cover_shape(self, node: Node, index: int, step: Step) -> None:
+    def cover_shape(self, node: Node, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
         try:
             rule = _rule_to_bake(look(node.value, step))
         except NOT_THERE:
-            rule = Absent()
-        self.write(node, index, step, rule)
+            rule = ABSENT
+        self.write(node, step, rule)
 
-    def cover_place(self, node: Node, index: int, step: Step) -> None:
+    def cover_place(self, node: Node, step: Step) -> None:
         """Writes the spot of one value, and continues from each value once."""
         value = node.content[step]
         if isinstance(value, Tensor):
-            spot = self.write(node, index, step, IsTensor(type(value)))
+            spot = self.write(node, step, IsTensor(type(value)))
             self.tensors.setdefault(id(value), []).append(spot)
         elif id(value) not in self.survey.nodes:
             if is_simple(value):
-                self.write(node, index, step, Equal(value))
+                self.write(node, step, Equal(value))
         elif id(value) not in self.known:
-            spot = self.write(node, index, step, _rule_to_bake(value))
+            spot = self.write(node, step, _rule_to_bake(value))
             self.known[id(value)] = spot
-            self.pending.append((self.survey.nodes[id(value)], spot))
+            self.pending.append(self.survey.nodes[id(value)])
         elif step[0] not in {"type", "base"}:
             same = SameAs(self.known[id(value)])
-            self.write(node, index, step, Equal(value) if is_simple(value) else same)
+            self.write(node, step, Equal(value) if is_simple(value) else same)
 
-    def write(self, node: Node, index: int, step: Step, rule: Rule) -> int:
+    def write(self, node: Node, step: Step, rule: Rule) -> int:
         """Adds a spot and returns its index."""
-        above = self.labels[index] if index >= 0 else Label("", "")
+        parent = self.known.get(id(node.value), -1)
+        above = self.spots[parent].label if parent >= 0 else Label("", "")
         label = above.then(node.value, step)
-        self.labels.append(label)
-        self.spots.append(Spot(index, step, str(label), rule))
+        self.spots.append(Spot(parent, step, label, rule))
         return len(self.spots) - 1
 
 
@@ -309,7 +300,6 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
 def _rule_to_bake(value: object) -> Rule:
     """The rule for an object, whatever it holds."""
     kind = type(value)
-    has_members = shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
         return Registered(number)
@@ -321,9 +311,9 @@ def _rule_to_bake(value: object) -> Rule:
         return Equal(value)
     if isinstance(value, dict):
         entries = cast("dict[Hashable, object]", value)
-        if entries and all(is_simple(key) for key in entries):
+        if all(is_simple(key) for key in entries):
             return Keyed(kind, tuple(entries))
-        return Sized(kind, len(entries))
-    if isinstance(value, (list, tuple, deque, set)) and not has_members:
+    sized = list, tuple, deque, set, dict
+    if not shows_members(value) and isinstance(value, sized):
         return Sized(kind, len(cast("list[object]", value)))
     return Instance(kind)

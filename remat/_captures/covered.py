@@ -10,7 +10,6 @@ from torch import Tensor
 from remat._captures.generated_check import generate_check
 from remat._captures.places import MISSING, NOT_THERE, fill, in_words, put
 from remat._captures.spot_rules import (
-    Absent,
     Equal,
     Instance,
     IsTensor,
@@ -40,7 +39,7 @@ class Covered:
 
     def __init__(self, spots: Sequence[Spot], fetched: Sequence[int]) -> None:
         self._spots = tuple(spots)
-        self.labels = tuple(spots[index].label for index in fetched)
+        self.labels = tuple(str(spots[index].label) for index in fetched)
         self.gather: Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]
         self.gather = generate_check(spots, fetched)
 
@@ -83,8 +82,6 @@ def _difference_at_spot(spot: Spot, value: object) -> str:
     match spot.rule:
         case Equal(const):
             return f"{spot.label} was {in_words(const)} and is {now}"
-        case Absent():
-            return f"{spot.label} was not there and is {now}"
         case SameAs():
             return f"{spot.label} was shared with another place and is no more"
         case Runs(code):
@@ -105,24 +102,18 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case Equal(const):
                 put(owner, spot.step, const)
                 undo.callback(put, owner, spot.step, value)
-            case Absent():
-                put(owner, spot.step, MISSING)
-                undo.callback(put, owner, spot.step, value)
             case Sized(kind, num) if type(value) is kind and kind in {list, deque}:
                 undo.callback(fill, value, [*value])
                 fill(value, [*value, *[None] * num][:num])
             case Keyed(kind, keys) if type(value) is kind:
                 undo.callback(fill, value, {**value})
                 fill(value, {key: value.get(key) for key in keys})
-            case Sized(kind, 0) if type(value) is kind and issubclass(kind, dict):
-                undo.callback(fill, value, {**value})
-                fill(value, {})
             case _:
                 raise TypeError("only simple values can be restored")
     except NOT_THERE as error:
         raise refusal(
             RecomputationError,
-            where=spot.label,
+            where=str(spot.label),
             what=f"changed after the forward: {_difference_at_spot(spot, value)}.",
             why=f"The backward needs the old value, but {error}.",
             do="Change it after the backward, or pass it as an argument.",

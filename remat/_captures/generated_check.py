@@ -7,7 +7,7 @@ from torch import Tensor
 
 from remat._captures.places import KINDS
 from remat._captures.reads import GENERATED
-from remat._captures.spot_rules import Absent, Constants, SameAs, Spot, clause
+from remat._captures.spot_rules import ABSENT, Constants, SameAs, Spot, clause
 
 _INSTANCE_DICT = "{}.__dict__"
 
@@ -104,7 +104,7 @@ def generate_check(
     bound = {spot.parent for spot in spots} | set(fetched)
     bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
     for index, spot in enumerate(spots):
-        if isinstance(spot.rule, Absent):
+        if spot.rule is ABSENT:
             writer.require(writer.absence(spot))
             continue
         place = writer.place(spot)

@@ -8,19 +8,11 @@ and `visit` evaluates them one by one.
 
 import types
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
-from remat._captures.places import (
-    MISSING,
-    NOT_THERE,
-    SPACE,
-    Step,
-    look,
-    same,
-)
+from remat._captures.places import MISSING, NOT_THERE, SPACE, Label, Step, look, same
 from remat._generators import trackers
 
 
@@ -51,90 +43,69 @@ class Constants:
         return f"t{self._num_temporaries}"
 
 
-# --- rules --------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Equal:
+class Equal(NamedTuple):
     """A simple value, the same by type and bits."""
 
     const: object
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Instance:
+# No value is there: what was read came from elsewhere, or was missing.
+ABSENT = Equal(MISSING)
+
+
+class Instance(NamedTuple):
     """An object of exactly this class."""
 
     kind: type
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class IsTensor:
+class IsTensor(NamedTuple):
     """A tensor of any class; `kind` is the likely one, for speed."""
 
     kind: type
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SameAs:
+class SameAs(NamedTuple):
     """An object that stands at an earlier spot too: aliases stay aliases."""
 
     spot: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """A function with this code, made anew or not."""
 
     code: types.CodeType
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Sized:
+class Sized(NamedTuple):
     """A container of this class and length."""
 
     kind: type
     num_items: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Keyed:
+class Keyed(NamedTuple):
     """A dictionary of this class with these keys in this order."""
 
     kind: type
     keys: tuple[Hashable, ...]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(NamedTuple):
     """The tracker of this registration: a program draws from its states, by its number."""
 
     number: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """No value is there: what was read came from elsewhere, or was missing."""
-
-
 Rule: TypeAlias = (
-    Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Registered | Absent
+    Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Registered
 )
 
 
 def clause(rule: Rule, value: str, constants: Constants) -> str:
     """Writes what a rule says of a value as a Python expression.
 
-    Any rule but `Absent`, which says it of a place. `constants` gets what the expression
+    Any rule but `ABSENT`, which says it of a place. `constants` gets what the expression
     refers to.
     """
     match rule:
@@ -155,12 +126,10 @@ def clause(rule: Rule, value: str, constants: Constants) -> str:
             return f"(type({new} := {value}) is {own} and {size})"
         case Keyed(kind, keys):
             new, own = constants.temporary(), constants.name(kind)
-            right = constants.name(keys)
-            return f"(type({new} := {value}) is {own} and (*{new},) == {right})"
+            has_them = f"(*{new},) == {constants.name(keys)}" if keys else f"not {new}"
+            return f"(type({new} := {value}) is {own} and {has_them})"
         case Registered(number):
             return f"TRACKERS.get({number}) is {value}"
-        case Absent():
-            raise AssertionError("nothing is said of a value that is not there")
 
 
 _LITERAL = (type(None), bool, type(...))
@@ -189,14 +158,12 @@ def _equality(value: str, const: object, constants: Constants) -> str:
     return f"(({new} := {value}) is {name} or {rest})"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """One place: a step from an earlier spot (-1: from the roots), and its rule."""
 
     parent: int
     step: Step
-    label: str
+    label: Label
     rule: Rule
 
 
@@ -219,8 +186,9 @@ def visit(
 
 
 def _rule_holds(rule: Rule, name: str, constants: Constants) -> bool:
-    if isinstance(rule, Absent) or constants.space[name] is MISSING:
-        return isinstance(rule, Absent) and constants.space[name] is MISSING
+    is_missing = constants.space[name] is MISSING
+    if rule is ABSENT or is_missing:
+        return rule is ABSENT and is_missing
     try:
         return bool(eval(clause(rule, name, constants), constants.space))
     except NOT_THERE:
