@@ -65,7 +65,7 @@ _WITHOUT_EFFECT = {
         "Use torch.profiler.",
     ),
 }
-_WITHOUT_EFFECT_ALONE = {
+_NEEDS_MPU = {
     "partition_activations": (
         "Without `mpu_` nothing says which ranks hold the same activations.",
         "Pass mpu_=..., an object with get_model_parallel_group().",
@@ -196,7 +196,7 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
     options |= {name: each for name, each in passed.items() if each is not None}
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
-    idle = _WITHOUT_EFFECT | (_WITHOUT_EFFECT_ALONE if mpu is None else {})
+    idle = _WITHOUT_EFFECT | (_NEEDS_MPU if mpu is None else {})
     for name, (why, do) in idle.items():
         if options.get(name):
             where = f"interop.deepspeed.configure({name}={options[name]!r})"
