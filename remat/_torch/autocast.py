@@ -33,8 +33,7 @@ def is_cast_each_time(tensor: Tensor) -> bool:
     """Whether autocast keeps casts, but none of this tensor, which some transform differentiates.
 
     It keeps those of leaves, which weights are. The gradients of all uses of a cast are summed
-    in the lower precision; the gradients of casts are cast back first. Obsolete when torch has
-    a public name for the condition.
+    in the lower precision; the gradients of casts are cast back first.
     """
     if tensor.dtype is not torch.float32 or not autocast_keeps_casts():
         return False

@@ -1,6 +1,7 @@
 """The engine, the nodes and the functions of autograd.
 
-Obsolete when torch annotates `backward`, and gives the rest public names.
+Obsolete when torch annotates `backward`, has a class for each error that is told here by its
+text, and gives the rest public names; a function that says so itself has an end of its own.
 """
 
 # pyright: reportPrivateUsage=false
@@ -50,13 +51,10 @@ def is_batched_by_autograd(tensor: Tensor) -> bool:
 
 
 def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
-    """Finds the tensors that were written to after a node of autograd saved them.
+    """The tensors that were written to after a node saved them: their places, and as they are.
 
     Reading all saved tensors raises for the first such tensor without saying which one it
     is. Obsolete when torch's error says so.
-
-    Returns:
-        The place of each among the saved tensors, and the tensor as it is now.
     """
     found: list[tuple[int, Tensor]] = []
     for place, each in enumerate(node._raw_saved_tensors):
@@ -74,18 +72,12 @@ def num_saved(node: Any) -> int:
 
 
 def is_of_a_change(error: RuntimeError) -> bool:
-    """Whether autograd raised an error because a saved tensor was written to.
-
-    Obsolete when torch has a class for it.
-    """
+    """Whether autograd raised an error because a saved tensor was written to."""
     return "modified by an inplace operation" in str(error)
 
 
 def has_no_formula(error: RuntimeError) -> bool:
-    """Whether autograd raised for a derivative that is missing, or lost by a write in place.
-
-    Obsolete when torch has a class for these errors.
-    """
+    """Whether autograd raised for a derivative that is missing, or lost by a write in place."""
     told = (
         "derivative for ",
         "does not support automatic differentiation",
@@ -96,10 +88,7 @@ def has_no_formula(error: RuntimeError) -> bool:
 
 
 def must_be_constant(error: RuntimeError) -> bool:
-    """Whether autograd raised for an operand with a gradient that must have none.
-
-    Obsolete when torch has a class for it.
-    """
+    """Whether autograd raised for an operand with a gradient that must have none."""
     return "is not differentiable with respect to argument" in str(error)
 
 
@@ -121,23 +110,17 @@ def leaf_of(tensor: Tensor) -> Tensor:
 
 
 def graph_task() -> int:
-    """The number of the run of autograd on this thread, -1 outside of any.
-
-    Obsolete when torch makes public the function that its hooks use for this.
-    """
+    """The number of the run of autograd on this thread, -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def will_execute(node: Any) -> bool:
-    """Whether the backward that is under way on this thread runs a node of autograd's.
-
-    Obsolete when torch makes public the function that its own checkpoint uses for this.
-    """
+    """Whether the backward that is under way on this thread runs a node of autograd's."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -159,19 +142,13 @@ def is_plain_autograd() -> bool:
 
 
 def at_end_of_task(function: Callable[[], None]) -> None:
-    """Calls a function when the run of autograd that is under way ends without an error.
-
-    Obsolete when torch makes the engine's callbacks public.
-    """
+    """Calls a function when the run of autograd that is under way ends without an error."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
 
 def node_number(node: Any) -> int:
-    """The number of a node of autograd; of two nodes of one thread the later one's is larger.
-
-    Obsolete when torch gives `Node._sequence_nr` a public name.
-    """
+    """The number of a node of autograd; of two nodes of one thread the later one's is larger."""
     return node._sequence_nr()
 
 

@@ -18,7 +18,6 @@ def placement(tensor: Tensor) -> Any:
     """How a DTensor is spread over the ranks (its spec), None for any other tensor.
 
     None under vmap too, whose wrappers hide it: a DTensor is traced as a whole there.
-    Obsolete, with the two below, when DTensor makes its spec public.
     """
     kind = _dtensor_class()
     if kind is None:

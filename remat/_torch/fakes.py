@@ -52,10 +52,7 @@ def wraps_fakes(tensor: Tensor) -> bool:
 
 
 def is_in_parts(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that is made of others, as DTensor is.
-
-    Obsolete when the protocol of `__tensor_flatten__` is public.
-    """
+    """Whether a tensor is of a subclass that is made of others, as DTensor is."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
@@ -206,10 +203,7 @@ def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
 def call_on_fakes(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Calls a module on tensors like its own and like the arguments, without data.
-
-    Obsolete when `torch.subclasses` has a public mode for this.
-    """
+    """Calls a module on tensors like its own and like the arguments, without data."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))

@@ -44,10 +44,7 @@ def interpreter_is_active() -> bool:
 
 
 def current_interpreter() -> tuple[str, Any] | None:
-    """The innermost running transform, as ("grad" | "jvp" | "vmap" | ..., interpreter).
-
-    Obsolete when torch.func lets a primitive register its own rules.
-    """
+    """The innermost running transform, as ("grad" | "jvp" | "vmap" | ..., interpreter)."""
     top = functorch.peek_interpreter_stack()
     if top is None:
         return None

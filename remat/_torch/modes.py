@@ -39,10 +39,7 @@ def is_watched() -> bool:
 
 
 def dispatch_modes() -> Sequence[Any]:
-    """The dispatch modes of this thread, the innermost last.
-
-    Obsolete when torch has a public name for it.
-    """
+    """The dispatch modes of this thread, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
 
@@ -99,6 +96,5 @@ def is_below_autograd() -> bool:
     A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
     when such calls are torch functions.
     """
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(  # pyright: ignore[reportPrivateUsage]
-        torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportPrivateUsage]
-    )
+    key = torch._C.DispatchKey.AutogradFunctionality
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key)

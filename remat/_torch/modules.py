@@ -1,4 +1,7 @@
-"""What torch knows of an nn.Module: its call, its hooks, where its parameters stand twice."""
+"""What torch knows of an nn.Module: its call, its hooks, where its parameters stand twice.
+
+Obsolete when torch makes the hooks public; a function that says so itself has an end of its own.
+"""
 
 # pyright: reportPrivateUsage=false
 import sys
@@ -29,13 +32,13 @@ def copied(module: _T, **attributes: Any) -> _T:
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run before a module's forward. Obsolete when torch makes them public."""
+    """The hooks that run before a module's forward."""
     hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return [*hooks.values()]
 
 
 def pruned_name(hook: Any) -> str:
-    """The parameter that a pruning method masks. Obsolete as `forward_pre_hooks`."""
+    """The parameter that a pruning method masks."""
     return hook._tensor_name
 
 
@@ -55,10 +58,7 @@ def refresh_second_places(module: object) -> None:
 
 
 def hooks_of_all_modules() -> tuple[Mapping[int, Any], ...]:
-    """The hooks that torch runs in every module, by the number of their registration.
-
-    Obsolete when torch tells them in public.
-    """
+    """The hooks that torch runs in every module, by the number of their registration."""
     module: Any = torch.nn.modules.module
     names = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
     return tuple(getattr(module, f"_global_{name}") for name in names)

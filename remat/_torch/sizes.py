@@ -37,7 +37,7 @@ class OpenSizes:
     """The symbols for sizes and strides in one trace, and the conditions that it assumed.
 
     Sizes that happen to be equal do not share a symbol. 0 and 1 are constants, as
-    everywhere in torch. Obsolete when torch.export's shape environment is public.
+    everywhere in torch.
 
     Attributes:
         env: torch's shape environment.

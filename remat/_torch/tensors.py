@@ -16,10 +16,7 @@ SET_DATA: Any = cast("Any", Tensor.data).__set__
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor overrides functions of torch.
-
-    Obsolete when torch has a public way to ask a class for that.
-    """
+    """Whether a subclass of Tensor overrides functions of torch."""
     handler: Any = getattr(kind, "__torch_function__")  # noqa: B009
     plain: Any = getattr(Tensor, "__torch_function__")  # noqa: B009
     if handler is _torch._C._disabled_torch_function_impl:
@@ -28,15 +25,12 @@ def overrides_functions(kind: type[Tensor]) -> bool:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view. Obsolete when torch has a public name."""
+    """Whether autograd takes a tensor for a view."""
     return tensor._is_view()
 
 
 def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
-    """A tensor of a subclass with the metadata of another and no memory.
-
-    Obsolete when torch gives `Tensor._make_wrapper_subclass` a public name.
-    """
+    """A tensor of a subclass with the metadata of another and no memory."""
     return Tensor._make_wrapper_subclass(  # pyright: ignore[reportUnknownMemberType]
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
