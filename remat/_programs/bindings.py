@@ -77,10 +77,8 @@ class _Listener(modes.DispatchMode):
         super().__init__()
         self.heard: _Heard | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.heard = (func, args, kwargs or {})
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        self.heard = (op, args, kwargs)
         raise _EndOfRehearsalError
 
 

@@ -85,13 +85,11 @@ class _Listener(modes.DispatchMode):
         super().__init__()
         self.heard: list[Any] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if schemas.is_composite(func):
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if schemas.is_composite(op):
             with self:
-                return func.decompose(*args, **kwargs or {})
-        if func not in _VIEWS:
+                return op.decompose(*args, **kwargs)
+        if op not in _VIEWS:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
-            self.heard += [func, *map(_layout, tensors)]
-        return func(*args, **kwargs or {})
+            self.heard += [op, *map(_layout, tensors)]
+        return op(*args, **kwargs)

@@ -18,7 +18,7 @@ from remat._graph.values import Graph
 from remat._torch.modes import DispatchMode, dispatch_modes, is_watched
 
 
-class Watcher(DispatchMode, abc.ABC):
+class Watcher(DispatchMode):
     """Hears operators as any dispatch mode does, and which step of a program makes each."""
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ Obsolete when torch makes the stacks of modes public.
 """
 
 # pyright: reportPrivateUsage=false
+import abc
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,20 @@ from torch.utils._python_dispatch import (
 _torch: Any = torch
 
 
-class DispatchMode(TorchDispatchMode):
-    """The base of dispatch modes. Obsolete when torch annotates the `__init__` of its own."""
+class DispatchMode(TorchDispatchMode, abc.ABC):
+    """The base of dispatch modes. Obsolete when torch annotates its own."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._hear(func, args, kwargs or {})
+
+    @abc.abstractmethod
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator, or something in its place, and returns the result."""
 
 
 # Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that

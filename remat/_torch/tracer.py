@@ -20,11 +20,11 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat._torch.dynamo import dynamo_as_before
 from remat._torch.fakes import are_shapes_alone
-from remat._torch.modes import is_watched
+from remat._torch.modes import DispatchMode, is_watched
 from remat._torch.sizes import is_exact, is_open, symbol_expression
 
 _torch: Any = torch
@@ -113,7 +113,7 @@ def _compiled_functions_as_written() -> Generator[None]:
         yield
 
 
-class _ShapesAside(TorchDispatchMode):
+class _ShapesAside(DispatchMode):
     """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
     Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do
@@ -122,16 +122,14 @@ class _ShapesAside(TorchDispatchMode):
     weight works on plain torch.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         if are_shapes_alone(args):
             with _disable_current_modes():
-                return func(*args, **kwargs or {})
-        return func(*args, **kwargs or {})
+                return op(*args, **kwargs)
+        return op(*args, **kwargs)
 
 
-class _SizesTracked(TorchDispatchMode):
+class _SizesTracked(DispatchMode):
     """Registers with the tracer each whole number that depends on open sizes.
 
     Torch's tracer derives such a number from others. It fails if the number is a product of
@@ -139,13 +137,11 @@ class _SizesTracked(TorchDispatchMode):
     with three open sizes, and of the parts of a split, works on plain torch.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given: Any = (args, kwargs or {})
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        given: Any = (args, kwargs)
         if proxy_is_active():
             given = pytree.tree_map_only(torch.SymInt, _tracked_size, given)
-        return func(*given[0], **given[1])
+        return op(*given[0], **given[1])
 
 
 def _tracked_size(number: Any) -> Any:
@@ -196,15 +192,10 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 def add_placeholder(tensor: Tensor, name: str) -> None:
     """Adds an input, found while the trace runs, to the graph being filled."""
     tracer = active_tracer()
-    first_call = next(
-        (node for node in tracer.graph.nodes if node.op != "placeholder"), None
-    )
-    where = (
-        contextlib.nullcontext()
-        if first_call is None
-        else tracer.graph.inserting_before(first_call)
-    )
-    with where:
+    graph: fx.Graph = tracer.graph
+    calls = (node for node in graph.nodes if node.op != "placeholder")
+    # The nodes are a ring: what stands before its root is the last of them.
+    with graph.inserting_before(next(calls, graph._root)):
         proxy = tracer.create_proxy("placeholder", name, (), {})
     proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 

@@ -161,12 +161,9 @@ class _CopyWatcher(modes.DispatchMode):
         self._parameters = {tensors.storage_key(each) for each in parameters}
         self.copies: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operator."""
-        result = modes.run_in_mode(func, args, kwargs or {})
-        if operators.short_name(func) in _COPIES and not fakes.is_fake(args[0]):
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        result = modes.run_in_mode(op, args, kwargs)
+        if operators.short_name(op) in _COPIES and not fakes.is_fake(args[0]):
             key = tensors.storage_key(result)
             if tensors.storage_key(args[0]) in self._parameters | self.copies.keys():
                 # Held, so that no other storage can have its key.

@@ -116,12 +116,10 @@ class _NameWatcher(StepListener):
             for name in value.names if is_own and index in results else ():
                 self._see(name, value.source, results[index], run, value.rank)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator, and notes its result for its step, or a mark by itself."""
-        result = modes.run_in_mode(func, args, kwargs or {})
-        if func is naming.MARK:
+        result = modes.run_in_mode(op, args, kwargs)
+        if op is naming.MARK:
             if not fakes.is_fake(args[0]):
                 self._see(args[1], user_line(), args[0])
         elif self.stack:

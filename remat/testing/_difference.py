@@ -88,20 +88,18 @@ class _Recorder(modes.DispatchMode):
         self.phase = "forward"
         self._latest: dict[int, _Computed] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = modes.run_in_mode(func, args, kwargs or {})
-        if func is naming.MARK:
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        result = modes.run_in_mode(op, args, kwargs)
+        if op is naming.MARK:
             step = self._latest.get(storage_key(args[0]))
             if step is not None and args[1] not in step.names:
                 step.names.append(args[1])
-        elif not operators.returns_view(func) and func not in operators.TRANSPARENT:
+        elif not operators.returns_view(op) and op not in operators.TRANSPARENT:
             source = user_line() if self.phase == "forward" else ""
             # An in-place operator is compared with the pure one that stands for it.
-            op = operators.short_name(func).rstrip("_")
+            name = operators.short_name(op).rstrip("_")
             for tensor in trees.tensor_leaves(result):
-                self._keep(op, source, tensor)
+                self._keep(name, source, tensor)
         return result
 
     def _keep(self, op: str, source: str, tensor: Tensor) -> None:

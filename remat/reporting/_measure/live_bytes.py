@@ -52,15 +52,12 @@ class LiveBytes(modes.DispatchMode):
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
         self._older: set[weakref.ref[torch.UntypedStorage]] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator and counts the storages that it makes."""
-        kwargs = kwargs or {}
         for tensor in tensors_in((*args, *kwargs.values())):
             for storage in storages(tensor):
                 self._meet(storage)
-        result = modes.run_in_mode(func, args, kwargs)
+        result = modes.run_in_mode(op, args, kwargs)
         for tensor in tensors_in(result):
             for storage in storages(tensor):
                 self._count(storage)

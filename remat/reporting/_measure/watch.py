@@ -19,7 +19,7 @@ from remat._graph import flops, operators
 from remat._graph.values import Graph
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
-from remat._torch import modes, tensors, trees
+from remat._torch import guards, modes, tensors, trees
 from remat._user_lines import user_line
 
 
@@ -135,28 +135,25 @@ class StepWatcher(StepListener):
         with self.running(graph) as run:
             yield functools.partial(setattr, run, "step")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
-        kwargs = kwargs or {}
-        if func not in _WARM and not types:
-            _warm_up(func, args, kwargs)
+        if op not in _WARM and guards.are_plain(trees.tensor_leaves((args, kwargs))):
+            _warm_up(op, args, kwargs)
         started = time.perf_counter()
-        result = modes.run_in_mode(func, args, kwargs)
+        result = modes.run_in_mode(op, args, kwargs)
         if self._waits:
             _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
-        self.counts[operators.short_name(func)] += 1
-        self.flops[self.phase] += flops.flops_of(func, args, kwargs, result)
+        self.counts[operators.short_name(op)] += 1
+        self.flops[self.phase] += flops.flops_of(op, args, kwargs, result)
         run = self.stack[-1] if self.stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
-        if not _returns_view(func):  # what a view shows was there before
+        if not _returns_view(op):  # what a view shows was there before
             for item, tensor in enumerate(tensors_in(result)):
                 for storage in storages(tensor):
-                    self._count(storage, func, item)
+                    self._count(storage, op, item)
         return result
 
     def _count(self, storage: torch.UntypedStorage, op: Any, item: int) -> None:
