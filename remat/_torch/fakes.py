@@ -6,7 +6,7 @@ of its own.
 
 # pyright: reportPrivateUsage=false
 import contextlib
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -109,14 +109,20 @@ class _FakeMode(FakeTensorMode):
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         source = _LAID_OUT_BY.get(func)
         if source is not None and args[source].device.type == "cpu":
-            return (_fake_in_format_of(found[0], args[source]), *found[1:])
-        like = _LAID_OUT_LIKE.get(func)
-        if like is None:
+            first, *rest = found
+            if first is not None:
+                layout = suggest_memory_format(args[source])
+                first = torch.empty_like(first, memory_format=layout)
+            return (first, *rest)
+        summed = _LAID_OUT_LIKE.get(func)
+        if summed is None:
             return found
         with self:
-            return torch.empty_like(
-                like(found, *tensor_leaves(args)), dtype=found.dtype
-            )
+            if not summed:
+                return torch.empty_like(found, memory_format=torch.contiguous_format)
+            given = tensor_leaves(args)
+            like = functools.reduce(torch.add, [given[place] for place in summed])
+            return torch.empty_like(like, dtype=found.dtype)
 
 
 #: CPU kernels that give their first output the memory format of an argument, and which
@@ -133,52 +139,26 @@ _LAID_OUT_BY: dict[Any, int] = {
 aten: Any = torch.ops.aten
 
 
-def _fake_like_sum(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return first + second
-
-
-def _fake_like_turned_sum(_: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return second + first
-
-
-def _fake_like_first(_: Tensor, first: Tensor, *__: Tensor) -> Tensor:
-    return first
-
-
-def _fake_like_second(_: Tensor, __: Tensor, second: Tensor, *___: Tensor) -> Tensor:
-    return second
-
-
-def _dense_fake(found: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(found, memory_format=torch.contiguous_format)
-
-
-#: What has the strides that kernels give their output, from a fake output and the tensors
-#: among their arguments. A fake mode decomposes these operators, and where inputs are laid
-#: out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
-_LAID_OUT_LIKE: dict[Any, Callable[..., Tensor]] = {
-    aten.softplus_backward.default: _fake_like_sum,
-    aten.elu_backward.default: _fake_like_sum,
-    aten.hardtanh_backward.default: _fake_like_sum,
-    aten.hardswish_backward.default: _fake_like_sum,
-    aten.hardsigmoid_backward.default: _fake_like_sum,
-    aten.logit_backward.default: _fake_like_sum,
-    aten.binary_cross_entropy_backward.default: _fake_like_second,
-    aten.mse_loss_backward.default: _dense_fake,
-    aten.smooth_l1_loss_backward.default: _dense_fake,
-    aten.huber_loss_backward.default: _dense_fake,
-    aten._log_softmax_backward_data.default: _dense_fake,
-    aten.pow.Scalar: _dense_fake,
-    aten.threshold_backward.default: _fake_like_turned_sum,
-    aten.leaky_relu_backward.default: _fake_like_turned_sum,
-    aten.log_sigmoid_backward.default: _fake_like_first,
+#: Kernels whose output has the strides of a sum of tensors among their arguments: which ones,
+#: in this order; none for a contiguous output. A fake mode decomposes these operators, and
+#: where inputs are laid out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
+_LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
+    aten.softplus_backward.default: (0, 1),
+    aten.elu_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.binary_cross_entropy_backward.default: (1,),
+    aten.mse_loss_backward.default: (),
+    aten.smooth_l1_loss_backward.default: (),
+    aten.huber_loss_backward.default: (),
+    aten._log_softmax_backward_data.default: (),
+    aten.pow.Scalar: (),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+    aten.log_sigmoid_backward.default: (0,),
 }
-
-
-def _fake_in_format_of(output: Tensor | None, source: Tensor) -> Tensor | None:
-    if output is None:
-        return None
-    return torch.empty_like(output, memory_format=suggest_memory_format(source))
 
 
 def are_shapes_alone(args: Any) -> bool:
