@@ -8,6 +8,7 @@ text, and gives the rest public names; a function that says so itself has an end
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
@@ -153,24 +154,16 @@ def node_number(node: Any) -> int:
 
 
 @final
+@dataclasses.dataclass(slots=True)
 class Lifting:
-    """How tensors are lifted inside a block.
+    """How tensors are lifted inside a block."""
 
-    Attributes:
-        lift: gives what stands for a tensor.
-        has_functions: whether an `autograd.Function` was applied inside.
-    """
-
-    def __init__(self, lift: Callable[[Tensor], Tensor]) -> None:
-        self.lift = lift
-        self.has_functions = False
+    lift: Callable[[Tensor], Tensor]  # gives what stands for a tensor
+    has_functions: bool = False  # whether an `autograd.Function` was applied inside
 
 
 class _Liftings(threading.local):
-    """The open blocks of a thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[Lifting] = []
+    stack: tuple[Lifting, ...] = ()  # of the open blocks, the innermost last
 
 
 _liftings = _Liftings()
@@ -223,11 +216,11 @@ def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
                 setattr(owner, name, replace(each))
         _stood.append(stood)
     lifting = Lifting(lift)
-    _liftings.stack.append(lifting)
+    outer, _liftings.stack = _liftings.stack, (*_liftings.stack, lifting)
     try:
         yield lifting
     finally:
-        _liftings.stack.pop()
+        _liftings.stack = outer
         with _lock:
             for (owner, name, _), each in zip(_ENTRANCES, _stood.pop(), strict=True):
                 setattr(owner, name, each)

@@ -26,11 +26,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
     return pytree.tree_map_only(Tensor, function, tree)
 
 
-def reads_arrays(args: Any) -> bool:
-    """Whether a numpy array is among the arguments of a call."""
-    return any(map(is_array, pytree.tree_leaves(args)))
-
-
 def is_array(leaf: object) -> bool:
     """Whether an object is an array of numpy; a scalar of numpy cannot change."""
     kind = type(leaf)
@@ -73,15 +68,6 @@ class Frame:
         rest, fixed = iter(tensors), iter(self.statics)
         leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
         return unflatten(leaves, self.spec)
-
-
-def leaves_up_to(tree: Any, spec: Any) -> list[Any]:
-    """The subtrees of a pytree at the leaves of a spec.
-
-    Raises:
-        ValueError: the pytree has another structure.
-    """
-    return spec.flatten_up_to(tree)
 
 
 def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:

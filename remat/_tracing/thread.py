@@ -279,7 +279,7 @@ class UserCalls(TorchFunctionMode):
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs or {})
         args, kwargs = trees.map_tensors(lift, (args, kwargs or {}))
-        if trees.reads_arrays(args):
+        if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(func, None)
         if func == SET_DATA and not _is_own_data(*args):
             raise refusals.sets_data(args[0])

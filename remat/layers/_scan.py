@@ -393,8 +393,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
 
 def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
     """The tensors of a carry, numbers as tensors; ValueError if a frame has others."""
-    leaves = trees.leaves_up_to(tree, frame.spec)
-    made = [_as_tensor(leaf, where) for leaf in leaves]
+    made = [_as_tensor(leaf, where) for leaf in frame.spec.flatten_up_to(tree)]
     if tuple(each is not None for each in made) != frame.is_tensor:
         raise ValueError("None where there was a tensor, or the other way round")
     return [each for each in made if each is not None]
