@@ -24,7 +24,7 @@ from remat._regions.retraceable import Roots
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.refusals import raises_in_its_trace
-from remat._tracing.thread import known_inside, set_aside
+from remat._tracing.thread import entered, known_inside
 from remat._user_lines import warn
 
 
@@ -74,7 +74,7 @@ class Lookup:
         floating one among the arguments does.
         """
         # The tensors may be stand-ins: an outer trace must not take them for captured ones.
-        with set_aside():
+        with entered(None):
             site = self.site(args, kwargs)
             site.signature.require_traceable()
             if not (site.signature.wants_gradient or self.reaches_gradient(site)):

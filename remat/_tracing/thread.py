@@ -29,40 +29,30 @@ from remat._user_lines import user_line
 from remat.policies._operators import function_name
 
 
-@dataclasses.dataclass
 class Running:
     """What a running trace knows: the mode asks it, the end of the trace reads it."""
 
-    mode: Any  # under which tensors are fakes
-    #: Whether a captured tensor may become a further operand.
-    find: Callable[[Tensor], bool]
-    #: The operands that stand for captured tensors, by the ids of these; the innermost
-    #: last.
-    substitutes: list[Mapping[int, Tensor]] = dataclasses.field(
-        default_factory=list[Mapping[int, Tensor]]
-    )
-    #: The captured tensors that were met, in order.
-    captured: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
-    #: What stands for each of these.
-    leaves: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
-    #: Weak references to what the user's code has held.
-    fakes: list[weakref.ref[Tensor]] = dataclasses.field(
-        default_factory=list[weakref.ref[Tensor]]
-    )
-    #: By their ids, the tensors that belong to a tracker and not to the graph.
-    aside: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
-    #: Where the symbols for open sizes live; None if no size is open.
-    shape_env: Any = None
-    #: What is known of regions inside, by any key.
-    inner: dict[Hashable, Any] = dataclasses.field(default_factory=dict[Hashable, Any])
-    #: Which tensors in parts were met, "given" or "made"; never both.
-    in_parts: set[str] = dataclasses.field(default_factory=set[str])
-    #: What `x[i]` gave where `i` is a number in a tensor.
-    look_ups: LookUps = dataclasses.field(default_factory=LookUps)
-    #: An error of ours that torch may have replaced by one of its own.
-    refused: RematError | None = None
-    #: What torch functions of the user have raised, whether or not the user's code caught it.
-    raised: list[Exception] = dataclasses.field(default_factory=list[Exception])
+    def __init__(
+        self, mode: Any, find: Callable[[Tensor], bool], shape_env: Any
+    ) -> None:
+        self.mode = mode  # under which tensors are fakes
+        self.find = find  # whether a captured tensor may become a further operand
+        self.shape_env = shape_env  # of the symbols for open sizes; None without one
+        #: The operands that stand for captured tensors, by their ids; the innermost last.
+        self.substitutes: list[Mapping[int, Tensor]] = []
+        self.captured: list[Tensor] = []  # what was met of these tensors, in order
+        self.leaves: list[Tensor] = []  # what stands for each of these
+        self.fakes: list[weakref.ref[Tensor]] = []  # to what the user's code has held
+        #: By their ids, the tensors that belong to a tracker and not to the graph.
+        self.aside: dict[int, Tensor] = {}
+        self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
+        #: Which tensors in parts were met, "given" or "made"; never both.
+        self.in_parts: set[str] = set()
+        self.look_ups = LookUps()  # what `x[i]` gave where `i` is a number in a tensor
+        #: An error of ours that torch may have replaced by one of its own.
+        self.refused: RematError | None = None
+        #: What torch functions of the user have raised, caught by the user's code or not.
+        self.raised: list[Exception] = []
 
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
@@ -128,7 +118,7 @@ def current() -> Running | None:
 
 @contextlib.contextmanager
 def entered(running: Running | None) -> Generator[None]:
-    """Inside, this thread is in that trace."""
+    """Inside, this thread is in that trace, or in none: the calls there are not the user's."""
     outer, _thread.running = _thread.running, running
     again, _thread.again = _thread.again, ()
     _thread.depth += 1
@@ -152,11 +142,6 @@ def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
             yield
     finally:
         _thread.again = outer
-
-
-def set_aside() -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread does not trace: the calls there are not the user's."""
-    return entered(None)
 
 
 @contextlib.contextmanager
@@ -253,32 +238,24 @@ class UserCalls(TorchFunctionMode):
         self._running = running
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         running = self._running
+        kwargs = kwargs or {}
         if _thread.running is not running or not tracer.proxy_is_active():
             # An inner region has a trace of its own; torch's internals are not recorded.
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         try:
             return self._recorded(func, args, kwargs)
         except Exception as error:
             running.raised.append(error)
             raise
 
-    def _recorded(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-    ) -> Any:
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         running = self._running
         if trackers.registered and running.is_aside(args):
-            return running.run_aside(func, args, kwargs or {})
-        args, kwargs = trees.map_tensors(lift, (args, kwargs or {}))
+            return running.run_aside(func, args, kwargs)
+        args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(func, None)
         if func == SET_DATA and not _is_own_data(*args):

@@ -91,7 +91,7 @@ def trace(request: Request) -> Traced:
     """
     shape_env = _shape_env(request, current())
     mode = fake_mode(_home_device(request.operands), shape_env)
-    running = Running(mode, request.find, shape_env=shape_env)
+    running = Running(mode, request.find, shape_env)
     if request.is_in_parts:
         running.in_parts.add("given")
     devices = [torch.device("cpu"), *(each.device for each in request.operands)]
