@@ -21,7 +21,6 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
 
     It does what torch.func.functionalize does, but is not a transform. Under a transform
     torch decomposes some operators (binary_cross_entropy_with_logits), which changes bits.
-    Obsolete when torch.func.functionalize leaves those operators whole.
     """
 
     def run(*args: Tensor) -> list[Tensor | None]:
@@ -47,7 +46,7 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_for(tensor: Tensor, new: Tensor) -> None:
-    """Writes `new` to a tensor inside of `functionalized`. Obsolete as that is.
+    """Writes `new` to a tensor inside of `functionalized`.
 
     `copy_` would do the same by a copy of its own.
     """
@@ -66,7 +65,7 @@ def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """What a tensor inside of `functionalized` stands for now. Obsolete as that is."""
+    """What a tensor inside of `functionalized` stands for now."""
     if not _torch._is_functional_tensor(tensor):
         return tensor
     _torch._sync(tensor)

@@ -210,9 +210,7 @@ def is_pushed_below() -> bool:
 
 def is_followed(tensor: Tensor) -> bool:
     """Whether a transform has wrapped a tensor, or autograd follows it in either mode."""
-    if requires_grad_anywhere(tensor):
-        return True
-    if functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor) or tensor.requires_grad:
         return True
     if not dual_level_is_active():
         return False
@@ -226,12 +224,8 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     This is how a kernel writes its statistics. torch.func refuses an in-place operator on
     a tensor from outside. Obsolete when it permits one where no gradient flows.
 
-    Args:
-        tensor: what is written.
-        new: its new value.
-        unseen: whether its version stays the same, as when a kernel writes statistics, so
-            that a backward that saved the tensor does not raise. Obsolete when torch's
-            kernels declare that they write statistics.
+    A write that is `unseen`, as a kernel's of statistics, leaves the tensor's version, so that
+    a backward that saved it does not raise. Obsolete when torch's kernels declare such writes.
     """
     active = current_interpreter()
     if active is not None and active[0] in {"grad", "jvp"}:

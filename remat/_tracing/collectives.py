@@ -87,12 +87,7 @@ def _reduce_scatter(out: Tensor, whole: Tensor, group: Any, op: Any, *_: Any) ->
 
 
 def _exchange(
-    out: Tensor,
-    whole: Tensor,
-    group: Any,
-    out_sizes: Sequence[int],
-    sizes: Sequence[int],
-    *_: Any,
+    out: Tensor, whole: Tensor, group: Any, out_sizes: Any, sizes: Any, *_: Any
 ) -> Any:
     """An all-to-all: rows by the ranks they go to, no sizes meaning equal parts."""
     group = distributed.group_of(group)
