@@ -38,11 +38,6 @@ class OpenSizes:
 
     Sizes that happen to be equal do not share a symbol. 0 and 1 are constants, as
     everywhere in torch.
-
-    Attributes:
-        env: torch's shape environment.
-        given: for each size and stride that was opened, in order, the Python text of what
-            stands for it: a symbol, a product of symbols, or a constant.
     """
 
     def __init__(self) -> None:
@@ -52,6 +47,8 @@ class OpenSizes:
         self._text: Callable[[Any], str] = printers.PythonPrinter().doprint
         self._symbols: list[Any] = []
         self._ranks: list[int] = []
+        #: For each size and stride that was opened, in order, the Python text of what stands
+        #: for it: a symbol, a product of symbols, or a constant.
         self.given: list[str] = []
         self.env: Any = _shape_env()(
             allow_scalar_outputs=False,

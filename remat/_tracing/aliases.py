@@ -74,16 +74,10 @@ def _may_have_aliases(tensor: Tensor) -> bool:
 def choose_outputs(
     operands: list[Tensor], returned: list[Tensor | None]
 ) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
-    """Chooses which returned tensors are outputs; aliases are made again from these.
+    """The places of the outputs among what is returned, and for each place of a DTensor its origin.
 
-    A tensor that shares its storage with an operand, or with a returned tensor that owns
-    it, is made again from that one, so that the caller's in-place changes stay visible. A
-    DTensor has no storage of its own: it is an operand, the same as another returned
-    DTensor, or an output.
-
-    Returns:
-        The places of the outputs. And for each place of a DTensor what it is: ("operand",
-        its number) or ("output", the place where it is returned first).
+    A DTensor has no storage of its own. It is an operand, ("operand", its number), or an
+    output, ("output", the place where it is returned first).
     """
     places = {id(each): ("operand", k) for k, each in enumerate(operands)}
     same: dict[int, tuple[str, int]] = {}

@@ -124,27 +124,23 @@ def _imported_slice_end(bound: int, size: int) -> int:
 
 @final
 class Imported:
-    """A traced module in parts; of a template the sizes are open, and filled in later.
-
-    Attributes:
-        values: the steps.
-        num_inputs: how many of them are inputs.
-        outputs: what the function returned.
-        mutations: for each input that was written to, its new value.
-        states: the generator states recorded before the forward's draws.
-    """
+    """A traced module in parts; of a template the sizes are open, and filled in later."""
 
     def __init__(self, module: fx.GraphModule, *, is_template: bool = False) -> None:
         self.is_template = is_template
-        self.values: list[Value] = []
+        self.values: list[Value] = []  # the steps
         self.env: dict[fx.Node, Any] = {}
-        self.num_inputs = 0
+        self.num_inputs = 0  # how many of the steps are inputs
         self.inputs: dict[fx.Node, int] = {}
-        self.mutations: dict[int, Ref] = {}
-        self.states: list[Ref] = []
+        self.mutations: dict[
+            int, Ref
+        ] = {}  # of inputs that were written to, new values
+        self.states: list[
+            Ref
+        ] = []  # of generators, recorded before the forward's draws
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
-        self.outputs: tuple[Ref | None, ...] = ()
+        self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)

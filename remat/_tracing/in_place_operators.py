@@ -61,9 +61,9 @@ def _pure_variant(op: Any) -> Any | None:
     if not operators.is_mutable(op):
         return None
     schema = schemas.schema_of(op)
-    writes = [_in_place(each) for each in schema.arguments]
+    written = [each.name for each in _written_arguments(op)]
     name = op.overloadpacket.__name__
-    writes_first = writes[0] and sum(writes) == 1 and len(schema.returns) == 1
+    writes_first = written == [schema.arguments[0].name] and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
         return None
     return operators.PURE_OF.get(op) or _pure_overload(schema, name[:-1])
@@ -129,18 +129,14 @@ def runs_on_copies(op: Any) -> bool:
     """Whether an operator writes to single tensors, and torch has no pure form of it."""
     if not operators.is_mutable(op) or schemas.has_kernel(op.name(), "Functionalize"):
         return False
-    written = filter(_in_place, schemas.schema_of(op).arguments)
-    return all("List" not in str(each.type) for each in written)
+    return all("List" not in str(each.type) for each in _written_arguments(op))
 
 
 def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls such an operator on copies of what it writes to, and then writes these back."""
     given = operators.arguments(op, args, kwargs)
-    written = tuple(
-        each.name
-        for each in schemas.schema_of(op).arguments
-        if _in_place(each) and given.get(each.name) is not None
-    )
+    names = [each.name for each in _written_arguments(op)]
+    written = tuple(name for name in names if given.get(name) is not None)
     made = _on_copies(op, written)(**given)
     returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
     for name in reversed(written):
@@ -183,9 +179,8 @@ def written(node: fx.Node) -> list[fx.Node]:
     if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
         return []
     given = operators.arguments(op, node.args, dict(node.kwargs))
-    names = [each.name for each in schemas.schema_of(op).arguments if _in_place(each)]
     found: list[fx.Node] = []
-    fx.map_arg([given.get(name) for name in names], found.append)
+    fx.map_arg([given.get(each.name) for each in _written_arguments(op)], found.append)
     return found
 
 
@@ -205,8 +200,9 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
         functionalization.put_for(tensor, laid)
 
 
-def _in_place(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def _written_arguments(op: Any) -> list[Any]:
+    declared = schemas.schema_of(op).arguments
+    return [each for each in declared if each.alias_info and each.alias_info.is_write]
 
 
 def _aliased(op: Any, returned: Any) -> str:

@@ -84,11 +84,7 @@ def _map_joints(joints: tuple[Joint, ...], leaf: _Leaf) -> tuple[Joint, ...]:
 
 @final
 class Template:
-    """The joint graphs of a trace with open sizes, and static results beside them.
-
-    Attributes:
-        fixed: (operand, dimension) whose size the trace needed as a number.
-    """
+    """The joint graphs of a trace with open sizes, and static results beside them."""
 
     def __init__(
         self, joints: tuple[Joint, ...], statics: Any, sizes: torch_sizes.OpenSizes
@@ -112,6 +108,7 @@ class Template:
         self._joints = _map_joints(joints, hole)
         self._statics = _map(statics, static)
         self._numbers = _numbers_from_sizes(sizes, list(numbers))
+        #: (operand, dimension) whose size the trace needed as a number.
         self.fixed = sizes.fixed_dimensions()
 
     def at(self, metas: Sequence[TensorMeta]) -> tuple[tuple[Joint, ...], Any] | None:
