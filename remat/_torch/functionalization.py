@@ -7,7 +7,7 @@ Obsolete when torch.func.functionalize leaves whole the operators that it decomp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -24,12 +24,7 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Tensor) -> list[Tensor | None]:
-        with _functionalization_permitted():
-            return replaced(args)
-
-    def replaced(args: tuple[Tensor, ...]) -> list[Tensor | None]:
-        _torch._enable_functionalization(reapply_views=True)
-        try:
+        with _functionalization_active():
             wrapped = [_torch._to_functional_tensor(each) for each in args]
             outputs = [
                 None if each is None else value_of(each) for each in function(*wrapped)
@@ -39,8 +34,6 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
                 if changed is not given:
                     given.copy_(changed)
             return outputs
-        finally:
-            _torch._disable_functionalization()
 
     return run
 
@@ -55,13 +48,18 @@ def put_for(tensor: Tensor, new: Tensor) -> None:
     _torch._sync(tensor)
 
 
-def _functionalization_permitted() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _functionalization_active() -> Generator[None]:
     # AOTAutograd switches this key off around all that it calls.
     excluded: Any = _torch._C._dispatch_tls_local_exclude_set()
-    return _torch._C._ForceDispatchKeyGuard(
-        _torch._C._dispatch_tls_local_include_set(),
-        excluded.remove(torch._C.DispatchKey.Functionalize),
-    )
+    permitted = excluded.remove(torch._C.DispatchKey.Functionalize)
+    included = _torch._C._dispatch_tls_local_include_set()
+    with _torch._C._ForceDispatchKeyGuard(included, permitted):
+        _torch._enable_functionalization(reapply_views=True)
+        try:
+            yield
+        finally:
+            _torch._disable_functionalization()
 
 
 def value_of(tensor: Tensor) -> Tensor:
