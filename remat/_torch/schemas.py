@@ -77,16 +77,13 @@ def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
-
-
 def needs_grad_mode(op: Any) -> bool:
     """Whether a kernel looks at grad mode to learn if a backward will follow.
 
     mkldnn's recurrent layers return no workspace without grad mode. Obsolete when they look
     at their argument `train` instead.
     """
-    return op in _GRAD_MODE
+    return op is torch.ops.aten.mkldnn_rnn_layer.default
 
 
 def with_grad_mode(op: Any) -> Callable[..., Any]:

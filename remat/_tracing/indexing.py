@@ -36,7 +36,10 @@ class LookUps:
             self._made.append((found, found._version, user_line()))
             return found
         if func is Tensor.__setitem__ and _is_fill(*args):
-            return _mask_fill(*args)
+            tensor, mask, value = args
+            new_dims = [None] * (tensor.dim() - mask.dim())
+            tensor.masked_fill_(mask[(..., *new_dims)], value)
+            return None
         if func is Tensor.__setitem__ and _is_look_up(args[1]):
             parts = _indices(args[1])
             others = [each for each in parts if not _is_0d_index(each)]
@@ -70,10 +73,6 @@ def _is_fill(tensor: Tensor, index: Any, value: Any) -> bool:
     return type(value) in {bool, int} or (
         type(value) is float and tensor.dtype.is_floating_point
     )
-
-
-def _mask_fill(tensor: Tensor, mask: Tensor, value: float) -> None:
-    tensor.masked_fill_(mask[(..., *[None] * (tensor.dim() - mask.dim()))], value)
 
 
 def _indices(index: Any) -> tuple[Any, ...]:

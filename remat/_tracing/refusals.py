@@ -1,6 +1,5 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from remat._torch.fakes import (
     needs_values_for_a_shape,
 )
 from remat._user_lines import came_through, line_of, user_line
-from remat.policies._operators import function_name
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
@@ -137,12 +135,12 @@ def distributed(tensor: Tensor) -> TraceError:
     )
 
 
-def from_array(func: Callable[..., Any], made: Any) -> CapturedTensorError:
-    """The error for a function that makes a tensor, `made`, from a numpy array."""
+def from_array(function: str, made: Any = None) -> CapturedTensorError:
+    """The error for a torch function that makes a tensor, `made`, from a numpy array."""
     described = f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
     return refusal(
         CapturedTensorError,
-        where=f"torch.{function_name(func) or 'tensor'} at {user_line()}",
+        where=f"torch.{function} at {user_line()}",
         what=f"makes a tensor{described} from a numpy array.",
         why="The contents of an array cannot be checked at the next call, so the "
         "tensor would become a constant of the trace.",

@@ -75,8 +75,7 @@ class _Thread(threading.local):
     """What this thread is in."""
 
     running: Running | None = None  # the trace, if it is in one
-    #: How many traces of ours are around, those of derived programs counted.
-    depth: int = 0
+    depth: int = 0  # how many traces are around, those of derived programs counted
     #: Where functions run by themselves, and not in a trace inside of that, what stands for
     #: the tensors that they reach; the innermost last.
     again: tuple[Callable[[Tensor], Tensor], ...] = ()
@@ -257,7 +256,7 @@ class UserCalls(TorchFunctionMode):
             return running.run_aside(func, args, kwargs)
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
-            raise refusals.from_array(func, None)
+            raise refusals.from_array(function_name(func) or "tensor")
         if func == SET_DATA and not _is_own_data(*args):
             raise refusals.sets_data(args[0])
         graph = tracer.active_graph()

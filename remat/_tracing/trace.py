@@ -3,9 +3,7 @@
 The function runs once, on fake tensors, outside every transform and mode of the caller (`make_fx`
 under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd does), so that users'
 `autograd.Function`s, `no_grad` blocks and `detach` mean in the graph what they mean outside. Fakes
-have the exact strides of inputs and cotangents: kernels choose by strides, and a wrong guess is
-silently wrong. In-place operators are then renamed, or where that will not do replaced by a second
-pass (`torch.func.functionalize`, views kept).
+have the exact strides of inputs and cotangents. In-place operators are then replaced.
 """
 
 import contextlib
@@ -56,14 +54,12 @@ class Request:
     cotangents: tuple[TensorMeta | None, ...] | None = None
     #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool] = lambda _: False
-    #: Whether a tensor in parts that is taken whole is among what goes in.
-    is_in_parts: bool = False
+    is_in_parts: bool = False  # whether a tensor in parts, taken whole, goes in
     #: The switches under which the backward half runs; None means the forward's, without
     #: autocast.
     backward_numerics: Numerics | None = None
     gradients: bool = True  # whether to trace a backward at all
-    #: The symbols among the sizes of what goes in, where some are open.
-    sizes: OpenSizes | None = None
+    sizes: OpenSizes | None = None  # the symbols in what goes in, where some are open
 
 
 @final
@@ -74,12 +70,9 @@ class Traced:
     #: One for each layout of cotangents, the usual one first; they share all but their
     #: gradients.
     joints: tuple[Joint, ...]
-    #: The captured tensors, which are the operands after the given ones.
-    captured: tuple[Tensor, ...]
-    #: The operand that stood for each captured tensor in the trace.
-    stand_ins: list[Tensor]
-    #: Weak references to what the user's code held while it ran.
-    fakes: tuple[weakref.ref[Tensor], ...]
+    captured: tuple[Tensor, ...]  # which are the operands after the given ones
+    stand_ins: list[Tensor]  # the operand that stood for each of these in the trace
+    fakes: tuple[weakref.ref[Tensor], ...]  # to what the user's code held while it ran
 
 
 def trace(request: Request) -> Traced:
@@ -268,10 +261,6 @@ def _home_device(operands: Sequence[TensorMeta]) -> torch.device:
     return operands[0].device if operands else torch.get_default_device()
 
 
-# Public, but torch has not annotated it.
-_FROM_NUMPY: Callable[..., Tensor] = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
 # They bring a newly made real tensor into a trace.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -280,7 +269,7 @@ def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "remat" not in node.meta and node.target in _LIFTS:
             # torch.from_numpy and its like are not torch functions: no mode sees them.
-            raise refusals.from_array(_FROM_NUMPY, node.meta.get("val"))
+            raise refusals.from_array("from_numpy", node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
