@@ -40,7 +40,7 @@ class Running:
         self.shape_env = shape_env  # of the symbols for open sizes; None without one
         #: The operands that stand for captured tensors, by their ids; the innermost last.
         self.substitutes: list[Mapping[int, Tensor]] = []
-        self.captured: list[Tensor] = []  # what was met of these tensors, in order
+        self.captured: list[Tensor] = []  # the captured tensors that were met, in order
         self.leaves: list[Tensor] = []  # what stands for each of these
         self.fakes: list[weakref.ref[Tensor]] = []  # to what the user's code has held
         #: By their ids, the tensors that belong to a tracker and not to the graph.
