@@ -25,12 +25,12 @@ def copy_custom_aliases(
     A tensor is left alone if nothing but view operators lies between it and the owner of
     its memory, and if it is the owner itself or there is none.
     """
-    plain = [each for each in operands if _may_have_aliases(each)]
+    plain = [each for each in operands if dtensor.placement(each) is None]
     nodes = {storage_key(each): each.grad_fn for each in plain}
     hooked = {storage_key(each) for each in plain if _is_hooked(each)}
     found = list(returned)
     for index, tensor in _owners_first(returned):
-        if not _may_have_aliases(tensor):
+        if dtensor.placement(tensor) is not None:
             continue
         key = storage_key(tensor)
         if key not in nodes:
@@ -66,11 +66,6 @@ def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]
     return tensors
 
 
-def _may_have_aliases(tensor: Tensor) -> bool:
-    """Whether a returned tensor has a storage of its own; a DTensor, a wrapper, has none."""
-    return dtensor.placement(tensor) is None
-
-
 def choose_outputs(
     operands: list[Tensor], returned: list[Tensor | None]
 ) -> tuple[tuple[int, ...], dict[int, tuple[str, int]]]:
@@ -90,7 +85,7 @@ def choose_outputs(
 
 
 def _plain_outputs(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
-    owned = {storage_key(operand) for operand in operands if _may_have_aliases(operand)}
+    owned = {storage_key(each) for each in operands if dtensor.placement(each) is None}
     chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in _owners_first(returned):
