@@ -51,11 +51,7 @@ class InputStorages:
     ) -> AbstractStorage:
         """The storage of one input, an argument or a captured tensor.
 
-        Args:
-            path: what it is called.
-            tensor: the input.
-            is_argument: which of the two it is.
-            aliases: for a path what else the call has called this tensor.
+        `aliases`: for a path what else the call has called this tensor.
         """
         names = (path, *aliases.get(path, ()))
         for glob, storage in self.each:
@@ -87,17 +83,44 @@ class Settings:
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses options that have no effect together, or cannot be met together."""
+        if self.engine == "rerun" and self.of_traces:
+            raise _without_effect(self.of_traces[0])
+        if self.verify and self.backend is not None:
+            raise refusal(
+                ValueError,
+                where=f"remat(verify=True, backend={self.backend!r})",
+                what="cannot be combined with a backend.",
+                why="verify=True compares bits, and compiled programs round "
+                "differently from single operators.",
+                do="Verify without `backend`.",
+            )
+
     @property
     def of_traces(self) -> list[str]:
         """The options that are given, and that a function which runs again cannot follow."""
         options = {
             f"policy={self.policy!r}": self.policy != nothing_saveable,
-            "saved_inputs": not self.inputs.keeps,
+            "saved_inputs=...": not self.inputs.keeps,
             "verify=True": self.verify,
             f"backend={self.backend!r}": self.backend is not None,
             "dynamic_shapes=True": self.dynamic_shapes,
         }
         return [option for option, is_given in options.items() if is_given]
+
+
+def _without_effect(option: str) -> PolicyError | ValueError:
+    """The error of an option that needs a trace, where there is none."""
+    name = option.partition("=")[0]
+    return refusal(
+        PolicyError if name == "policy" else ValueError,
+        where=f'remat(engine="rerun", {option})',
+        what="has no effect with this engine.",
+        why="It runs the Python function again, on arguments of any sizes as they are: it has "
+        "no programs, and no graph whose values could be saved or compared one by one.",
+        do=f'Leave `{name}` out, or use engine="trace".',
+    )
 
 
 def settings_of(
@@ -124,17 +147,15 @@ def settings_of(
     require_choice("rng", rng, (None, "keys", "preserve"))
     require_choice("engine", engine, ENGINES)
     require_choice("backend", backend, (None, "inductor"))
-    require_compilable(backend, engine, verify)
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
-    require_traced(dynamic_shapes, engine)
     return Settings(
-        policy_for(policy, engine),
+        as_policy(policy),
         rng,
         engine,
         statics_of(static_argnums, static_argnames),
         verify,
         backend,
-        inputs_for(saved_inputs, engine),
+        inputs_for(saved_inputs),
         dynamic_shapes,
     )
 
@@ -276,21 +297,6 @@ def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueErro
     )
 
 
-def policy_for(policy: PolicyLike, engine: str) -> AbstractPolicy:
-    """The policy that an option names, if the engine can follow it."""
-    found = as_policy(policy)
-    if engine == "rerun" and found is not nothing_saveable:
-        raise refusal(
-            PolicyError,
-            where='remat(engine="rerun")',
-            what=f"got the policy {found!r}.",
-            why="This engine runs the whole function again; it has no graph whose "
-            "values could be saved one by one.",
-            do='Leave the policy out, or use engine="trace".',
-        )
-    return found
-
-
 def require_choice(
     name: str, value: object, choices: tuple[object, ...], of: str = "remat"
 ) -> None:
@@ -303,41 +309,6 @@ def require_choice(
             what="is not a value of this option.",
             why=f"It can be {listed}.",
             do="Choose one of these.",
-        )
-
-
-def require_traced(dynamic_shapes: bool, engine: str) -> None:
-    """Refuses `dynamic_shapes` with an engine that does not trace."""
-    if dynamic_shapes and engine == "rerun":
-        raise refusal(
-            ValueError,
-            where='remat(engine="rerun", dynamic_shapes=True)',
-            what="has no effect with this engine.",
-            why="This engine runs the Python function again, for any sizes.",
-            do='Leave `dynamic_shapes` out, or use engine="trace".',
-        )
-
-
-def require_compilable(backend: str | None, engine: str, verify: bool) -> None:
-    """Refuses a backend with an engine without programs, and with `verify`."""
-    if backend is None:
-        return
-    if engine == "rerun":
-        raise refusal(
-            ValueError,
-            where=f'remat(engine="rerun", backend={backend!r})',
-            what="has no effect with this engine.",
-            why="This engine runs the Python function again; it has no programs.",
-            do='Leave `backend` out, or use engine="trace".',
-        )
-    if verify:
-        raise refusal(
-            ValueError,
-            where=f"remat(verify=True, backend={backend!r})",
-            what="cannot be combined with a backend.",
-            why="verify=True compares bits, and compiled programs round "
-            "differently from single operators.",
-            do="Verify without `backend`.",
         )
 
 
@@ -364,8 +335,8 @@ def why_out_of_graphs(settings: Settings, where: str) -> str:
     )
 
 
-def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
-    """How inputs wait; raises if the engine cannot do it."""
+def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
+    """How inputs wait, as the option says."""
     if saved_inputs is None:
         return InputStorages()
     if isinstance(saved_inputs, Mapping):
@@ -386,15 +357,6 @@ def inputs_for(saved_inputs: SavedInputs, engine: str) -> InputStorages:
             AbstractStorage,
             wanted="a storage value, such as storage.Keep(), or a mapping from argument "
             "paths to storage values",
-        )
-    if engine == "rerun" and not found.keeps:
-        raise refusal(
-            ValueError,
-            where='remat(engine="rerun", saved_inputs=...)',
-            what=f"got {saved_inputs!r}.",
-            why="This engine runs the Python function again on its arguments as they "
-            "are.",
-            do='Leave saved_inputs out, or use engine="trace".',
         )
     return found
 

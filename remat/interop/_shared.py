@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, is_region, kind_of
-from remat._calls.options import InputStorages, Settings, inputs_for
+from remat._calls.options import InputStorages, Settings
 from remat._errors import SideEffectError, explain, refusal
 from remat._generators.trackers import is_tracker, register_tracker
 from remat._torch import dynamo, isolation, modes, trees
@@ -64,7 +64,8 @@ def call_as_region(
         dynamo.end_graph(_WITH_STORAGE)
     waiting = _KEEP if storage is None else storage()
     if is_region(function) and function.settings.engine != "trace":
-        inputs_for(waiting, "rerun")
+        # Raises if they are to wait in another form.
+        Settings(engine="rerun", inputs=InputStorages(others=waiting))
         return function(*args, **kwargs)
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))

@@ -128,6 +128,8 @@ WRONG = {
     "static_argnames": {"static_argnames": ("nope",)},
     "static_argnums": {"static_argnums": (7,)},
     "saved_inputs_value": {"saved_inputs": "cpu"},
+    "rerun_with_verify": {"engine": "rerun", "verify": True},
+    "rerun_with_sizes": {"engine": "rerun", "dynamic_shapes": True},
     "rerun_with_policy": {"engine": "rerun", "policy": policies.save_matmul_outputs},
     "rerun_with_names": {"engine": "rerun", "policy": names("attn")},
     "rerun_with_everything": {

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
-from remat._calls.options import ENGINES, Settings, policy_for, require_choice
+from remat._calls.options import ENGINES, Settings, require_choice
 from remat._errors import ImplicitRandomnessError, refusal
 from remat._torch import dynamo
 from remat._user_lines import warn
@@ -129,7 +129,7 @@ def _peer_settings(
     policy: AbstractPolicy, preserve_rng_state: bool, engine: str
 ) -> Settings:
     rng = "preserve" if preserve_rng_state else "keys"
-    return Settings(policy_for(policy, engine), rng, engine)
+    return Settings(policy, rng, engine)
 
 
 @dynamo.constant_for_dynamo
