@@ -64,13 +64,9 @@ class _NotRecordable(RematError):
 
 
 def register(key: str, where: str, around: _Around, why_apart: str) -> None:
-    """Makes a kind of region known to graphs of torch.compile.
+    """Makes a kind of region known to graphs of torch.compile, by a key.
 
-    Args:
-        key: what tells it from others.
-        where: what messages call it.
-        around: makes such a region around a function.
-        why_apart: why it cannot be in a graph, if it never can; else empty.
+    `why_apart`: why it cannot be in a graph, if it never can; else empty.
     """
     _kinds.setdefault(key, _Kind(where, around))
     if why_apart:
@@ -93,14 +89,9 @@ def call(
     kwargs: dict[str, Any],
     part: str = "",
 ) -> Any:
-    """What Dynamo traces where a region is called.
+    """What Dynamo traces where a region of a kind, around a function, is called.
 
-    Args:
-        key: of the region's kind.
-        function: what it is around.
-        args: of the call.
-        kwargs: those by keyword.
-        part: tells apart those of its kind that may stay apart by themselves.
+    `part` tells apart those of its kind that may stay apart by themselves.
     """
     # Dynamo cannot trace a question about inference mode, but grad mode is off there too.
     if is_disabled() or not torch.is_grad_enabled():
@@ -159,15 +150,12 @@ def _settled(where: str, argument: Any) -> Any:
 def _size_in_graph(where: str, symbol: Any) -> Any:
     why = sizes.why_open(symbol)
     if why:
-        raise refusal(
-            _NotRecordable,
-            where=where,
-            what=f"is called under torch.compile, and depends on {why}.",
-            why="A graph with a region is specialized to its sizes; other sizes "
-            "compile another graph.",
-            do="Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or "
-            "compile without fullgraph=True: the region then runs between two "
-            "graphs.",
+        raise _not_recordable(
+            where,
+            f"depends on {why}.",
+            "A graph with a region is specialized to its sizes; other sizes compile another "
+            "graph.",
+            "Remove the mark, or use torch._dynamo.maybe_mark_dynamic; or compile",
         )
     return sizes.number(symbol)
 
@@ -179,24 +167,29 @@ def require_recordable(entry: Entry, where: str) -> None:
         RematError: it draws from a tracker, or something waits in a storage.
     """
     if entry.streams:
-        raise refusal(
-            _NotRecordable,
-            where=where,
-            what="is called under torch.compile, and draws from the state "
-            f"{min(entry.streams)!r} of a registered tracker.",
-            why="A compiled graph draws only from torch's own generators.",
-            do="Draw from keys (remat.random), or compile without fullgraph=True: "
-            "the region then runs between two graphs.",
+        raise _not_recordable(
+            where,
+            f"draws from the state {min(entry.streams)!r} of a registered tracker.",
+            "A compiled graph draws only from torch's own generators.",
+            "Draw from keys (remat.random), or compile",
         )
     storages = [*entry.region.inputs.values(), *entry.stages.storages]
     others = [each for each in storages if not each.keeps]
     if others:
-        raise refusal(
-            _NotRecordable,
-            where=where,
-            what=f"is called under torch.compile, and stores values in {others[0]!r}.",
-            why="A compiled graph cannot contain what a storage does between "
-            "forward and backward.",
-            do="Compile without fullgraph=True: the region then runs between two "
-            "graphs.",
+        raise _not_recordable(
+            where,
+            f"stores values in {others[0]!r}.",
+            "A compiled graph cannot contain what a storage does between forward and backward.",
+            "Compile",
         )
+
+
+def _not_recordable(where: str, does: str, why: str, do: str) -> _NotRecordable:
+    """The error of a region that does what a graph cannot hold."""
+    return refusal(
+        _NotRecordable,
+        where=where,
+        what=f"is called under torch.compile, and {does}",
+        why=why,
+        do=f"{do} without fullgraph=True: the region then runs between two graphs.",
+    )
