@@ -28,13 +28,7 @@ def advise(
 ) -> None:
     """Warns of a policy that does less than its author may expect; it only reads.
 
-    Args:
-        function: what stands for the function; with the policy it warns once.
-        policy: what may be saved.
-        stages: what became of the function.
-        program: of its forward.
-        where: the function's name and line, for the text.
-        verify: whether the saved values will be compared with recomputed ones.
+    It warns once for each policy and what stands for a `function`. `program`: of its forward.
     """
     advice = [
         *_unmatched(stages.analysis, policy),
@@ -53,10 +47,7 @@ def advise_of_statics(
 ) -> None:
     """Warns at the tenth trace that one static value has caused.
 
-    Args:
-        site: the call that was traced.
-        seen: the values of each leaf for which calls were traced; this one's are added.
-        where: the function's name and line.
+    `seen`: for each leaf the values for which calls were traced; this call's are added.
     """
     layout = site.signature.layout
     places = [place for place, kind in enumerate(layout.kinds) if kind == "static"]
@@ -92,15 +83,7 @@ def advise_of_inputs(
 
 
 def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
-    """Warns, unless it has done so for an equal key.
-
-    Args:
-        key: what stands for the function, its policy, and the matter.
-        where: the function's name and line.
-        what: what has no effect.
-        why: the reason.
-        do: what to do.
-    """
+    """Warns, unless it has done so for an equal key: a function, its policy, and the matter."""
     if key not in _said:
         _said.add(key)
         warn(where=where, what=what, why=why, do=do)

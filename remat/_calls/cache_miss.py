@@ -45,15 +45,9 @@ class Options:
 def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -> Entry:
     """Handles a cache miss: traces the function and builds the cache entry.
 
-    Args:
-        site: the call.
-        options: of the function.
-        fixed: which dimensions of each argument stay numbers in a trace with open sizes;
-            None for a trace that holds for the sizes of the call alone.
-
-    Raises:
-        TraceError, CapturedTensorError, ImplicitRandomnessError, MutationError,
-        SideEffectError: as their texts say; the user's objects are as they were.
+    `fixed`: which dimensions of each argument stay numbers in a trace with open sizes; None
+    for a trace that holds for the sizes of the call alone. If this raises, the user's objects
+    are as they were.
     """
     settings = options.settings
     traced = trace_call(site, fixed, options.where)

@@ -326,10 +326,7 @@ _numbers: dict[tuple[object, ...], int] = {}
 def kind_of(settings: Settings, where: str, *classes: type) -> str:
     """Registers a kind of decorated functions for graphs of torch.compile; returns its key.
 
-    Args:
-        settings: their options, `rng` among them.
-        where: what messages call them.
-        classes: of the modules that they are around, if they are.
+    Their options have an `rng`; `classes` are those of the modules that they are around.
     """
     number = _numbers.setdefault((settings, *classes), len(_numbers))
     key = f"{where}, kind {number}"
