@@ -42,25 +42,19 @@ from remat._tracing.trace import Flat, Request, Traced, trace
 
 @final
 class Flattened:
-    """The user's function as tensors in, tensors out; remembers the structure of its result.
-
-    Attributes:
-        layout: how the arguments are put together.
-        num_tensors: how many tensors are among them.
-        changed: the places of arguments that get a gradient by what is written to them. The
-            function gets copies of these, and returns them after its results.
-        gained: their places as the first trace finds them, when none is known yet.
-        output: how the result is put together; None before the first trace.
-    """
+    """The user's function as tensors in, tensors out; remembers the structure of its result."""
 
     def __init__(
         self, layout: Layout, num_tensors: int, changed: tuple[int, ...]
     ) -> None:
-        self.layout = layout
-        self.num_tensors = num_tensors
+        self.layout = layout  # how the arguments are put together
+        self.num_tensors = num_tensors  # how many tensors are among them
+        # The places of arguments that get a gradient by what is written to them. The function
+        # gets copies of these, and returns them after its results.
         self.changed = changed
+        # Their places as the first trace finds them, when none is known yet.
         self.gained: tuple[int, ...] = ()
-        self.output: trees.Frame | None = None
+        self.output: trees.Frame | None = None  # None before the first trace
 
     def build(
         self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None
@@ -75,12 +69,8 @@ class Flattened:
             args, kwargs = self.layout.arguments(given, roots[1:])
             had = [*map(guards.requires_grad, given)]
             captured = () if fetch is None else fetch(roots)
-            mapping = {
-                id(real): stands
-                for real, stands in zip(
-                    captured, operands[self.num_tensors :], strict=False
-                )
-            }
+            stand_ins = operands[self.num_tensors :]
+            mapping = dict(zip(map(id, captured), stand_ins, strict=False))
             # The first trace looks at the changes itself.
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
@@ -148,11 +138,8 @@ def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
     """Traces the function of a call, with open sizes unless `fixed` is None.
 
     If an argument without a gradient gets one, by what the function writes to it, the
-    function is traced again: what is written then is a result like any other.
-
-    Raises:
-        TraceError, CapturedTensorError, SideEffectError: as their texts say.
-        Exception: of torch's, where it cannot go on with a symbol for a size.
+    function is traced again: what is written then is a result like any other. Where torch
+    cannot go on with a symbol for a size, this raises what torch does.
     """
     try:
         return _trace_call(site, fixed, where, ())

@@ -39,10 +39,8 @@ def dependent_outputs(
     """For each leaf the outputs that depend on it, as bits; `ALL` if it wants no gradient.
 
     The last leaf stands for the parameters that an engine has gathered. What the run has
-    `made` (by their ids) is its own, although it requires grad and is returned.
-
-    Raises:
-        CapturedTensorError: an output depends on a tensor that is not a leaf of the run.
+    `made` (by their ids) is its own, although it requires grad and is returned. Refuses an
+    output that depends on any other tensor.
     """
     found: dict[int, int] = {}
     known = set(map(id, leaves))

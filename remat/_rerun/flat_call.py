@@ -38,11 +38,7 @@ from remat._user_lines import user_line
 def call(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: str
 ) -> Any:
-    """Calls `fun` as a region that runs again in its backward.
-
-    Raises:
-        ImplicitRandomnessError: `rng` is "keys", and it draws from a generator.
-    """
+    """Calls `fun` as a region that runs again in its backward."""
     engines.require_no_engine(fun)
     reach = _Reach(fun, args, kwargs)
     operands = reach.operands
@@ -61,16 +57,10 @@ def call(
 
 @final
 class _Reach:
-    """The tensors that a call reaches.
+    """The tensors that a call reaches: `passed` ones, and others `beyond`.
 
-    Attributes:
-        survey: of all that the function and its arguments hold.
-        arguments: (args, kwargs).
-        passed: the tensors among them.
-        beyond: those that are not, less `managed`.
-        engine: of the modules among them that `fully_shard` drives, if there are any.
-        managed: the parameters that this engine gathers and frees.
-        operands: those that the region takes: passed first, then captured.
+    If modules of `fully_shard` are among them, their `engine` gathers and frees the `managed`
+    ones. The region's `operands` are passed ones first, then captured ones.
     """
 
     def __init__(
@@ -106,20 +96,7 @@ class _Reach:
 
 @final
 class _FlatCall:
-    """A call as a flat function of its operands, which runs as often as it is asked.
-
-    Attributes:
-        fun: the user's function.
-        reach: what the call reaches.
-        constants: what must still have its numbers when it runs again.
-        state: what each run starts from.
-        numerics: the switches that each run is under.
-        returned: what the last run returned, without its tensors: each holds the graph of
-            its run.
-        changed: the places of operands that got a gradient by what the first run wrote to
-            them. All runs return these after their results.
-        own: the places of results that are such an operand, and that operand's.
-    """
+    """A call as a flat function of its operands, which runs as often as it is asked."""
 
     def __init__(
         self,
@@ -131,14 +108,19 @@ class _FlatCall:
     ) -> None:
         self.fun = fun
         self.reach = reach
-        self.changed: tuple[int, ...] = ()
-        self.own: dict[int, int] = {}
         self._wanted = wanted
-        self.numerics = Numerics.current()
+        self.numerics = Numerics.current()  # the switches that each run is under
+        # What the last run returned, without its tensors: each holds the graph of its run.
         self.returned: trees.Frame
+        # The places of operands that got a gradient by what the first run wrote to them. All
+        # runs return these after their results.
+        self.changed: tuple[int, ...] = ()
+        # The places of results that are such an operand, and that operand's.
+        self.own: dict[int, int] = {}
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
+            # What must still have its numbers when it runs again.
             self.constants = _Constants(reach.survey, followed)
             buffers = reach.may_change
         self.state = RunState(buffers, followed, draws=draws, engine=reach.engine)
@@ -336,8 +318,7 @@ class _Constants:
     def before_write(self, target: Tensor, state: RunState) -> None:
         """Saves the numbers of those tensors that share memory with what is written to.
 
-        Raises:
-            MutationError: an argument that is to be differentiated does.
+        Refuses a write to an argument that is to be differentiated.
         """
         if not (_has_version_to_compare(target) and _has_storage_to_compare(target)):
             return
@@ -350,45 +331,43 @@ class _Constants:
     def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
         """Forgets all but those that the first run used (by their ids) and has not changed.
 
-        Raises:
-            MutationError: it wrote to one that is not `kept`, to be put back.
+        Refuses a run that wrote to one that is not `kept`, to be put back.
         """
-        put_back = set(map(id, kept))
         self._versions = [pair for pair in self._versions if id(pair[0]) in used]
-        for tensor, version in self._versions:
-            if tensor._version != version and id(tensor) not in put_back:
-                raise refusal(
-                    MutationError,
-                    where=f"the region reaches {self._label(tensor)}",
-                    what="a tensor that the function changes in place, hidden from remat.",
-                    why="The function runs again, and would start from the changed "
-                    "numbers.",
-                    do="Register it as a buffer of a module, or write to it with its own "
-                    "method (x.copy_(y)).",
-                )
+        changed = self._changed(put_back=kept)
+        if changed is not None:
+            raise refusal(
+                MutationError,
+                where=f"the region reaches {changed}",
+                what="a tensor that the function changes in place, hidden from remat.",
+                why="The function runs again, and would start from the changed numbers.",
+                do="Register it as a buffer of a module, or write to it with its own "
+                "method (x.copy_(y)).",
+            )
         self._versions = [
-            (tensor, version)
-            for tensor, version in self._versions
-            if tensor._version == version
+            pair for pair in self._versions if pair[0]._version == pair[1]
         ]
 
     def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Refuses a run if one of them was written to since, and is not put back."""
-        put_back = {id(buffer) for buffer, _ in found}
-        for tensor, version in self._versions:
-            if tensor._version != version and id(tensor) not in put_back:
-                raise refusal(
-                    SavedTensorModifiedError,
-                    where=f"the backward of a region that reaches {self._label(tensor)}",
-                    what="a tensor that the function reads was changed in place since the "
-                    "forward.",
-                    why="The function runs again, and would start from other numbers.",
-                    do="Change a copy (x = x + 1 instead of x += 1), or do it after "
-                    "backward().",
-                )
+        changed = self._changed(put_back=(buffer for buffer, _ in found))
+        if changed is not None:
+            raise refusal(
+                SavedTensorModifiedError,
+                where=f"the backward of a region that reaches {changed}",
+                what="a tensor that the function reads was changed in place since the "
+                "forward.",
+                why="The function runs again, and would start from other numbers.",
+                do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
+            )
 
-    def _label(self, tensor: Tensor) -> str:
-        return str(self._survey.tensors[id(tensor)][0].label)
+    def _changed(self, put_back: Iterable[Tensor]) -> str | None:
+        """What messages call one that was written to and is not put back, if one was."""
+        known = set(map(id, put_back))
+        for tensor, version in self._versions:
+            if tensor._version != version and id(tensor) not in known:
+                return str(self._survey.tensors[id(tensor)][0].label)
+        return None
 
 
 def _has_storage_to_compare(tensor: Tensor) -> bool:

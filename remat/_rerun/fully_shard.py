@@ -29,23 +29,19 @@ from remat._tracing.refusals import driven
 
 @final
 class Engine:
-    """The modules of `fully_shard` that a region may call, and the parameters they gather.
-
-    Attributes:
-        managed: the parameters, as they stand on the modules between two calls.
-        anchor: an operand that stands for the gathered parameters, which no edge of the
-            region's node can lead to: they are there only while the region runs.
-        called: whether a run has called one of the modules.
-    """
+    """The modules of `fully_shard` that a region may call, and the parameters they gather."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = set(map(id, modules))
+        # As they stand on the modules between two calls.
         self.managed = [
             p for each in modules for p in distributed.sharded_parameters(each)
         ]
+        # An operand that stands for the gathered parameters, which no edge of the region's
+        # node can lead to: they are there only while the region runs.
         self.anchor = torch.empty(0, requires_grad=True)
         self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        self.called = False
+        self.called = False  # whether a run has called one of the modules
         self._gathered: dict[int, Tensor] = {}
         for engine in _running.engines:
             engine.add(self.anchor)
@@ -87,7 +83,7 @@ class Engine:
             if id(module) not in self._modules:
                 raise driven(module)
             if not autograd.is_plain_autograd():
-                raise _called_under_transform(module)
+                raise _called_under_transform(type(module).__name__)
             self.called = True
             called.append(module)
             if autograd.in_backward():
@@ -124,7 +120,7 @@ class Engine:
         """
         batched = any(map(autograd.is_batched_by_autograd, cotangents))
         if batched or not autograd.in_backward():
-            raise _called_under_transform(None)
+            raise _called_under_transform("module of fully_shard")
         return autograd.will_execute(self._node)
 
 
@@ -143,16 +139,14 @@ def refuse_second_derivative(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.engines: list[
-            Engine
-        ] = []  # whose regions this thread runs, outermost first
+        # Whose regions this thread runs, outermost first.
+        self.engines: list[Engine] = []
 
 
 _running = _Running()
 
 
-def _called_under_transform(module: nn.Module | None) -> TraceError:
-    name = "module of fully_shard" if module is None else type(module).__name__
+def _called_under_transform(name: str) -> TraceError:
     return refusal(
         TraceError,
         where=f"a {name}",

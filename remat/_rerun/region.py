@@ -42,7 +42,7 @@ class Rerun(WithoutProgram):
     requires_grad: tuple[bool, ...]
     state: RunState  # what is put back around each run
     #: How what it returns is made from the outputs; None means they are it.
-    returned: tuple[View, ...] | None = None
+    views: tuple[View, ...] | None = None
     #: Whether every output has a gradient, whatever a run's graph says.
     all_flow: bool = False
     #: Whether it returns what the user's function does, or that in tangents or mapped: what
@@ -54,11 +54,6 @@ class Rerun(WithoutProgram):
     keeps = False
     policy_text = "engine='rerun'"
     is_derivative = False
-
-    @property
-    def views(self) -> tuple[View, ...] | None:
-        """How what it returns is made from the outputs."""
-        return self.returned
 
     @property
     def runs_first(self) -> bool:
@@ -126,7 +121,7 @@ class Rerun(WithoutProgram):
             _rerun_with_zeros(again, pull),
             (*self.requires_grad, *(True for _ in pull.outputs)),
             self.state,
-            returned=views,
+            views=views,
             all_flow=True,
             is_primal=False,
         )

@@ -65,24 +65,7 @@ class _Randomness:
 
 @final
 class RunState:
-    """What a run changes outside itself, as the forward found it, by value.
-
-    Attributes:
-        buffers: what the function may change.
-        devices: whose generators it may draw from.
-        draws: whether it may at all.
-        engine: of the modules that `fully_shard` drives and that it may call.
-        start: the states of these, and of trackers, while the first run runs.
-        before: the states of these, and of trackers, when the first run began.
-        host: those of Python's and numpy's generators, if the first run drew from them.
-        explicit: generators that were passed to an operator, with their states then.
-        found: the buffers, and captured constants, that the first run changed, with what
-            they held.
-        dependent_outputs: for each leaf the outputs that depend on it, a bit for each.
-        torch_functions: whether subclasses of tensors handle functions of torch.
-        used: the ids of the tensors that operators are given, while the first run runs.
-        made: the ids of the tensors that a run has made, until the next one begins.
-    """
+    """What a run changes outside itself, as the forward found it, by value."""
 
     def __init__(
         self,
@@ -92,21 +75,27 @@ class RunState:
         draws: bool = True,
         engine: fully_shard.Engine | None = None,
     ) -> None:
-        self.buffers = buffers
-        self.engine = engine
-        self.draws = draws
-        self.start: _Randomness | None = None
+        self.buffers = buffers  # what the function may change
+        self.engine = engine  # of the modules of `fully_shard` that it may call
+        self.draws = draws  # whether it may draw, from the generators of these devices
         kinds = {tensor.device for tensor in operands}
         self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
+        # The states of generators and trackers when the first run began: while it runs, after.
+        self.start: _Randomness | None = None
         self.before: _Randomness | None = None
+        # Those of Python's and numpy's generators, if the first run drew from them.
         self.host: tuple[Any, ...] | None = None
+        # Generators that were passed to an operator, with their states then.
         self.explicit: dict[torch.Generator, Tensor] = {}
+        # What the first run changed, buffers and captured constants, with what they held;
+        # what it may change, while it runs.
         self.found: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        # For each leaf the outputs that depend on it, a bit for each.
         self.dependent_outputs: tuple[int, ...] | None = None
         self.torch_functions = modes.torch_function_state()
-        self.used: set[int] = set()
-        self.made: set[int] = set()
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self.used: set[int] = set()  # the ids of what operators get, in the first run
+        self.made: set[int] = set()  # those of what a run has made, until the next one
 
     def meet(self, generator: torch.Generator) -> None:
         """Notes the state of a user's generator before the first draw from it."""
