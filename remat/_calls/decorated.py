@@ -96,11 +96,8 @@ class DecoratedFunction(Generic[_P, _R]):
             return self._call_traced(site)
         except RematError as refused:
             # In a trace, the one around is refused with it.
-            if (
-                self.settings.engine != "auto"
-                or is_running()
-                or not advises_rerun(refused)
-            ):
+            is_auto = self.settings.engine == "auto" and not is_running()
+            if not (is_auto and advises_rerun(refused)):
                 raise
             returned = flat_call.call(self._fun, args, kwargs, self._rng)
             self._lookup.fall_back(site, refused)
@@ -170,7 +167,7 @@ class DecoratedFunction(Generic[_P, _R]):
         Nothing runs but the trace. What is differentiated is what `saved_residuals`
         says; the backward is the one for cotangents laid out like the outputs.
         """
-        entry, roots = self.entry_of(args, kwargs)
+        entry, roots, _ = self.entry_of(args, kwargs)
         region = entry.region
         joint = region.stages(roots).joint
         wanted = tuple(meta.requires_grad for meta in region.operands)
@@ -193,14 +190,8 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, Roots]:
-        """The trace of a call, without running it; for `saved_residuals`."""
-        return self.found_for(args, kwargs)[:2]
-
-    def found_for(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call and the tensors that it captures, found outside any outer trace."""
+        """The trace of a call, its roots, and what it captures; nothing runs."""
         return self._lookup.find_aside(args, kwargs)
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
@@ -458,7 +449,6 @@ _ANSWERS = (
     "stages",
     "saved_residuals",
     "entry_of",
-    "found_for",
     "cache_info",
     "cache_clear",
 )

@@ -345,7 +345,7 @@ def plan(
     region = undecided(fun)
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        entry, roots = region.entry_of(args, kwargs)
+        entry, roots, _ = region.entry_of(args, kwargs)
         analysis = entry.region.stages(roots).analysis
         unit = by_flops
         if costs == "measured":

@@ -82,7 +82,7 @@ def link_of(
     """A stage that can run several times, traced for arguments like these (or fake ones)."""
     where = f"a stage of a scheduled stack, {region!r}"
     try:
-        entry, roots, found = region.found_for(args, {})
+        entry, roots, found = region.entry_of(args, {})
     except ImplicitRandomnessError as error:
         raise _stage_draws(where) from error
     if entry.region.num_draws:

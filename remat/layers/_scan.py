@@ -213,7 +213,7 @@ class _Scan(NamedTuple):
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
         """Each step a region of one trace."""
         args = self._arguments(stand_ins(self.metas()))
-        entry, roots, captured = region.found_for(args, {})
+        entry, roots, captured = region.entry_of(args, {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
         run = entry.call_quietly if guards.is_quiet() else entry.call

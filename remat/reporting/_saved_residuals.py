@@ -43,7 +43,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     """
     if is_region(f):
         return f.saved_residuals(*args, **kwargs)
-    entry, _ = plain_region(f).entry_of(args, kwargs)
+    entry, *_ = plain_region(f).entry_of(args, kwargs)
     analysis = entry.stages.analysis
     found = _read_across(analysis)
     made = made_values(analysis, found.saved, "a value that the backward reads")

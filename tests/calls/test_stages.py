@@ -58,7 +58,7 @@ def test_no_stage_is_changed_afterwards() -> None:
 
 def test_an_entry_shows_its_stages() -> None:
     """`repr` names the stages in the order of the pipeline."""
-    entry, _ = layer.entry_of(ARGUMENTS, {})
+    entry, *_ = layer.entry_of(ARGUMENTS, {})
     shown = repr(entry)
 
     place = 0
