@@ -10,7 +10,7 @@ from remat._calls.entry import Entry
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph
-from remat._partition.analysis import Analysis
+from remat._partition.analysis import Analysis, Decisions
 from remat.storage import AbstractStorage, Keep
 
 
@@ -62,15 +62,8 @@ SECOND = "an argument, held for a second derivative only"
 def residuals_of_region(entry: Entry) -> list[Residual]:
     """The saved values in the order of the forward, then the operands."""
     region, stages = entry.region, entry.stages
-    analysis, found, decisions = stages.analysis, stages.cut, stages.decisions
-    values: list[Residual] = []
-    for index in found.saved:
-        number = analysis.numbers[analysis.roots[index]]
-        view = analysis.views[number]
-        storage = decisions[number].storage
-        name = ", ".join(view.names)
-        reason = region.policy.reason
-        values.append(_residual(analysis.joint.graph, index, name, storage, reason))
+    analysis, found = stages.analysis, stages.cut
+    values = made_values(analysis, found.saved, region.policy.reason, stages.decisions)
     operands = [
         operand_residual(
             analysis.joint.graph,
@@ -98,32 +91,23 @@ def operand_residual(
     )  # fmt: skip
 
 
-def _residual(
-    graph: Graph, index: int, name: str, storage: AbstractStorage, reason: str
-) -> Residual:
-    value = graph.values[index]
-    meta = value.meta
-    assert isinstance(meta, TensorMeta)
-    op = operators.made_by(value, graph.values)
-    return Residual(
-        name, "", op, meta.shape, meta.dtype, storage.held(meta).size_bytes, storage,
-        value.source, reason,
-    )  # fmt: skip
-
-
 def made_values(
-    analysis: Analysis, saved: Sequence[int], reason: str
+    analysis: Analysis,
+    saved: Sequence[int],
+    reason: str,
+    decisions: Decisions | None = None,
 ) -> list[Residual]:
-    """Values that plain autograd holds, outside any policy."""
+    """Values that a function made; outside any policy there are no decisions on them."""
     graph = analysis.joint.graph
-    names = {number: ", ".join(view.names) for number, view in analysis.views.items()}
-    return [
-        _residual(
-            graph,
-            index,
-            names.get(analysis.numbers[analysis.roots[index]], ""),
-            Keep(),
-            reason,
-        )
-        for index in saved
-    ]
+    found: list[Residual] = []
+    for index in saved:
+        number, value = analysis.numbers[analysis.roots[index]], graph.values[index]
+        view, meta = analysis.views.get(number), value.meta
+        assert isinstance(meta, TensorMeta)
+        storage = Keep() if decisions is None else decisions[number].storage
+        found.append(Residual(
+            ", ".join(view.names) if view else "", "",
+            operators.made_by(value, graph.values), meta.shape, meta.dtype,
+            storage.held(meta).size_bytes, storage, value.source, reason,
+        ))  # fmt: skip
+    return found
