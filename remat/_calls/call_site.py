@@ -1,12 +1,10 @@
 """A call of a decorated function, as its cache is asked about it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
-from remat._calls.signature import Signature, Statics, labels, sign
+from remat._calls.signature import Signature, labels
 from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
 
@@ -21,20 +19,6 @@ class CallSite:
     kwargs: Mapping[str, Any]  # keyword arguments
     signature: Signature  # of the arguments
     numerics: Numerics  # the switches in force
-
-    @classmethod
-    def of(
-        cls,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        statics: Statics,
-    ) -> CallSite:
-        """The call as it is made now, under the switches of this moment."""
-        numerics = Numerics.current()
-        return cls(
-            function, args, kwargs, sign(function, args, kwargs, statics), numerics
-        )
 
     @property
     def roots(self) -> Roots:

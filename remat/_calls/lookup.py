@@ -21,6 +21,7 @@ from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.retraceable import Roots
+from remat._switches.numerics import Numerics
 from remat._torch import fakes, isolation, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.refusals import raises_in_its_trace
@@ -40,7 +41,8 @@ class Lookup:
 
     def site(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSite:
         """A call of the function, under the switches of this moment."""
-        return CallSite.of(self.fun, args, kwargs, self.settings.statics)
+        signature = sign(self.fun, args, kwargs, self.settings.statics)
+        return CallSite(self.fun, args, kwargs, signature, Numerics.current())
 
     def find(self, site: CallSite) -> Found:
         """The trace of a call and its captured tensors."""
