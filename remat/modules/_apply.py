@@ -81,9 +81,7 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
     options: dict[str, Any] = {"rng": "preserve", **remat_options}
     decorate = remat(**options)
     for module in _with_a_forward(matching(model, where), where)[::every]:
-        region = region_of(module)
-        own = module.forward if region is None else _wrapped_by(region, module)
-        object.__setattr__(module, "forward", decorate(own))
+        object.__setattr__(module, "forward", decorate(_own_forward(module)))
     return model
 
 
@@ -104,10 +102,9 @@ def remove(model: _M) -> _M:
         False
     """
     for module in model.modules():
-        region = region_of(module)
-        if region is None:
+        if region_of(module) is None:
             continue
-        own = _wrapped_by(region, module)
+        own = _own_forward(module)
         # The class's `forward`, which the module has without a region.
         if own == type(module).forward.__get__(module):
             del module.__dict__["forward"]
@@ -122,10 +119,11 @@ def region_of(module: nn.Module) -> DecoratedFunction[..., Any] | None:
     return found if isinstance(found, DecoratedFunction) else None  # pyright: ignore[reportUnknownVariableType]
 
 
-def _wrapped_by(
-    region: DecoratedFunction[..., Any], module: nn.Module
-) -> Callable[..., Any]:
-    """The function that a module's region runs; a shallow copy shares the original's."""
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a module's region runs, if it has one; a shallow copy shares the original's."""
+    region = region_of(module)
+    if region is None:
+        return module.forward
     own = region.__wrapped__
     method = getattr(own, "__func__", None)
     return own if method is None else types.MethodType(method, module)
@@ -172,12 +170,7 @@ def _warn_of_apply(what: str, why: str, do: str, where: Where) -> None:
 
 
 def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
-    """The modules that `where` means, each once, by its first name, in the model's order.
-
-    Raises:
-        TypeError: `model` is not a module, or `where` is not one of the forms that it can
-            have.
-    """
+    """The modules that `where` means, each once, by its first name, in the model's order."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"modules.apply looks for modules in an nn.Module, not in {model!r}, of type "
