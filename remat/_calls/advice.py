@@ -92,13 +92,9 @@ def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> N
 _Advice = Iterator[tuple[Hashable, str, str, str]]
 
 
-def _names_to_advise_on(analysis: Analysis) -> tuple[str, ...]:
-    values = analysis.joint.graph.values
-    return tuple(dict.fromkeys(name for value in values for name in value.names))
-
-
 def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
-    names = _names_to_advise_on(analysis)
+    values = analysis.joint.graph.values
+    names = tuple(dict.fromkeys(name for value in values for name in value.names))
     for glob in policy.globs:
         if any(policy.glob_matches(glob, name) for name in names):
             _matched.add((policy, glob))

@@ -200,11 +200,7 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
 
 
 def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses options that `remat` does not have; for those of peers says what to write.
-
-    Raises:
-        TypeError: there is one.
-    """
+    """Refuses options that `remat` does not have; for those of peers says what to write."""
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
         why, do = _OF_OTHERS.get(
@@ -224,11 +220,7 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
 
 
 def require_function(fun: Any) -> None:
-    """Refuses what is not a function, and what does its work after its call has ended.
-
-    Raises:
-        TypeError: it is such a thing.
-    """
+    """Refuses what is not a function, and what does its work after its call has ended."""
     if not callable(fun):
         raise TypeError(
             f"remat decorates callables, not {fun!r}. Options are passed by keyword: "

@@ -49,10 +49,8 @@ def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) ->
     Other transforms and dispatch modes are not asked for: the check of its tensors fails
     there.
     """
-    take, same_thread = (
-        guard_of(site.args, site.kwargs, tensor_guard),
-        guards.thread_guard(),
-    )
+    take = guard_of(site.args, site.kwargs, tensor_guard)
+    same_thread = guards.thread_guard()
     numerics = site.numerics
     run_fast_path = run_fast if tensor_guard is PLAINLY else run_short
 

@@ -83,8 +83,7 @@ class Signature(NamedTuple):
     def require_traceable(self) -> None:
         """Refuses tensors that cannot be traced; a plain run of the function may take them.
 
-        Raises:
-            TraceError: a tensor is sparse or nested, or of a class with functions of its own.
+        These are sparse or nested, or of a class with functions of its own.
         """
         if self.untraceable is not None:
             raise self.untraceable()
@@ -136,11 +135,7 @@ def sign(
     kwargs: Mapping[str, Any],
     statics: Statics,
 ) -> Signature:
-    """Takes a call of `function` apart.
-
-    Raises:
-        StaticArgumentError: if a leaf can be neither traced nor compared.
-    """
+    """Takes a call of `function` apart; refuses leaves that can be neither traced nor compared."""
     if statics.are_given:
         args, kwargs = _with_wrapped_statics(function, args, kwargs, statics)
     arguments = (args, dict(kwargs))

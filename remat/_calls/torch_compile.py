@@ -29,6 +29,7 @@ from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
 from remat._user_lines import with_lines
 
+_Regions = weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -40,13 +41,7 @@ class _Kind:
     where: str  # what messages call them
     around: _Around  # makes one around a function
     #: Those around Dynamo's graphs, and functions that none holds.
-    known: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = (
-        dataclasses.field(
-            default_factory=weakref.WeakKeyDictionary[
-                Callable[..., Any], Callable[..., Any]
-            ]
-        )
-    )
+    known: _Regions = dataclasses.field(default_factory=_Regions)
 
 
 # By a string, which Dynamo guards by its value: equal layers share a graph.
@@ -54,9 +49,7 @@ _kinds: dict[str, _Kind] = {}
 # Why the kinds that always stay apart do.
 _apart: dict[str, str] = {}
 # Why others do in the frame that is being compiled, by name.
-_apart_here: weakref.WeakKeyDictionary[object, dict[str, str]] = (
-    weakref.WeakKeyDictionary()
-)
+_apart_here = weakref.WeakKeyDictionary[object, dict[str, str]]()
 
 
 class _NotRecordable(RematError):
@@ -161,11 +154,7 @@ def _size_in_graph(where: str, symbol: Any) -> Any:
 
 
 def require_recordable(entry: Entry, where: str) -> None:
-    """Refuses a trace whose region does at run time what a graph cannot hold.
-
-    Raises:
-        RematError: it draws from a tracker, or something waits in a storage.
-    """
+    """Refuses a trace whose region draws from a tracker, or stores values, as no graph can."""
     if entry.streams:
         raise _not_recordable(
             where,
