@@ -109,9 +109,6 @@ class _Baker:
         self.cover_overrides()
         nodes = [self.survey.nodes[identity] for identity in self.known]
         self.cover_names([node for node in nodes if node.look is of_user_function])
-        if any(isinstance(node.value, nn.Module) for node in nodes):
-            hooks: Step = ("hooks", "all modules")
-            self.write(self.survey.roots, hooks, Equal(look(None, hooks)))
 
     def finish(self, used: Sequence[int]) -> list[Spot]:
         """The spots, with aliases of the tensors that are used."""

@@ -18,13 +18,11 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from gc import get_referents
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from remat._captures.library import cached_weakly, is_standard, user_bases
-from remat._torch.modules import hooks_of_all_modules
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -218,7 +216,6 @@ KINDS = {
     "import": Kind("__import__('sys').modules", "[{}]", "{}", "import"),
     "variable": Kind("in_context({})", "", "{}", "context variable"),
     "referent": Kind("{}()", "", "()"),
-    "hooks": Kind("(*chain(*HOOKS),)", "", "{}", "hooks of"),
     "behind": Kind("get_referents({})", "[{}]", ""),
     "members": Kind("frozenset({})", "", ""),
     "bytes": Kind("held_bytes({})", "", ""),
@@ -229,9 +226,6 @@ KINDS = {
 
 # What the expressions of `KINDS` refer to.
 SPACE: dict[str, Any] = {
-    # Of a hook for all modules its number: registered anew, it gets another.
-    "HOOKS": hooks_of_all_modules(),
-    "chain": chain,
     "get_referents": get_referents,
     "held_bytes": held_bytes,
     "in_context": in_context,

@@ -5,7 +5,6 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 
 # pyright: reportPrivateUsage=false
 import sys
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -55,10 +54,3 @@ def refresh_second_places(module: object) -> None:
     """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
         module._update_flat_weights()
-
-
-def hooks_of_all_modules() -> tuple[Mapping[int, Any], ...]:
-    """The hooks that torch runs in every module, by the number of their registration."""
-    module: Any = torch.nn.modules.module
-    names = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
-    return tuple(getattr(module, f"_global_{name}") for name in names)

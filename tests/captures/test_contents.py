@@ -5,14 +5,13 @@ import collections
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
+from torch import Tensor
 
 from remat import SideEffectError, remat
 from tests.support import assert_bitwise, seeded
@@ -147,36 +146,6 @@ def test_a_change_of_contents_in_the_trace_is_an_error(held: Any, change: Any) -
         remat(fun)(seeded(3).requires_grad_())
 
     assert str(held) == before
-
-
-@pytest.fixture
-def handles() -> Iterator[list[Any]]:
-    """Hooks that are removed at the end."""
-    made: list[Any] = []
-    yield made
-    for handle in made:
-        handle.remove()
-
-
-def doubling(_: object, inputs: Any, output: Any = None) -> Any:
-    return output * 2 if output is not None else (inputs[0] * 2,)
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(
-    "register",
-    [
-        all_modules.register_module_forward_hook,
-        all_modules.register_module_forward_pre_hook,
-    ],
-)
-def test_a_hook_for_all_modules_makes_a_new_trace(
-    register: Any, handles: list[Any]
-) -> None:
-    layer = nn.Linear(3, 3, dtype=torch.float64)
-
-    assert_follows(lambda x: layer(x), lambda: handles.append(register(doubling)))
-    assert_follows(lambda x: layer(x), lambda: handles.pop().remove())
 
 
 def caught(x: Tensor) -> Tensor:
