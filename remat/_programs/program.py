@@ -31,6 +31,7 @@ from remat._programs.inside_traces import device_of, interpret
 from remat._programs.lending import Lender
 from remat._programs.overwriting import reusing
 from remat._torch import guards, modes, schemas, tracer
+from remat._tracing.thread import current
 
 # About this many operators save what a call of the interpreter costs: a heuristic.
 _FOR_INTERPRETER = 32
@@ -64,6 +65,8 @@ class Program:
     num_cotangents: int = 0
     #: Whether it takes what the program before it in a backward has recomputed.
     is_borrowing: bool = False
+    #: Whether a user's `autograd.Function` says how to differentiate a part of it.
+    is_custom: bool = False
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
@@ -90,6 +93,9 @@ class Program:
 
     def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
         if tracer.proxy_is_active():
+            outer = current()
+            if outer is not None:
+                outer.is_custom |= self.is_custom
             if tracer.is_in_compiler():
                 return interpret(self._held_back, inputs)
             return interpret(self.graph, inputs)

@@ -210,6 +210,8 @@ def own_forward(
     function: Function,
     stages: Stages | None,
     calls: Count,
+    *,
+    is_borrowing: bool,
 ) -> Forward:
     """The forward of a function that was traced, which saves what its stages say.
 
@@ -219,14 +221,20 @@ def own_forward(
         function: the function.
         stages: of its trace; None for a forward that saves nothing.
         calls: numbers the runs that store something.
+        is_borrowing: whether its program may take values from the one before.
     """
     if stages is None:
         joint, saved = dataclasses.replace(outline, states=()), ()
     else:
         joint, saved = stages.joint, stages.cut.saved
     graph, untracked = forward_graph(joint, saved)
+    program = Program(
+        *(graph, "forward", function.backend),
+        is_borrowing=is_borrowing,
+        is_custom=joint.is_custom,
+    )
     return Forward(
-        Program(graph, "forward", function.backend),
+        program,
         (len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)),
         function.numerics,
         flows=None if all(joint.differentiable) else joint.differentiable,

@@ -19,7 +19,6 @@ takes the roots of the call that needs it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, final
@@ -163,11 +162,10 @@ class TracedRegion:
 
     def _own_forward(self, stages: Stages | None) -> Forward:
         assert self.outline is not None, "a forward that was given is not made"
-        found = own_forward(
-            self.outline, self.operands, self.function, stages, self.calls.saved
+        return own_forward(
+            *(self.outline, self.operands, self.function, stages, self.calls.saved),
+            is_borrowing=self.is_borrowing,
         )
-        program = dataclasses.replace(found.program, is_borrowing=self.is_borrowing)
-        return dataclasses.replace(found, program=program)
 
     @property
     def is_borrowing(self) -> bool:

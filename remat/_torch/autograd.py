@@ -120,6 +120,25 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether an `autograd.Function` that is not of this package made some tensors.
+
+    Obsolete when a node of autograd tells its `Function`.
+    """
+    pending = [None if each is None else each.grad_fn for each in tensors]
+    seen: set[Any] = {None}
+    while pending:
+        node: Any = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        made_by = getattr(node, "_forward_cls", None)
+        if made_by is not None and not made_by.__module__.startswith("remat."):
+            return True
+        pending += [each for each, _ in node.next_functions]
+    return False
+
+
 def will_execute(node: Any) -> bool:
     """Whether the backward that is under way on this thread runs a node of autograd's."""
     return torch._C._will_engine_execute_node(node)

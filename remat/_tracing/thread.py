@@ -45,6 +45,8 @@ class Running:
         self.fakes: list[weakref.ref[Tensor]] = []  # to what the user's code has held
         #: By their ids, the tensors that belong to a tracker and not to the graph.
         self.aside: dict[int, Tensor] = {}
+        #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
+        self.is_custom = False
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
         #: Which tensors in parts were met, "given" or "made"; never both.
         self.in_parts: set[str] = set()

@@ -133,7 +133,6 @@ class _Run:
         self.placements: list[Any] = []
         self.spread: list[Any] = []
         self.num_returned = 0
-        self.is_custom = False
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *fakes: Tensor) -> list[Tensor | None]:
@@ -149,7 +148,7 @@ class _Run:
             autograd.lifted_past_modes(lift) as lifting,
         ):
             results = request.function(tuple(operands))
-        self.is_custom = lifting.has_functions
+        running.is_custom |= lifting.has_functions
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
@@ -158,6 +157,7 @@ class _Run:
                 continue
             if wraps_fakes(out) or not refusals.is_strided(out):
                 raise refusals.unknown_class(out)
+        running.is_custom |= autograd.has_own_rule(returned)
         self.num_returned = len(returned)
         given = [*operands, *running.leaves]
         returned = copy_custom_aliases(given, returned)
@@ -332,7 +332,7 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
         spread=(),
         mutations=mutations,
         states=tuple(imported.states),
-        is_custom=run.is_custom,
+        is_custom=running.is_custom,
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
     return Traced(

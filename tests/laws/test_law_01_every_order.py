@@ -217,8 +217,8 @@ def sine_of_tanh(w: Tensor) -> Tensor:
     return w.tanh().sin()
 
 
-#: Regions that no level below opens, for what they return or how their values wait.
-CLOSED: dict[str, Callable[[Tensor], Any]] = {
+#: Regions that return more than what is differentiated, or whose values wait elsewhere.
+RETURNING_MORE: dict[str, Callable[[Tensor], Any]] = {
     "whole numbers": remat(
         lambda w: (sine_of_tanh(w), torch.arange(2)), policy=EVERYTHING
     ),
@@ -255,12 +255,60 @@ TWICE_OVER: dict[str, Callable[[Unit], Any]] = {
 
 
 @pytest.mark.parametrize("nest", TWICE_OVER)
-@pytest.mark.parametrize("kind", CLOSED)
-def test_levels_around_forward_mode_over_a_closed_region(kind: str, nest: str) -> None:
-    """What it saved has no tangents of its own, so its pushed backward stays closed too."""
-    found = TWICE_OVER[nest](lambda w, _: CLOSED[kind](w)[0])
+@pytest.mark.parametrize("kind", RETURNING_MORE)
+def test_levels_around_forward_mode_over_a_region(kind: str, nest: str) -> None:
+    """What a closed one saved has no tangents: its pushed backward stays closed too."""
+    found = TWICE_OVER[nest](lambda w, _: RETURNING_MORE[kind](w)[0])
 
     assert_close(found, TWICE_OVER[nest](lambda w, _: sine_of_tanh(w)))
+
+
+class HalfDetached(torch.autograd.Function):
+    """The sine, whose derivative is a constant to its backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *cotangents: Tensor
+    ) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangents[0] * x.detach().cos()
+
+
+def inside(rule: Callable[[Tensor], Tensor]) -> Unit:
+    """A function around a region with a user's rule, which was traced before."""
+    inner = remat(rule, policy=EVERYTHING)
+    inner((X @ W).requires_grad_()).sum().backward()
+    return lambda w, x: inner(x @ w) @ w
+
+
+half_detached = HalfDetached.apply
+RULES: dict[str, Unit] = {
+    "by the class": lambda w, x: HalfDetached.apply(x @ w) @ w,
+    "by its method": lambda w, x: half_detached(x @ w) @ w,
+    "in a region": inside(lambda x: HalfDetached.apply(x)),
+    "a region": inside(half_detached),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", RULES)
+def test_a_rule_with_a_derivative_of_its_own(way: str, policy: str) -> None:
+    """Its gradient is that of the operators inside, but its gradient's gradient is not."""
+    region = remat(RULES[way], policy=POLICIES[policy])
+
+    found = NESTS["grad(grad)"](TORCH, region, W, X)
+
+    assert_close(found, NESTS["grad(grad)"](TORCH, RULES["by the class"], W, X))
 
 
 PULLED: dict[str, Callable[[Unit], Any]] = {
