@@ -40,6 +40,16 @@ class DerivedForward:
     #: operands, from these operands; None if there is none.
     origins: Graph | None = None
 
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """Which of the returned tensors are the outputs."""
+        whole = {
+            view.output: index
+            for index, view in reversed(list(enumerate(self.views)))
+            if view.output is not None and view.path is None
+        }
+        return tuple(whole[output] for output in range(self.forward.shape[0]))
+
 
 class Kept(NamedTuple):
     """What waits for a backward."""

@@ -246,12 +246,7 @@ class TracedRegion:
         if self.outline is not None:
             return self.outline.chosen
         assert self.given is not None
-        whole = {
-            view.output: index
-            for index, view in reversed(list(enumerate(self.given.views)))
-            if view.output is not None and view.path is None
-        }
-        return tuple(whole[output] for output in range(self.given.forward.shape[0]))
+        return self.given.chosen
 
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
@@ -358,13 +353,10 @@ class TracedRegion:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
-        make = self._derivatives.pulled.get
-        if self._is_open:
-            return make(asked, lambda: self._vjp(roots, asked))
-        latest = self._latest
+        latest = None if self._is_open else self._latest
         if latest is not None and latest[0] == asked:
             return latest[1]
-        region = make(asked, lambda: self._vjp(roots, asked))
+        region = self._derivatives.pulled.get(asked, lambda: self._vjp(roots, asked))
         self._latest = (asked, region)
         return region
 
