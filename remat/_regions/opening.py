@@ -23,11 +23,16 @@ from remat._regions.derived_forwards import DerivedForward, outputs_alone
 from remat._regions.forwards import Forward
 from remat._regions.protocol import Call
 from remat._regions.retraceable import Function, Roots
+from remat._regions.tangents import moved_outputs
 from remat._torch import autograd, levels
 
 
 def is_differentiated_alike(
-    function: Function, roots: Roots, operands: tuple[TensorMeta, ...], joint: Joint
+    function: Function,
+    roots: Roots,
+    operands: tuple[TensorMeta, ...],
+    forward: Forward,
+    joint: Joint,
 ) -> bool:
     """Whether the program of a function has the derivatives of the function.
 
@@ -39,10 +44,15 @@ def is_differentiated_alike(
         function: the user's.
         roots: of the call that asks.
         operands: the metadata of what it takes.
+        forward: its forward, which saves.
         joint: its joint graph.
     """
+    # To a value that the function detached, a gradient flows in the program.
+    is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward))
+    if is_detached or forward.storages or forward.placements:
+        return False
     has_regions = any(value.rank >= 0 for value in joint.graph.values)
-    if joint.is_custom or has_regions:
+    if joint.is_custom or has_regions or joint.mutations or joint.states:
         return False
     program = function.of_program(forward_graph(joint, ())[0])
     try:

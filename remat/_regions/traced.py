@@ -323,12 +323,10 @@ class TracedRegion:
             return False
         stages = self.stages(roots)
         if not function.is_program:
-            forward, joint = self.forward(roots, save=True), stages.joint
-            is_more = forward.storages or joint.mutations or joint.states
-            is_more = is_more or self.states or self.inputs or self.verify
-            if is_more or self._is_open or forward.flows or forward.placements:
-                return False
-            if not is_differentiated_alike(function, roots, operands, joint):
+            forward = self.forward(roots, save=True)
+            is_more = self.states or self.inputs or self.verify or self._is_open
+            known = (function, roots, operands, forward, stages.joint)
+            if is_more or not is_differentiated_alike(*known):
                 return False
         return not reads_constants(function, roots, operands, stages)
 
