@@ -117,6 +117,10 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return tracer.make_fx(pure, detached)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.is_floating_point()
+
+
 def _imported_slice_end(bound: int, size: int) -> int:
     """Where a slice starts or ends, counted from the front."""
     return min(bound, size) if bound >= 0 else max(bound + size, 0)
@@ -132,12 +136,9 @@ class Imported:
         self.env: dict[fx.Node, Any] = {}
         self.num_inputs = 0  # how many of the steps are inputs
         self.inputs: dict[fx.Node, int] = {}
-        self.mutations: dict[
-            int, Ref
-        ] = {}  # of inputs that were written to, new values
-        self.states: list[
-            Ref
-        ] = []  # of generators, recorded before the forward's draws
+        self.mutations: dict[int, Ref] = {}  # by input, what is written to it
+        self.states: list[Ref] = []  # of generators, before the forward's draws
+        self.sources: dict[Ref, Ref] = {}  # by each copy, what has its elements
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
         self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
@@ -198,20 +199,36 @@ class Imported:
             if is_training and mean is not None:
                 self._batch_norm(node, args)
                 return
-        if target is _aten.native_batch_norm_backward.default and args[7]:
-            # In training mode the kernel does not read the running statistics, which have
-            # changed since.
-            args = (*args[:3], None, None, *args[5:])
         if kwargs.get("device") == _META:
             # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
+        args = self._that_count(target, args)
+        if target is _aten.mul.Tensor and self._shares_evenly(*args):
+            target, args = _aten.where.ScalarOther, (*args, 0.0)
+        if target is _aten.copy.default and self._is_like(node, args[1]):
+            self.sources[Ref(len(self.values))] = args[1]
+            if not self.is_template and _is_plain(node.meta["val"]):
+                # Unlike `copy` it has a derivative.
+                target, args = _aten.clone.default, args[1:2]
+                kwargs = {"memory_format": torch.contiguous_format}
+        self._add(node, target, args, kwargs)
+
+    def _that_count(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments in one form of those that come to the same."""
+        if target is _aten.native_batch_norm_backward.default and args[7]:
+            # In training mode the kernel does not read the running statistics, which have
+            # changed since.
+            return (*args[:3], None, None, *args[5:])
+        if target is _aten.convolution_backward.default and args[3] == [0]:
+            # What torch's own calls tell where there is no bias.
+            return (*args[:3], None, *args[4:])
         if target in _SLICES:
             args = self._bounded(target, args)
         if target in _SCATTERS:
-            args = (args[0], self._source(args[1]), *args[2:])
-        if target is _aten.mul.Tensor and self._shares_evenly(*args):
-            target, args = _aten.where.ScalarOther, (*args, 0.0)
-        self._add(node, target, args, kwargs)
+            # Only the elements of what is written count. torch's pure `copy` clones all the
+            # memory behind a view to keep its strides.
+            args = (args[0], self.sources.get(args[1], args[1]), *args[2:])
+        return args
 
     def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # x[1:] ends at the largest integer, and x[:-1] before the end. torch's vmap of
@@ -229,22 +246,14 @@ class Imported:
         last = _imported_slice_end(size if end is None else end, size)
         return (*args[:place], first, max(first, last), *rest)
 
-    def _source(self, written: Ref) -> Ref:
-        """The source of a copy to a view, instead of the copy, if only its elements count.
-
-        torch's pure `copy` clones all the memory behind the view to keep its strides.
-        """
-        copied = self._arguments_of(written, _aten.copy.default)
-        if not copied:
-            return written
-        source: Ref = copied[1]
-        one, other = (self.values[ref.index].meta for ref in (written, source))
-        assert isinstance(one, TensorMeta), "copy has one output"
-        assert isinstance(other, TensorMeta), "copy takes a tensor"
-        is_alike = (one.shape, one.dtype, one.device) == (
+    def _is_like(self, node: fx.Node, ref: Ref) -> bool:
+        """Whether what a node returns differs from a value only in how it lies in memory."""
+        one, other = _meta_of_node(node), self.values[ref.index].meta
+        if not (isinstance(one, TensorMeta) and isinstance(other, TensorMeta)):
+            return False
+        return (one.shape, one.dtype, one.device) == (
             other.shape, other.dtype, other.device,
         )  # fmt: skip
-        return source if is_alike else written
 
     def _shares_evenly(self, mask: Any, share: Any) -> bool:
         """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.

@@ -41,7 +41,7 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         if value is None:
             continue
         with graph.inserting_after(node):
-            new = graph.call_function(pure, _in_full(node), node.kwargs)
+            new = graph.call_function(pure, _given_for(pure, node), node.kwargs)
         new.meta["val"] = value
         order[new] = order[node]
         yield node, new
@@ -84,9 +84,14 @@ def _pure_arguments(schema: Any) -> list[tuple[str, str, bool]]:
     return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
 
 
-def _in_full(node: fx.Node) -> tuple[Any, ...]:
-    """All positional arguments, with defaults: those of the pure operator may differ."""
-    further = schemas.schema_of(node.target).arguments[len(node.args) :]
+def _given_for(pure: Any, node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments; with defaults, if those of the pure operator differ."""
+    further, others = (
+        schemas.schema_of(op).arguments[len(node.args) :] for op in (node.target, pure)
+    )
+    pairs = zip(further, others, strict=True)
+    if all(one.default_value == other.default_value for one, other in pairs):
+        return node.args
     defaults = itertools.takewhile(
         lambda each: not each.kwarg_only and each.name not in node.kwargs, further
     )
