@@ -16,7 +16,8 @@ from torch import Tensor
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, last_uses, replace_refs
-from remat._torch import fakes, levels, modes, tracer
+from remat._torch import fakes, levels, modes, schemas, tracer
+from remat._torch.forward_ad import dual_level_is_active
 from remat._tracing import importing, naming, refusals
 
 
@@ -58,7 +59,8 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     elif value.op is device_states.STATE:
         out = _state_around(*args)
     else:
-        out = _batchable(value.op)(*args, **dict(kwargs))
+        run = _made_of_others(value.op, args) or _batchable(value.op)
+        out = run(*args, **dict(kwargs))
     note = importing.Note(
         value.source,
         value.function,
@@ -182,6 +184,16 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.copy.default: _copy,
     _aten.as_strided_scatter.default: _as_strided_scatter,
 }
+
+
+def _made_of_others(op: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """For a derivative that an operator itself lacks, what it is made of; None if it has it."""
+    is_recorded = torch.is_grad_enabled() and any(
+        levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
+    )
+    if is_recorded or dual_level_is_active():
+        return schemas.made_of_others(op)
+    return None
 
 
 def _batchable(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import (
+    decomposition_table,  # pyright: ignore[reportUnknownVariableType]
+)
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
@@ -70,6 +73,24 @@ def is_composite(op: Any) -> bool:
     composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
     is_known = torch._C._dispatch_has_kernel(op.name())
     return is_known and op.has_kernel_for_dispatch_key(composite)
+
+
+def made_of_others(op: Any) -> Callable[..., Any] | None:
+    """What an operator without a derivative is made of, None if it has one or that is unknown.
+
+    Such as the backward of silu: torch takes another formula for a gradient that is to be
+    differentiated. Obsolete when torch gives `_decomp` a public name.
+    """
+    if op in _MADE_OF_OTHERS:
+        return _MADE_OF_OTHERS[op]
+    is_made = isinstance(op, OpOverload) and is_composite(op)
+    return op.decompose if is_made else None
+
+
+_GROUP_NORM = torch.ops.aten.native_group_norm_backward.default
+_MADE_OF_OTHERS: dict[Any, Callable[..., Any]] = {
+    _GROUP_NORM: decomposition_table[_GROUP_NORM]
+}
 
 
 def has_kernel(name: str, key: str) -> bool:

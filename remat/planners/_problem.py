@@ -35,9 +35,8 @@ class Step:
     """One computation that the backward may have to run."""
 
     cost: int  # of running it once
-    uses: tuple[
-        int, ...
-    ] = ()  # the earlier steps whose values it reads, without inputs
+    # The earlier steps whose values it reads, without inputs.
+    uses: tuple[int, ...] = ()
     item: int | None = None  # what must be saved to avoid it; None if that cannot be
 
 

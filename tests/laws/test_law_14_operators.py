@@ -1,0 +1,159 @@
+"""Law 14 for what models are made of: no nest runs more operators of a kind than plain torch.
+
+Where everything is saved. A kind is counted with its form in place.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import jacfwd, jvp
+
+from remat import policies, remat
+from tests.laws.derivatives import TORCH
+from tests.laws.nests import NESTS
+from tests.support import ALIASING, assert_close, count_operators, seeded, swept
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+WIDTH = 4
+#: A matrix, another one, and two rows.
+P = (seeded(WIDTH, WIDTH), seeded(WIDTH, WIDTH, seed=1), *seeded(2, WIDTH, seed=2))
+X = seeded(3, WIDTH, seed=3)
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def gated(p: Weights, x: Tensor) -> Tensor:
+    """What the blocks of language models compute."""
+    w, v, *_ = p
+    return (F.silu(x @ w) * (x @ v)) @ w.mT
+
+
+def attention(p: Weights, x: Tensor) -> Tensor:
+    """Each row attends to both halves of itself."""
+    q, k = (x @ p[0]).view(-1, 2, WIDTH // 2), (x @ p[1]).view(-1, 2, WIDTH // 2)
+    return ((q @ k.mT).softmax(-1) @ k).flatten(1)
+
+
+def convolved(p: Weights, x: Tensor) -> Tensor:
+    """Without a bias, with one, and transposed."""
+    w, v, _, bias = p
+    y = F.conv1d(x[:, None].sin(), w[:, None], padding=2).sigmoid()
+    y = F.conv1d(y, v[:, :, None], bias).tanh()
+    return F.conv_transpose1d(y, v[:, :, None], stride=2).sin()
+
+
+def put(p: Weights, x: Tensor) -> Tensor:
+    """Rows that are written in place, where an index says."""
+    y = (x @ p[0]).sin()
+    y.index_put_((x.argmax(-1) * 0,), (x @ p[1]).tanh()[:1])
+    return y * 2
+
+
+def pushed(p: Weights, x: Tensor) -> Tensor:
+    """Forward mode inside of the function."""
+    return jvp(lambda x: (x @ p[0]).tanh(), (x,), (x.sin(),))[1] @ p[1]
+
+
+def jacobian(p: Weights, x: Tensor) -> Tensor:
+    """The same for every direction."""
+    return jacfwd(lambda x: (x @ p[0]).tanh())(x.sum(0))
+
+
+FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
+    "silu": lambda p, x: F.silu(x @ p[0]) @ p[1],
+    "mish": lambda p, x: F.mish(x @ p[0]) @ p[1],
+    "gated": gated,
+    "softmax": attention,
+    "cross_entropy": lambda p, x: F.cross_entropy(x @ p[0], x.argmax(-1)),
+    "rms_norm": lambda p, x: F.rms_norm(x @ p[0], (WIDTH,), p[2]).sin(),
+    "layer_norm": lambda p, x: F.layer_norm(x @ p[0], (WIDTH,), *p[2:]).sin(),
+    "group_norm": lambda p, x: F.group_norm(x @ p[0], 2, *p[2:]).sin(),
+    "convolutions": convolved,
+    "whole numbers": lambda p, x: ((y := (x @ p[0]).tanh()), y.argmax(-1), y > 0),
+    "topk": lambda p, x: (x @ p[0]).tanh().topk(2),
+    "sort": lambda p, x: (x @ p[0]).tanh().sort(),
+    "index_put": put,
+    "jvp": pushed,
+    "jacfwd": jacobian,
+}
+
+#: torch differentiates another formula than the backward that it runs in first order, and so
+#: do programs: that backward runs first, and torch's decomposition of it has these.
+OTHER_FORMULA = {
+    "silu": "silu_backward",
+    "gated": "silu_backward",
+    "mish": "mish_backward softplus softplus_backward sigmoid_backward lt _to_copy",
+    "group_norm": "native_group_norm_backward addcmul neg add _to_copy",
+    # How a diagonal is written without a write in place.
+    "jacfwd": "diagonal_scatter",
+}
+#: In forward mode the weight of each class counts as one that may have a tangent, and where
+#: examples are mapped, each program makes the same indices.
+SMALL = {
+    ("cross_entropy", "jvp(grad)"): "sub mul",
+    ("index_put", "grad(vmap(grad))"): "arange",
+}
+#: Copies, and tangents that are zeros.
+CHEAP = "clone zeros_like fill empty_like"
+
+
+def excused(name: str, nest: str) -> set[str]:
+    """The kinds of which a nest may run more."""
+    told = (CHEAP, OTHER_FORMULA.get(name, ""), SMALL.get((name, nest), ""))
+    return {f"aten.{kind}" for kind in " ".join(told).split()}
+
+
+def first(out: Any) -> Tensor:
+    """What is differentiated of what a function returns."""
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def of_kinds(run: Callable[[], Any]) -> Counter[str]:
+    """How many operators of each kind one run takes, once everything is traced."""
+    run()
+    found: Counter[str] = Counter()
+    for name, count in count_operators(run).items():
+        found[name.removesuffix("_")] += count
+    return found
+
+
+NESTED = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))", "grad(grad(grad))")
+CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
+DAILY = [
+    case
+    for case in CASES
+    if case[1] == "grad(grad)" or case[0] in ("gated", "whole numbers", "convolutions")
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*DAILY, *swept(case for case in CASES if case not in DAILY)],
+    ids=" ".join,
+)
+def test_no_more_of_a_kind_than_plain_torch(case: tuple[str, str]) -> None:
+    """And the numbers are those of plain torch."""
+    name, nest = case
+    function = FUNCTIONS[name]
+    region = remat(function, policy=policies.everything_saveable)
+
+    def plain() -> Any:
+        return NESTS[nest](TORCH, lambda p, x: first(function(p, x)), P, X)
+
+    def run() -> Any:
+        return NESTS[nest](TORCH, lambda p, x: first(region(p, x)), P, X)
+
+    assert_close(run(), plain())
+    found, most = of_kinds(run), of_kinds(plain)
+    more = {kind: (n, most[kind]) for kind, n in found.items() if n > most[kind]}
+    assert more.keys() <= ALIASING | excused(name, nest), more
