@@ -5,8 +5,6 @@ recomputation that an inner region left in the backward half stops at what an ou
 saves; nothing else is merged, so that inner regions still bound the peak (law 9).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -5,8 +5,6 @@ recompute everything else. What the walk stops at is saved, nothing more (law 2)
 runs only what the walk met (law 3). Views are never saved: the walk goes on to what they view.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence

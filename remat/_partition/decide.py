@@ -1,7 +1,5 @@
 """Which values may be saved, and how: one answer for policies, plans and budgets."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from typing import Any, final

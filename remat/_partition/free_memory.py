@@ -1,7 +1,5 @@
 """How many bytes are free: on a device, or to the process."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from pathlib import Path

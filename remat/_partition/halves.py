@@ -1,7 +1,5 @@
 """A joint graph and a cut -> the graph of the forward and that of the backward."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

@@ -5,8 +5,6 @@ storage is freed after its last use. The results of operators count. Arguments b
 caller and do not; memory inside one kernel is not seen.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -13,8 +13,6 @@ Only the graph that a compiler gets has these copies. `jax.checkpoint(prevent_cs
 the same with XLA's optimization barrier.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

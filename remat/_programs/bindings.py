@@ -7,8 +7,6 @@ hears which operator arrives, with which arguments, and ends the call there. Onl
 that comes to the very same call is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, final
 

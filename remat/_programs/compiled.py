@@ -4,8 +4,6 @@ Inductor gets the graph as it stands, without Dynamo: what the graph rests on is
 each call already. It fuses and reorders, so that numbers agree to rounding and not to the bit.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any, final

@@ -6,8 +6,6 @@ rehearsed with tensors without data: it is used where it multiplies matrices of 
 layouts and makes nothing else but views.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any, final

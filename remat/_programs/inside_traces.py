@@ -5,8 +5,6 @@ that users' code is taken apart into, and those that replace writes in place. So
 by others that torch can map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

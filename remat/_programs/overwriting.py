@@ -7,8 +7,6 @@ an element before it writes it, so that the numbers are the same to the bit. Inp
 the caller, or wait for another backward, and are never written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence

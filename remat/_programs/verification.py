@@ -1,7 +1,5 @@
 """`verify=True`: what was saved, against what the same operands give now."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import final

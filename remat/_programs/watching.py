@@ -5,8 +5,6 @@ A dispatch mode hears every operator that runs on a thread, but not on whose beh
 Without an active dispatch mode, no watcher is looked for.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The regions that are derived from one region, kept by what each was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar, final
 

@@ -4,8 +4,6 @@ These are pure functions of what the original region has found: its joint graph,
 values, its forward. `_regions.traced` says which derived regions get them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -67,14 +65,7 @@ class Kept(NamedTuple):
 def backward_given(
     function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
 ) -> DerivedForward:
-    """The backward: (saved, operands, generator states, cotangents) -> gradients.
-
-    Args:
-        function: what the region computes.
-        operands: the metadata of what it takes.
-        kept: what waits for this backward.
-        asked: which gradients are wanted, for which cotangents.
-    """
+    """The backward: (saved, operands, generator states, cotangents) -> gradients."""
     joint, count = kept.analysis.joint, len(kept.saved)
     rows = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
     wanted = [(ref, spread) for ref, spread, each in rows if each]
@@ -190,11 +181,6 @@ def analysis_for(
     """The joint graph for these cotangents, and where in it the saved values are.
 
     What is saved was settled by the forward, for cotangents laid out like outputs.
-
-    Args:
-        stages: of the region.
-        asked: which backward is wanted.
-        trace: traces the function for its cotangents.
     """
     analysis, saved = stages.analysis, stages.cut.saved
     if asked.numerics.autocast == ():

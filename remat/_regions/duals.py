@@ -1,7 +1,5 @@
 """Dual tensors: values with the tangents of forward mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Regions that levels below differentiate by their programs (see `TracedRegion.opened`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -39,13 +37,6 @@ def is_differentiated_alike(
     A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
     function, not in its program: both are traced, and compared value by value. Nor do
     regions inside show there, which bound the peak of what runs again (law 9).
-
-    Args:
-        function: the user's.
-        roots: of the call that asks.
-        operands: the metadata of what it takes.
-        forward: its forward, which saves.
-        joint: its joint graph.
     """
     # To a value that the function detached, a gradient flows in the program.
     is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward))
@@ -75,12 +66,6 @@ def reads_constants(
 
     Such as the factors with which a system was solved: torch takes another formula for a
     gradient that is to be differentiated, and the program has the one that reads them.
-
-    Args:
-        function: what the region computes.
-        roots: of the call that asks.
-        operands: the metadata of what it takes.
-        stages: of the region.
     """
     joint = stages.joint
     read = {k for value in joint.graph.values if value.is_backward for k in value.uses}
@@ -147,15 +132,7 @@ def opened_origin(
     *,
     is_late: bool,
 ) -> DerivedForward | tuple[Joint, ...]:
-    """The forward of an opened region: its program, or a trace of that with its backward.
-
-    Args:
-        program: which returns what the region returns.
-        function: the program as a function.
-        roots: of the call that needs it.
-        operands: the metadata of what it takes.
-        is_late: whether the trace is not needed yet.
-    """
+    """The forward of an opened region: its program, or a trace of that with its backward."""
     if not is_late or not _returns_values_alone(program.graph):
         wants = any(meta.requires_grad for meta in operands)
         return function.traced(roots, operands, (), gradients=wants)

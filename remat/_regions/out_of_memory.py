@@ -4,8 +4,6 @@ Nothing is recorded in advance. When the error passes, the autograd graph below 
 that failed says which regions have not run their backward yet, and what each saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
@@ -27,14 +25,7 @@ _MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
 
 
 def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
-    """Adds to an out-of-memory error what regions held, unless it says so already.
-
-    Args:
-        error: what an operator of a region raised.
-        phase: "forward" or "backward".
-        call: the call of the region that failed.
-        nodes: the nodes of autograd at which the graph of what waits begins.
-    """
+    """Adds to an out-of-memory error what regions held, unless it says so already."""
     is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
     if is_shortage(error) and not is_noted:
         error.add_note(_shortage_text(phase, call, list(_values(nodes))))

@@ -11,8 +11,6 @@ many restorations under way, besides that of the region whose backward runs. Res
 belong to one run of autograd; those that the run does not use are dropped at its end.
 """
 
-from __future__ import annotations
-
 import heapq
 import threading
 import weakref
@@ -66,11 +64,7 @@ def awaited(storeds: Sequence[Stored]) -> Awaited | None:
 
 
 def start(node: Any) -> None:
-    """Starts to restore what a node of autograd reads, and what the next ones will read.
-
-    Args:
-        node: a node of a region, whose backward begins.
-    """
+    """Starts to restore what a node of autograd reads, and what the next ones will read."""
     if node.waiting is None:
         return
     task = autograd.graph_task()

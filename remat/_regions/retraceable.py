@@ -58,12 +58,7 @@ class Function:
         )
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
-        """A function made from this one, under the switches of this one.
-
-        Args:
-            transform: makes the other function.
-            step: tells it from others that are made so from this one.
-        """
+        """A function made from this one, under the switches of this one."""
         build = self.build
 
         def derived(roots: Roots) -> Flat:
@@ -81,16 +76,7 @@ class Function:
         backward_numerics: Numerics | None = None,
         gradients: bool = True,
     ) -> tuple[Joint, ...]:
-        """The joint graphs of the function, traced if no template holds.
-
-        Args:
-            roots: of the call that needs them.
-            operands: the metadata of what the function takes.
-            states: which operands are generator states for its draws, in order.
-            cotangents: as `Request` has them, like the next two.
-            backward_numerics: likewise.
-            gradients: likewise.
-        """
+        """The joint graphs of the function, traced if no template holds."""
         request = Request(
             self.build(roots),
             operands,

@@ -5,8 +5,6 @@ of it or of an argument, or either without its gradient: those are made from it 
 they share their storage as they do where the function itself runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ forward saved. Its backward binds the region of the gradients, so that the trans
 are active when a backward runs apply to it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 

@@ -4,8 +4,6 @@ It refuses saved tensors that were changed, second derivatives under `first_orde
 gradients that autograd would lose.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ checked in C, by the guards of plain autograd. A call that a check refuses takes
 and what is found there is remembered for the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple

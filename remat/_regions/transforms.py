@@ -104,13 +104,7 @@ def _gradients(
 def pushforward(
     function: Flat, outputs: tuple[int, ...] | None, has_tangent: tuple[bool, ...]
 ) -> Flat:
-    """(operands, ..., tangents) -> the tangents of these outputs, of all for None.
-
-    Args:
-        function: what to push forward.
-        outputs: of which results to return the tangents.
-        has_tangent: which operands have one.
-    """
+    """(operands, ..., tangents) -> the tangents of these outputs, of all for None."""
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return _pushed(function, outputs, (), has_tangent, tensors)[1]
