@@ -248,7 +248,7 @@ def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
 @contextlib.contextmanager
 def without_lifting() -> Generator[None]:
     """Lifts nothing of this thread's inside: what runs there is not the user's."""
-    outer, _liftings.stack = _liftings.stack, []
+    outer, _liftings.stack = _liftings.stack, ()
     try:
         yield
     finally:
