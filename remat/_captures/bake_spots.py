@@ -296,7 +296,7 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
 
 def _rule_to_bake(value: object) -> Rule:
     """The rule for an object, whatever it holds."""
-    kind = type(value)
+    kind, is_shown = type(value), shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
         return Registered(number)
@@ -311,6 +311,6 @@ def _rule_to_bake(value: object) -> Rule:
         if all(is_simple(key) for key in entries):
             return Keyed(kind, tuple(entries))
     sized = list, tuple, deque, set, dict
-    if not shows_members(value) and isinstance(value, sized):
+    if not is_shown and isinstance(value, sized):
         return Sized(kind, len(cast("list[object]", value)))
     return Instance(kind)
