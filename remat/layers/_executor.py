@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import schedules
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat.layers._links import Link, pull_back, without_none
+from remat.layers._links import Link, Pass, pull_back, without_none
 from remat.layers._stack import Stack
 
 
@@ -32,7 +32,7 @@ class Executor:
     ) -> None:
         self.stack = stack
         self.ledger = schedules.Ledger()
-        self._numerics = numerics
+        self._pass = Pass(numerics)
         self._operands = operands
         self._captured = operands[stack.num_entered :]
         entered = stack.entered(operands)
@@ -111,10 +111,10 @@ class Executor:
         link, operands = self.stack.links[stage], self._operands_of(stage)
         if is_recorded:
             self._states[stage] = self._state
-            returned, mutations, saved = link.record(operands, self._numerics)
+            returned, mutations, saved = link.record(operands, self._pass)
             self._records[stage] = saved
         else:
-            returned, mutations = link.advance(operands, self._numerics)
+            returned, mutations = link.advance(operands, self._pass)
         self._state, row = self.stack.parted(returned)
         if self._gradients is None and len(self._rows) == stage:
             # A stage that runs again reads the buffers as they were, and changes none.
@@ -128,7 +128,7 @@ class Executor:
         saved = self._records.pop(stage)
         self._forget(stage)
         self._state = []
-        self._gradients.pull(stage, saved, operands, self._numerics)
+        self._gradients.pull(stage, saved, operands, self._pass)
 
     def _forget(self, state: int) -> None:
         if state not in self.ledger.kept and state not in self.ledger.recorded:
@@ -161,13 +161,13 @@ class _Gradients:
         stage: int,
         saved: Sequence[Tensor],
         operands: Sequence[Tensor],
-        numerics: Numerics,
+        under: Pass,
     ) -> None:
         """Takes the cotangent of a stage's state back to the state before."""
         link, place = self.stack.links[stage], self.stack.place(stage)
         rows = [None if each is None else each[place] for each in self.rows]
         wanted = self._wanted_of(stage, link)
-        gradients = link.pull(saved, operands, [*self.state, *rows], wanted, numerics)
+        gradients = link.pull(saved, operands, [*self.state, *rows], wanted, under)
         count = link.num_state
         self.state = gradients[:count]
         for column in self.slices:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.forwards import Forward, Results
+from remat._regions.forwards import Forward
 from remat._regions.protocol import Asked, Call
 from remat._regions.retraceable import Roots
 from remat._regions.returned_views import make_views
-from remat._regions.rules import bind, bind_all, returned_by, run_saving
+from remat._regions.rules import bind_all, returned_by, run_saving
 from remat._regions.traced import TracedRegion
 from remat._regions.transforms import Pull, pullback
 from remat._regions.waiting import resumed
@@ -160,24 +160,18 @@ class Link:
         return [relaid(*each) for each in zip(state, strides, strict=True)]
 
     def advance(
-        self, operands: Sequence[Tensor], numerics: Numerics
+        self, operands: Sequence[Tensor], under: Pass
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """What the stage returns, and the new values of what it changes."""
-        call = self._call(self.region, numerics)
-        alone = _run_alone(call, operands, save=False)
-        if alone is None:
-            returned, mutations = bind_all(call, operands)
-            return without_none(returned), mutations
-        return without_none(returned_by(call, alone.outputs, operands)), alone.mutations
+        returned, mutations, _ = under.run(self, self.region, operands)
+        return without_none(returned), mutations
 
     def record(
-        self, operands: Sequence[Tensor], numerics: Numerics
+        self, operands: Sequence[Tensor], under: Pass
     ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
         """What `advance` gives, and what the stage's backward reads besides its operands."""
-        call = self._call(self.region, numerics)
-        results = _run_alone(call, operands, save=True) or run_saving(call, operands)
-        returned = without_none(returned_by(call, results.outputs, operands))
-        return returned, results.mutations, [*results.saved]
+        returned, mutations, saved = under.run(self, self.region, operands, save=True)
+        return without_none(returned), mutations, [*saved]
 
     def pull(
         self,
@@ -185,21 +179,16 @@ class Link:
         operands: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         wanted: tuple[bool, ...],
-        numerics: Numerics,
+        under: Pass,
     ) -> list[Tensor | None]:
         """The gradients of the operands, None where none is wanted or none comes."""
         outward, direct = self._through_views(operands, cotangents)
         there = without_none(outward)
         pulled: list[Tensor | None] = [None] * len(operands)
         if there and any(wanted):
-            call = self._call(self._derived(outward, wanted, numerics), numerics)
-            tensors = [*saved, *operands, *there]
-            alone = _run_alone(call, tensors, save=False)
-            found = iter(
-                bind(call, tensors)
-                if alone is None
-                else returned_by(call, alone.outputs, tensors)
-            )
+            region = self._derived(outward, wanted, under.numerics)
+            returned, _, _ = under.run(self, region, [*saved, *operands, *there])
+            found = iter(returned)
             pulled = [next(found) if each else None for each in wanted]
         return [
             add_gradients(one, other) if is_wanted else None
@@ -311,7 +300,7 @@ class Link:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
         region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            tensors, _ = self.advance(fakes, Numerics.current())
+            tensors, _ = self.advance(fakes, Pass(Numerics.current()))
             metas = [TensorMeta.of(each) for each in tensors]
         flows = [
             not (view.is_cut or view.is_detached)
@@ -327,27 +316,72 @@ class Link:
             for meta, flow in zip(metas, flows, strict=True)
         ]
 
-    def _call(self, region: TracedRegion, numerics: Numerics) -> Call:
-        return Call(region, self.roots, numerics, self.labels)
+
+#: What the region's function returns, new values of operands, and what is saved.
+_Ran = tuple[Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]]
+_Way = Callable[[Sequence[Tensor]], _Ran]
 
 
-def _run_alone(call: Call, tensors: Sequence[Tensor], *, save: bool) -> Results | None:
-    """One run of a program, where a call of a link's region is no more; else None.
+@final
+class Pass:
+    """What is the same for all stages that run one after the other.
 
-    The Python of the rules would take as long as the operators of a small stage.
+    Nearly all are of one region, so how it is run is found out once: the Python of the
+    rules would take as long as the operators of a small stage.
     """
-    region = call.region
-    if region.inputs or torch.is_grad_enabled() or not guards.is_quiet():
-        return None
-    forward = region.forward(call.roots, save)
-    assert isinstance(forward, Forward), "a link's region is traced"
-    is_alone = forward.is_alone and forward.numerics.are_met_by(call.numerics)
-    if forward.untracked or not is_alone:
-        return None
+
+    def __init__(self, numerics: Numerics) -> None:
+        self.numerics = numerics
+        self._is_quiet = guards.is_quiet() and not torch.is_grad_enabled()
+        self._ways: dict[tuple[TracedRegion, bool], _Way] = {}
+
+    def run(
+        self,
+        link: Link,
+        region: TracedRegion,
+        tensors: Sequence[Tensor],
+        *,
+        save: bool = False,
+    ) -> _Ran:
+        """Runs a link's region, or one derived from it."""
+        way = self._ways.get((region, save))
+        if way is None:
+            call = Call(region, link.roots, self.numerics, link.labels)
+            way = self._ways[region, save] = self._way(call, save)
+        return way(tensors)
+
+    def _way(self, call: Call, save: bool) -> _Way:
+        """How to run a region: by its program, where a call is no more than that."""
+        if self._is_quiet and not call.region.inputs:
+            forward = call.region.forward(call.roots, save)
+            assert isinstance(forward, Forward), "a link's region is traced"
+            is_alone = forward.is_alone and not forward.untracked
+            if is_alone and forward.numerics.are_met_by(self.numerics):
+                return _run_of(call, forward)
+        if save:
+            return functools.partial(_run_saving, call)
+        return lambda tensors: (*bind_all(call, tensors), ())
+
+
+def _run_saving(call: Call, tensors: Sequence[Tensor]) -> _Ran:
+    results = run_saving(call, tensors)
+    returned = returned_by(call, results.outputs, tensors)
+    return returned, results.mutations, results.saved
+
+
+def _run_of(call: Call, forward: Forward) -> _Way:
     quiet = forward.program.quiet
-    with quiet.around():
-        found = quiet.run([*resumed(tensors)])
-    return Results.of(forward.shape, found, None)
+    num_outputs, num_mutations, num_saved, _ = forward.shape
+    first_saved = num_outputs + num_mutations
+    end = first_saved + num_saved
+
+    def run(tensors: Sequence[Tensor]) -> _Ran:
+        with quiet.around():
+            found = quiet.run([*resumed(tensors)])
+        returned = returned_by(call, found[:num_outputs], tensors)
+        return returned, found[num_outputs:first_saved], found[first_saved:end]
+
+    return run
 
 
 def _outputs_of_gradients(joint: Joint) -> list[set[int]]:

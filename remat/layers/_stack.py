@@ -19,7 +19,7 @@ from remat._graph.meta import TensorMeta
 from remat._regions.transforms import Batch, mapped
 from remat._switches.numerics import Numerics
 from remat._tracing.trace import Flat
-from remat.layers._links import Link, dense_stride, on_fakes
+from remat.layers._links import Link, Pass, dense_stride, on_fakes
 
 _T = TypeVar("_T")
 
@@ -80,9 +80,10 @@ class Stack:
         state, scanned = entered[: self.num_state], entered[self.num_state :]
         captured = operands[self.num_entered :]
         rows: list[list[Tensor]] = []
+        under = Pass(numerics)
         for link, slices in zip(self.links, self.slices(scanned), strict=True):
             own = [captured[place] for place in link.captured]
-            returned, _ = link.advance([*link.laid(state), *slices, *own], numerics)
+            returned, _ = link.advance([*link.laid(state), *slices, *own], under)
             state, row = self.parted(returned)
             rows.append(row)
         return [*state, *self.stacked(rows)]
