@@ -22,7 +22,7 @@ from remat._regions.forwards import Forward
 from remat._regions.protocol import Call
 from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import moved_outputs
-from remat._torch import autograd, levels
+from remat._torch import autograd, levels, schemas
 
 
 def is_differentiated_alike(
@@ -45,6 +45,8 @@ def is_differentiated_alike(
     has_regions = any(value.rank >= 0 for value in joint.graph.values)
     if joint.is_custom or has_regions or joint.mutations or joint.states:
         return False
+    if has_first_order_formulas(joint.graph):
+        return False
     program = function.of_program(forward_graph(joint, ())[0])
     try:
         again, *_ = program.traced(roots, operands, (), cotangents=joint.layout)
@@ -57,6 +59,11 @@ def is_differentiated_alike(
         for each in (joint, again)
     )
     return same_outputs(own, of_program)
+
+
+def has_first_order_formulas(graph: Graph) -> bool:
+    """Whether gradients of a program's first order must not be differentiated."""
+    return any(schemas.has_first_order_formula(value.op) for value in graph.values)
 
 
 def reads_constants(

@@ -44,6 +44,7 @@ from remat._regions.derived_forwards import (
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward, own_forward, placements_of
 from remat._regions.opening import (
+    has_first_order_formulas,
     is_differentiated_alike,
     opened_origin,
     operands_of,
@@ -317,6 +318,8 @@ class TracedRegion:
         function, operands = self.function, self.operands
         if function.is_program:
             graph = self.forward(roots, save=False).program.graph
+            if has_first_order_formulas(graph):
+                return False
             if not parts_of_calls(graph, operands):
                 return True
         if not self.has_derivatives(roots):

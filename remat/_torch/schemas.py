@@ -93,6 +93,15 @@ _MADE_OF_OTHERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def has_first_order_formula(op: Any) -> bool:
+    """Whether torch's formula for a gradient is wrong once that is differentiated itself.
+
+    That of `cumprod` splits its input where it is zero, and takes a factor there for a
+    constant; under `create_graph` torch uses another. Obsolete when it has one formula.
+    """
+    return op is torch.ops.aten.cumprod.default
+
+
 def has_kernel(name: str, key: str) -> bool:
     """Whether an operator has a kernel of its own for a dispatch key, both by their names."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
