@@ -112,6 +112,9 @@ def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
     try:
         with levels.leave_functorch(), quiet.around():
             found: Any = quiet.run([*physical])
+            if mapped is None:
+                for index in path.untracked:
+                    found[index] = autograd.untracked_alias(found[index])
     except RuntimeError as error:
         out_of_memory.note(error, "forward", call, [each.grad_fn for each in operands])
         raise
@@ -121,9 +124,6 @@ def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
     )
     if mapped is not None:
         found = levels.wrap_batched(found, mapped[1], mapped[0])
-    else:
-        for index in path.untracked:
-            found[index] = autograd.untracked_alias(found[index])
     kept = (*found[first:last], *operands)
     ctx.call, ctx.level, ctx.num_states = call, level, path.num_states
     ctx.is_first_order, ctx.waiting = call.is_first_order, None

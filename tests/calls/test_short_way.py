@@ -12,7 +12,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import remat as package
 from remat import SavedTensorModifiedError, first_order, policies, remat
-from tests.support import assert_bitwise, seeded
+from tests.functions import FUNCTIONS
+from tests.support import assert_bitwise, on_tensors, scalar_loss, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -99,6 +100,35 @@ def test_the_numbers_are_those_of_the_first_call(
     for each in found:
         assert_bitwise(each, found[0])
     torch.testing.assert_close(found[0], way(layer))
+
+
+def products(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first output is made as a view of a product in two dimensions."""
+    return torch.matmul(x.expand(2, 6, 8), W), x.cos()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", ["grad", "vmap_grad"])
+@pytest.mark.parametrize("name", ["products", *(each.name for each in FUNCTIONS)])
+def test_later_calls_give_the_bits_of_the_first(name: str, transform: str) -> None:
+    """Of every function that the tests know, alone and mapped."""
+    known = {each.name: each for each in FUNCTIONS}
+    fun = known[name].fun if name in known else products
+    args = known[name].make_args() if name in known else (X,)
+    region = remat(fun)
+
+    def gradients() -> Any:
+        loss, tensors = on_tensors(scalar_loss(region), args)
+        gradient = grad(loss, tuple(range(len(tensors))))
+        if transform == "grad":
+            return gradient(*tensors)
+        batches = [torch.stack([each, each * 0.5]) for each in tensors]
+        return vmap(gradient, randomness="different")(*batches)
+
+    first = gradients()
+
+    for _ in range(3):
+        assert_bitwise(gradients(), first)
 
 
 def test_what_a_level_or_autograd_around_wants_is_not_lost() -> None:
