@@ -1,14 +1,12 @@
 """Schedules: which states of a stack are kept, and what is computed again.
 
 In come described stages, out comes a list of actions. No tensor is seen: `layers` carries them
-out. `_contract`: the actions, a stage, the base class, checks of arguments; `_every`: equal
-segments; `_revolve`: equal stages, few snapshots; `_budget`: different stages within bytes;
-`_replay`: a ledger checks actions one by one and adds up their costs.
+out. `_actions`: what they are; `_contract`: a stage, the base class, checks of arguments;
+`_every`: equal segments; `_revolve`: equal stages, few snapshots; `_budget`: different stages
+within bytes; `_replay`: a ledger checks actions one by one and adds up their costs.
 """
 
-from remat.schedules._budget import Budget
-from remat.schedules._contract import (
-    AbstractSchedule,
+from remat.schedules._actions import (
     Action,
     Advance,
     Backward,
@@ -16,8 +14,9 @@ from remat.schedules._contract import (
     Record,
     Restore,
     Snapshot,
-    Stage,
 )
+from remat.schedules._budget import Budget
+from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every, Sqrt
 from remat.schedules._replay import Ledger, Replay, replay
 from remat.schedules._revolve import Revolve

@@ -30,17 +30,8 @@ import numpy as np
 
 from remat._errors import BudgetError, ScheduleError, refusal
 from remat.policies._sizes import parse_size, show_size
-from remat.schedules._contract import (
-    AbstractSchedule,
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Record,
-    Restore,
-    Snapshot,
-    Stage,
-)
+from remat.schedules import _actions as do
+from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every
 from remat.schedules._replay import replay
 
@@ -103,7 +94,7 @@ class Budget(AbstractSchedule):
             return int(self.size * _all_bytes(stages))
         return parse_size(self.size, f"Budget({self.size!r})")
 
-    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
         if not stages:
             return ()
@@ -135,8 +126,8 @@ def _all_bytes(stages: Sequence[Stage]) -> int:
 
 
 def _cheapest_within(
-    candidates: Iterable[tuple[Action, ...]], stages: Sequence[Stage], limit: int
-) -> tuple[Action, ...]:
+    candidates: Iterable[tuple[do.Action, ...]], stages: Sequence[Stage], limit: int
+) -> tuple[do.Action, ...]:
     replays = [(actions, replay(actions, stages)) for actions in candidates]
     fitting = [pair for pair in replays if pair[1].peak_bytes <= limit]
     return min(fitting, key=lambda pair: pair[1].cost)[0]
@@ -159,29 +150,30 @@ class _Stretch:
     is_current: bool
 
 
-def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[Action, ...]:
+def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[do.Action, ...]:
     """The actions of the choices for each part."""
-    actions: list[Action] = []
-    pending: list[_Stretch | Backward] = [part]
+    actions: list[do.Action] = []
+    pending: list[_Stretch | do.Backward] = [part]
     while pending:
         now = pending.pop()
-        if isinstance(now, Backward):
+        if isinstance(now, do.Backward):
             actions.append(now)
             continue
         if not now.is_current:
-            actions.append(Restore(now.start))
+            actions.append(do.Restore(now.start))
         start, stop, room = now.start, now.stop, now.room
         middle = choice(start, stop, room)
         if middle == _RECORD:
             # The state of a recorded stage stays for the record's sake.
-            actions += [Drop(start), Record(start)] if now.is_kept else [Record(start)]
-            pending.append(Backward(start))
+            actions += [do.Drop(start)] if now.is_kept else []
+            actions.append(do.Record(start))
+            pending.append(do.Backward(start))
             if start < stop:
                 room -= sizes.record[start] + sizes.state[start + 1]
                 pending.append(_Stretch(start + 1, stop, room, False, True))
             continue
-        actions += [] if now.is_kept else [Snapshot(start)]
-        actions += [Advance(start, middle), Snapshot(middle)]
+        actions += [] if now.is_kept else [do.Snapshot(start)]
+        actions += [do.Advance(start, middle), do.Snapshot(middle)]
         pending.append(_Stretch(start, middle - 1, room, True, False))
         pending.append(_Stretch(middle, stop, room - sizes.state[middle], True, True))
     return tuple(actions)
@@ -203,7 +195,7 @@ def _stretches(count: int) -> Iterator[tuple[int, int]]:
             yield start, start + length
 
 
-def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[Action, ...]]:
+def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[do.Action, ...]]:
     """The least bytes that some schedule holds, exactly, and this schedule."""
     sizes = _Sizes(stages)
     # Of each part: the bytes, and the choice that takes no more.
@@ -220,7 +212,9 @@ def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[Action, ...]]:
     return part.room, _actions_of(lambda s, t, _: found[s, t][1], part, sizes)
 
 
-def _within_slots(stages: Sequence[Stage], limit: int) -> Iterator[tuple[Action, ...]]:
+def _within_slots(
+    stages: Sequence[Stage], limit: int
+) -> Iterator[tuple[do.Action, ...]]:
     """The cheapest schedule, by a dynamic program over slots, if one fits them."""
     unit = math.gcd(*(n for s in stages for n in (s.output_bytes, s.record_bytes))) or 1
     if limit // unit > _SLOTS:

@@ -10,18 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat.schedules._contract import (
-    AbstractSchedule,
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Record,
-    Restore,
-    Snapshot,
-    Stage,
-    require_count,
-)
+from remat.schedules import _actions as do
+from remat.schedules._contract import AbstractSchedule, Stage, require_count
 
 
 @final
@@ -62,7 +52,7 @@ class Every(AbstractSchedule):
     def __post_init__(self) -> None:
         require_count(self.k, f"Every(k={self.k!r})")
 
-    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
         return tuple(_segment_actions(len(stages), self.k))
 
@@ -84,20 +74,20 @@ class Sqrt(AbstractSchedule):
         Chen et al., 2016, section 4.1, https://arxiv.org/abs/1604.06174.
     """
 
-    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
         return Every(math.isqrt(max(len(stages) - 1, 0)) + 1).actions(stages)
 
 
-def _segment_actions(count: int, size: int) -> Iterator[Action]:
+def _segment_actions(count: int, size: int) -> Iterator[do.Action]:
     starts = range(0, count, size)
     for start in starts[:-1]:
-        yield Snapshot(start)
-        yield Advance(start, start + size)
+        yield do.Snapshot(start)
+        yield do.Advance(start, start + size)
     for start in reversed(starts):
         stop = min(start + size, count)
         if stop < count:
-            yield Restore(start)
-            yield Drop(start)
-        yield from (Record(stage) for stage in range(start, stop))
-        yield from (Backward(stage) for stage in reversed(range(start, stop)))
+            yield do.Restore(start)
+            yield do.Drop(start)
+        yield from (do.Record(stage) for stage in range(start, stop))
+        yield from (do.Backward(stage) for stage in reversed(range(start, stop)))

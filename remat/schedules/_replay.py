@@ -11,16 +11,8 @@ from dataclasses import dataclass
 from typing import final
 
 from remat._errors import ScheduleError, refusal
-from remat.schedules._contract import (
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Record,
-    Restore,
-    Snapshot,
-    Stage,
-)
+from remat.schedules import _actions as do
+from remat.schedules._contract import Stage
 
 
 @final
@@ -40,39 +32,39 @@ class Ledger:
         self.recorded: set[int] = set()
         self.remaining: int | None = None
 
-    def enter(self, action: Action) -> None:
+    def enter(self, action: do.Action) -> None:
         """Notes an action that is about to be done.
 
         Raises:
             ScheduleError: it cannot be done here.
         """
         match action:
-            case Advance(start, stop):
+            case do.Advance(start, stop):
                 if start >= stop:
                     raise _refused(action, "it goes nowhere")
                 self._require_current(start, action)
                 self.current = stop
-            case Record(stage):
+            case do.Record(stage):
                 self._require_current(stage, action)
                 if stage in self.recorded:
                     raise _refused(action, f"stage {stage} is recorded already")
                 self.recorded.add(stage)
                 self.current = stage + 1
-            case Snapshot(state):
+            case do.Snapshot(state):
                 self._require_current(state, action)
                 if state in self.kept:
                     raise _refused(action, "it is kept already")
                 self.kept.add(state)
-            case Restore(state):
+            case do.Restore(state):
                 self._require_kept(state, action)
                 self.current = state
-            case Drop(state):
+            case do.Drop(state):
                 self._require_kept(state, action)
                 self.kept.remove(state)
-            case Backward(stage):
+            case do.Backward(stage):
                 self._pull(stage, action)
 
-    def _pull(self, stage: int, action: Action) -> None:
+    def _pull(self, stage: int, action: do.Action) -> None:
         if self.remaining is None:
             # The first backward is that of the last stage.
             self.remaining = self.current
@@ -84,16 +76,16 @@ class Ledger:
         self.remaining = stage
         self.current = None
 
-    def _require_kept(self, state: int, action: Action) -> None:
+    def _require_kept(self, state: int, action: do.Action) -> None:
         if state not in self.kept:
             raise _refused(action, "it is not kept")
 
-    def _require_current(self, state: int, action: Action) -> None:
+    def _require_current(self, state: int, action: do.Action) -> None:
         if self.current != state:
             raise _refused(action, f"the current state is {self.current}")
 
 
-def _refused(action: Action, why: str) -> ScheduleError:
+def _refused(action: do.Action, why: str) -> ScheduleError:
     return refusal(
         ScheduleError,
         where=f"the action {action}",
@@ -127,7 +119,7 @@ class Replay:
     held_bytes: int
 
 
-def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
+def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
     """Checks a list of actions and says what it costs.
 
     Args:
@@ -158,15 +150,15 @@ def replay(actions: Iterable[Action], stages: Sequence[Stage]) -> Replay:
         return records + sum(stages[state - 1].output_bytes for state in states)
 
     for action in actions:
-        if isinstance(action, Backward) and ledger.remaining is None:
+        if isinstance(action, do.Backward) and ledger.remaining is None:
             _require_replay_end(ledger.current == len(stages), action, ledger)
             held_bytes = live_bytes()
         ledger.enter(action)
         most_snapshots = max(most_snapshots, len(ledger.kept))
         match action:
-            case Advance(start, stop):
+            case do.Advance(start, stop):
                 ran = range(start, stop)
-            case Record(stage):
+            case do.Record(stage):
                 ran = (stage,)
             case _:
                 ran = ()

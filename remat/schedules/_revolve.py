@@ -15,18 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat.schedules._contract import (
-    AbstractSchedule,
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Record,
-    Restore,
-    Snapshot,
-    Stage,
-    require_count,
-)
+from remat.schedules import _actions as do
+from remat.schedules._contract import AbstractSchedule, Stage, require_count
 
 
 @final
@@ -63,11 +53,11 @@ class Revolve(AbstractSchedule):
     def __post_init__(self) -> None:
         require_count(self.snapshots, f"Revolve(snapshots={self.snapshots!r})")
 
-    def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
         if not stages:
             return ()
-        return (Snapshot(0), *reverse(0, len(stages), self.snapshots))
+        return (do.Snapshot(0), *reverse(0, len(stages), self.snapshots))
 
 
 def beta(snapshots: int, repeats: int) -> int:
@@ -95,7 +85,7 @@ def split_of(count: int, snapshots: int) -> int:
     return min(beta(snapshots, repeats - 1), most)
 
 
-def reverse(start: int, stop: int, snapshots: int) -> Iterator[Action]:
+def reverse(start: int, stop: int, snapshots: int) -> Iterator[do.Action]:
     """Pulls back the stages from state `start`, which is kept and, at first, current.
 
     The last stage makes state `stop`; `snapshots` states may be kept, the first counted.
@@ -107,18 +97,19 @@ def reverse(start: int, stop: int, snapshots: int) -> Iterator[Action]:
     while pending:
         first, last, spare = pending.pop()
         if current != first:
-            yield Restore(first)
+            yield do.Restore(first)
         if last - first == 1:
-            yield Drop(first)
-            yield from (Record(first), Backward(first))
+            yield do.Drop(first)
+            yield from (do.Record(first), do.Backward(first))
             current = None
             continue
         if spare == 1:
-            yield from (Advance(first, last - 1), Record(last - 1), Backward(last - 1))
+            yield do.Advance(first, last - 1)
+            yield from (do.Record(last - 1), do.Backward(last - 1))
             pending.append((first, last - 1, 1))
             current = None
             continue
         middle = first + split_of(last - first, spare)
-        yield from (Advance(first, middle), Snapshot(middle))
+        yield from (do.Advance(first, middle), do.Snapshot(middle))
         pending += [(first, middle, spare), (middle, last, spare - 1)]
         current = middle
