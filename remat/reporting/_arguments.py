@@ -58,11 +58,6 @@ def _import_target(place: str, target: str) -> Any:
     return _module_of_file(path.resolve())
 
 
-# The text of each file when it ran: a file may be edited between two commands of a
-# process.
-_texts: dict[str, bytes] = {}
-
-
 def _search_folder(folder: Path) -> None:
     """Has imports look into a folder first, as Python does for a script's own."""
     if str(folder) not in sys.path:
@@ -70,19 +65,17 @@ def _search_folder(folder: Path) -> None:
 
 
 def _module_of_file(path: Path) -> Any:
-    """The module that a file is, run once for each text; it hides no other of its name."""
-    text = path.read_bytes()
+    """The module that a file is, run once; it hides no other of its name."""
     loaded = sys.modules.get(path.stem)
     is_taken = loaded is not None and getattr(loaded, "__file__", None) != str(path)
     name = str(path) if is_taken else path.stem
-    if name in sys.modules and _texts.get(name, text) == text:
+    if name in sys.modules:
         return sys.modules[name]
     _search_folder(path.parent)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _texts[name] = text
     try:
         spec.loader.exec_module(module)
     except BaseException:
