@@ -21,16 +21,11 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
         yield _progress_lines(title, total, stream)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(file=stream)) as bar:
+    columns = Progress.get_default_columns()
+    after = (MofNCompleteColumn(), "{task.fields[note]}")
+    with Progress(*columns, *after, console=Console(file=stream)) as bar:
         task = bar.add_task(title, total=total, note="")
         yield lambda note: bar.update(task, advance=1, note=note)
 
