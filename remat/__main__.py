@@ -22,8 +22,12 @@ from remat._user_lines import line_of
 from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load_target
 from remat.reporting._demo.gpt import one_layer
-from remat.reporting._demo.run import run_demo
-from remat.reporting._demo.summary import demo_json, demo_table, first_loss_difference
+from remat.reporting._demo.run import (
+    demo_json,
+    demo_table,
+    first_loss_difference,
+    run_demo,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

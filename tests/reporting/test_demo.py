@@ -13,11 +13,14 @@ from torch.nn import functional as F
 from remat import random
 from remat.__main__ import main
 from remat.reporting._demo.gpt import GPTShape, block, initial_parameters, make_loss
-from remat.reporting._demo.run import DemoRow, draw_batches, english_text, run_demo
-from remat.reporting._demo.summary import (
+from remat.reporting._demo.run import (
+    DemoRow,
     demo_json,
     demo_table,
+    draw_batches,
+    english_text,
     first_loss_difference,
+    run_demo,
 )
 from remat.reporting._show.progress import progress
 

@@ -3,13 +3,14 @@
 It trains under `torch.func.grad`, where recomputation by saved-tensor hooks raises. The text ships
 with every CPython: the help topics of `pydoc`. All rows start from the same parameters, see the
 same batches and use the same dropout keys. Their steps take turns, so that a slow moment of the
-machine affects all of them. Bytes are measured by `LiveBytes`.
+machine affects all of them. Bytes are measured by `LiveBytes`. Rows are shown as a table or JSON.
 """
 
+import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 
 from remat import policies, random
 from remat._api import remat
+from remat._torch import trees
+from remat.policies._sizes import show_size
 from remat.reporting._demo.gpt import (
     Block,
     GPTShape,
@@ -29,8 +32,10 @@ from remat.reporting._demo.gpt import (
 )
 from remat.reporting._measure.live_bytes import LiveBytes
 from remat.reporting._show.progress import progress
+from remat.reporting._show.text import show_ratio, table
 
 _LEARNING_RATE = 1e-3
+_HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
 
 
 @final
@@ -57,7 +62,7 @@ class _Trainer:
         self.loss = make_loss(shape, block)
         generator = torch.Generator().manual_seed(seed)
         self.parameters = initial_parameters(shape, generator)
-        leaves = _weights(self.parameters)
+        leaves = trees.tensor_leaves(self.parameters)
         self.optimizer: Optimizer = torch.optim.AdamW(leaves, lr=_LEARNING_RATE)
         self.losses: list[float] = []
         self.times_s: list[float] = []
@@ -116,7 +121,11 @@ def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
     start = time.perf_counter()
     grad = torch.func.grad_and_value(trainer.loss)
     gradients, loss = grad(trainer.parameters, batch, key)
-    leaves = zip(_weights(trainer.parameters), _weights(gradients), strict=True)
+    leaves = zip(
+        trees.tensor_leaves(trainer.parameters),
+        trees.tensor_leaves(gradients),
+        strict=True,
+    )
     for parameter, gradient in leaves:
         parameter.grad = gradient
     trainer.optimizer.step()
@@ -146,5 +155,67 @@ def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
     )
 
 
-def _weights(parameters: Parameters) -> list[Tensor]:
-    return [tensor for group in parameters.values() for tensor in group.values()]
+def first_loss_difference(rows: Sequence[DemoRow]) -> str | None:
+    """Says which loss, in row order, is the first that is not the first row's to the bit."""
+    for row in rows[1:]:
+        pairs = zip(rows[0].losses, row.losses, strict=True)
+        for step, (expected, actual) in enumerate(pairs, start=1):
+            if expected.hex() != actual.hex():
+                return (
+                    f"the loss under {row.name} differs from the one without remat at "
+                    f"step {step}: {actual.hex()} in place of {expected.hex()}"
+                )
+    return None
+
+
+def demo_table(rows: Sequence[DemoRow]) -> str:
+    """Returns the rows as aligned text; the ratios are to the first row, no remat."""
+    lines = [
+        *table(_HEADINGS, [_cells_of_demo(row, rows[0]) for row in rows]),
+        "",
+        "held: bytes that live between forward and backward; peak: the most in one step;",
+        "both measured, beyond parameters and batch. Ratios are to no remat.",
+        _verdict(rows),
+    ]
+    return "\n".join(lines)
+
+
+def demo_json(rows: Sequence[DemoRow]) -> str:
+    """Returns the rows as JSON; `loss_bits` writes the final loss without rounding."""
+    shown = [
+        {
+            "policy": row.name,
+            "final_loss": row.losses[-1],
+            "loss_bits": row.losses[-1].hex(),
+            "held_bytes": row.held_bytes,
+            "peak_bytes": row.peak_bytes,
+            "step_time_s": row.step_time_s,
+        }
+        for row in rows
+    ]
+    is_equal = first_loss_difference(rows) is None
+    return json.dumps({"losses_equal": is_equal, "rows": shown}, indent=2)
+
+
+def _cells_of_demo(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
+    return (
+        row.name,
+        f"{row.losses[-1]:.9g}",  # nine digits tell any two float32 apart
+        show_size(row.held_bytes),
+        show_ratio(row.held_bytes, plain.held_bytes),
+        show_size(row.peak_bytes),
+        show_ratio(row.peak_bytes, plain.peak_bytes),
+        f"{row.step_time_s * 1000:.1f} ms",
+        show_ratio(row.step_time_s, plain.step_time_s),
+    )
+
+
+def _verdict(rows: Sequence[DemoRow]) -> str:
+    difference = first_loss_difference(rows)
+    if difference is not None:
+        return f"NOT EQUAL: {difference}."
+    losses = rows[0].losses
+    return (
+        f"All {len(losses)} losses are equal in every row to the last bit; "
+        f"the final one is {losses[-1].hex()}."
+    )
