@@ -8,14 +8,20 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from remat._partition.peak import peak_of_run
 from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of, storage_key
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
-from remat.reporting._measure.live_bytes import allocator_peaks
+from remat.reporting._measure.live_bytes import allocator_peak
 from remat.reporting._measure.region_calls import RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import RegionCall, RegionTrace, Waits, foretold
+from remat.reporting._measure.traced import (
+    RegionCall,
+    RegionTrace,
+    Waits,
+    repeated_flops,
+)
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
@@ -97,7 +103,8 @@ class _Measurement:
     def __init__(self, step: MeasuredStep) -> None:
         self.step = step
         self.watch = StepWatcher()
-        with allocator_peaks(step.devices) as self.allocator, self.watch:
+        peak = allocator_peak(step.devices)
+        with self.watch:
             outputs = step.forward()
             self.forward_s = self.watch.time_s
             nodes, self.leaves = graph_of(outputs)
@@ -110,6 +117,7 @@ class _Measurement:
             self.watch.node = None
             del outputs
             self.gradients = self._allocations(gradients)
+        self.allocator_peak_bytes = peak()
 
     def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
@@ -148,13 +156,9 @@ class _Measurement:
                 size = allocation.size_bytes
                 is_elsewhere = is_away or allocation.is_in_file
                 waits = Waits(0, size) if is_elsewhere else Waits(size)
+                shape = tuple(tensor.shape)
                 self.held[allocation.key] = _Held(
-                    place,
-                    position,
-                    allocation,
-                    waits,
-                    tuple(tensor.shape),
-                    tensor.dtype,
+                    place, position, allocation, waits, shape, tensor.dtype
                 )
 
     def _comes_first(self, place: int, key: int) -> bool:
@@ -195,7 +199,7 @@ class _Measurement:
             outside_bytes=self._waiting(outside).held_bytes,
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(history),
-            allocator_peak_bytes=self.allocator.peak_bytes,
+            allocator_peak_bytes=self.allocator_peak_bytes,
             parameter_bytes=_reported_bytes(self.leaves),
             argument_bytes=_reported_bytes(self.step.arguments, less=self.leaves),
             gradient_bytes=sum(each.size_bytes for each in self.gradients),
@@ -230,12 +234,10 @@ class _Measurement:
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
         graphs = {id(run.graph): run.graph for run in known}  # equal layers share one
-        told = {key: foretold(graph) for key, graph in graphs.items()}
-        working_set_bytes = max(
-            (each.working_set_bytes for each in told.values()), default=0
-        )
+        working_set_bytes = max(map(peak_of_run, graphs.values()), default=0)
+        again = {key: repeated_flops(graph) for key, graph in graphs.items()}
         traced = calls[0].traced
-        flops = [told[id(run.graph)].flops if run and traced else None for run in runs]
+        flops = [again[id(run.graph)] if run and traced else None for run in runs]
         backward_s = sum(sum(run.times_s.values()) for run in known)
         is_timed = bool(traced) and self.is_timed
         return RegionReport(

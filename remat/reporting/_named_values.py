@@ -189,18 +189,12 @@ def named_values(
             call = callers.get(id(seen.run))
             row = recomputed.get(_key_of_named(seen, call))
             again, by = row.popleft() if row else (None, call)
+            where = ("", None) if by is None else (by.name, by.number)
+            name, number = seen.name, counts[seen.name]
             found.append(
-                NamedValue(
-                    seen.name,
-                    counts[seen.name],
-                    "" if by is None else by.name,
-                    None if by is None else by.number,
-                    seen.source,
-                    seen.tensor,
-                    again,
-                )
+                NamedValue(name, number, *where, seen.source, seen.tensor, again)
             )
-            counts[seen.name] += 1
+            counts[name] += 1
     return tuple(found)
 
 

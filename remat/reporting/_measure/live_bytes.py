@@ -9,10 +9,8 @@ Not seen: buffers that live only inside one kernel, and the allocator's rounding
 allocator sees both, but not which operator they are of: its peak is read beside.
 """
 
-import contextlib
-import dataclasses
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -79,31 +77,20 @@ class LiveBytes(modes.DispatchMode):
         self.current_bytes -= self._sizes.pop(key)
 
 
-@final
-@dataclasses.dataclass
-class AllocatorPeak:
-    """A peak that is known once the step is over."""
+def allocator_peak(devices: Iterable[torch.device]) -> Callable[[], int | None]:
+    """Begins to measure what a step adds to the memory of CUDA devices, all together.
 
-    # the most that was allocated beyond what was there before, on all CUDA devices
-    # together; None where there is none
-    peak_bytes: int | None = None
-
-
-@contextlib.contextmanager
-def allocator_peaks(devices: Iterable[torch.device]) -> Generator[AllocatorPeak]:
-    """Measures, around a step, the peak of what it adds to the memory of CUDA devices.
-
-    The allocator keeps one peak per device, which is reset here: what
-    `torch.cuda.max_memory_allocated` recorded of earlier steps is lost.
+    The result tells the peak so far, None without such a device. The allocator keeps one
+    peak per device, which is reset here: what `torch.cuda.max_memory_allocated` recorded
+    of earlier steps is lost.
     """
-    found = AllocatorPeak()
     cuda = [device for device in devices if device.type == "cuda"]
-    before = {device: torch.cuda.memory_allocated(device) for device in cuda}
+    before = sum(map(torch.cuda.memory_allocated, cuda))
     for device in cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    if before:
-        found.peak_bytes = sum(
-            torch.cuda.max_memory_allocated(device) - base
-            for device, base in before.items()
-        )
+
+    def peak() -> int | None:
+        most = sum(map(torch.cuda.max_memory_allocated, cuda))
+        return most - before if cuda else None
+
+    return peak

@@ -14,9 +14,9 @@ from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Value, roots
+from remat._partition.costs import is_free
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.halves import backward_graph
-from remat._partition.peak import peak_of_run
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained
 from remat._regions.retraceable import Roots
@@ -276,13 +276,8 @@ class RegionTrace:
 
 
 def work_of(graph: Graph, value: Value) -> int:
-    """What a traced step costs a region, in FLOPs: torch's formula, else one an element.
-
-    Views cost nothing.
-    """
-    if value.op is None or value.op is operator.getitem:
-        return 0
-    if value.op is operators.constant or operators.viewed(value) is not None:
+    """What a traced step costs a region, in FLOPs: torch's formula, else one an element."""
+    if is_free(value):
         return 0
     metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
     return step_flops(graph, value) or sum(
@@ -298,15 +293,6 @@ def _maker(graph: Graph, index: int) -> tuple[int, int]:
     return index, 0
 
 
-@final
-class Foretold(NamedTuple):
-    """The figures of a backward program."""
-
-    flops: int  # of the steps that run again, by torch's formulas
-    working_set_bytes: int  # the most bytes that a run has made and not yet freed
-
-
-def foretold(graph: Graph) -> Foretold:
-    """The figures of a backward's program."""
-    again = (step_flops(graph, value) for value in graph.values if value.is_repeat)
-    return Foretold(sum(again), peak_of_run(graph))
+def repeated_flops(graph: Graph) -> int:
+    """The FLOPs that a backward's program runs again, by torch's formulas."""
+    return sum(step_flops(graph, value) for value in graph.values if value.is_repeat)
