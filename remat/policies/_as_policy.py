@@ -90,58 +90,49 @@ def _diagnose(candidate: object) -> tuple[str, str]:
     name = _shown_policy(candidate)
     match candidate:
         case str():
-            return (
-                "A string is not a policy.",
+            why = "A string is not a policy."
+            do = (
                 f"Pass `policies.save_only_these_names({candidate!r})` to save the "
-                "values of that name, or a policy of `policies` itself, unquoted.",
+                "values of that name, or a policy of `policies` itself, unquoted."
             )
         case list() | tuple() | set() | frozenset():
-            return (
-                "A collection is not a policy.",
+            why = "A collection is not a policy."
+            do = (
                 "Pass `policies.save_only_these_names(*names)` to save the values of "
-                "these names, or join policies with `|`.",
+                "these names, or join policies with `|`."
             )
         case bool() | Save() | Recompute():
-            return (
-                "That is a decision about one value, not a policy.",
+            why = "That is a decision about one value, not a policy."
+            do = (
                 "Pass `policies.everything_saveable` or `policies.nothing_saveable`, "
-                "or a function of a value that returns the decision.",
+                "or a function of a value that returns the decision."
             )
         case AbstractStorage():
-            return (
-                "A storage says how values are kept, not which.",
-                f"Pass `policies.everything_saveable.stored({candidate!r})`.",
-            )
+            why = "A storage says how values are kept, not which."
+            do = f"Pass `policies.everything_saveable.stored({candidate!r})`."
         case _ if _makes_policies(candidate):
-            return (
-                f"`{name}` makes a policy and is not one itself.",
-                f"Call it: `{name}(...)`.",
-            )
+            why = f"`{name}` makes a policy and is not one itself."
+            do = f"Call it: `{name}(...)`."
         case type():
-            return (
-                f"`{name}` is a class, and a policy is a function of a value.",
-                "Pass an instance that can be called, or a function.",
-            )
+            why = f"`{name}` is a class, and a policy is a function of a value."
+            do = "Pass an instance that can be called, or a function."
         case _ if not callable(candidate):
-            return (
-                "It cannot be called, and a policy is a function of a value.",
-                "Pass a policy of `policies`, a function of a value, or None.",
-            )
+            why = "It cannot be called, and a policy is a function of a value."
+            do = "Pass a policy of `policies`, a function of a value, or None."
         case _ if not _takes_one(cast("Callable[..., Any]", candidate)):
-            return (
-                "A policy is called with one `Value` and nothing else.",
+            why = "A policy is called with one `Value` and nothing else."
+            do = (
                 "Write it as `def policy(value)`, of `value.op`, `value.names`, "
                 "`value.shape` and so on. One of torch's, `(ctx, op, *args, **kwargs)`, "
                 "goes into `create_selective_checkpoint_contexts` of "
-                "`remat.interop.torch`.",
+                "`remat.interop.torch`."
             )
         case _ if not _is_hashable_policy(candidate):
-            return (
-                "It cannot be hashed, but traced programs are looked up by their policy.",
-                "Give its class `__hash__`, or pass a function.",
-            )
+            why = "It cannot be hashed, but traced programs are looked up by their policy."
+            do = "Give its class `__hash__`, or pass a function."
         case _:
             return "", ""
+    return why, do
 
 
 def _makes_policies(candidate: object) -> bool:

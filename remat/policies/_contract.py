@@ -437,41 +437,32 @@ def require_storage(storage: object, where: str) -> None:
 
 def _diagnose(answer: object) -> tuple[str, str, str]:
     """Returns what was answered, why that is not a decision, and what to return instead."""
+    shown = f"{answer!r}"
     match answer:
         case None:
-            return (
-                "None",
-                "The function ended without a `return`, or a branch of it did.",
-                "Return True or False in every branch.",
-            )
+            why = "The function ended without a `return`, or a branch of it did."
+            do = "Return True or False in every branch."
         case type():
             return _diagnose_class(answer)
         case AbstractStorage():
-            return (
-                f"{answer!r}",
-                "A storage says how a value is kept, not that it is saved.",
-                f"Return `Save({answer!r})`, or `Recompute()` to drop the value.",
-            )
+            why = "A storage says how a value is kept, not that it is saved."
+            do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
         case AbstractPolicy():
-            return (
-                f"the policy {answer!r}",
+            shown = f"the policy {answer!r}"
+            why = (
                 "A policy must be asked, and its answer returned; a function that "
-                "makes a policy must be called before it is passed on.",
-                "Pass the answered policy itself, or return its answer for the value.",
+                "makes a policy must be called before it is passed on."
             )
+            do = "Pass the answered policy itself, or return its answer for the value."
         case _ if hasattr(answer, "item") and hasattr(answer, "dtype"):
-            kind = f"{type(answer).__module__}.{type(answer).__name__}"
-            return (
-                f"a `{kind}`",
-                "An array is not a decision, even with a single element.",
-                "Return `bool(...)` of it.",
-            )
+            shown = f"a `{type(answer).__module__}.{type(answer).__name__}`"
+            why = "An array is not a decision, even with a single element."
+            do = "Return `bool(...)` of it."
         case _:
-            return (
-                f"{answer!r}, of type {type(answer).__name__}",
-                "A decision is a bool, a `Save` or a `Recompute`.",
-                "Return `Save()`, `Recompute()`, True or False.",
-            )
+            shown = f"{answer!r}, of type {type(answer).__name__}"
+            why = "A decision is a bool, a `Save` or a `Recompute`."
+            do = "Return `Save()`, `Recompute()`, True or False."
+    return shown, why, do
 
 
 def _diagnose_class(answer: type) -> tuple[str, str, str]:
