@@ -23,13 +23,13 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat.storage._argument_checks import require_type
-from remat.storage._contract_checks import stored_in
-from remat.storage._held_bytes import Held, rehearsed
-from remat.storage._stored import FIRST, Place, Stored
+from remat.storage._stored import FIRST, Held, Place, Stored
+from remat.storage._storing import rehearsed, stored_in
 
 
 class AbstractStorage(abc.ABC):
@@ -151,7 +151,9 @@ class Chain(AbstractStorage):
         """What the last link leaves of what the others do."""
         found = Held.whole(meta)
         for link in self.links:
-            found = found.through(link, meta.device)
+            if found.is_bound:
+                break  # what the next link is given depends on the numbers
+            found = _held_after(link, found, meta.device)
         return found
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
@@ -173,6 +175,24 @@ class Chain(AbstractStorage):
 
     def __repr__(self) -> str:
         return " >> ".join(map(repr, self.links))
+
+
+def _held_after(link: AbstractStorage, before: Held, home: torch.device) -> Held:
+    """What is held when a link of a chain has stored each tensor of a value from `home`."""
+    here: list[TensorMeta] = []
+    away: list[TensorMeta] = []
+    links = [link.held(part) for part in (*before.here, *before.away)]
+    for place, found in enumerate(links):
+        if place < len(before.here) or found.moved_bytes:
+            # What is made of a file's numbers is in memory again.
+            here += [each for each in found.here if each.device == home]
+            away += [each for each in found.here if each.device != home]
+            away += found.away
+        else:
+            away.append(before.away[place - len(before.here)])
+    moved_bytes = before.moved_bytes + sum(found.moved_bytes for found in links)
+    is_bound = any(found.is_bound for found in links)
+    return Held(tuple(here), tuple(away), moved_bytes, is_bound)
 
 
 def links_of(storage: AbstractStorage) -> tuple[AbstractStorage, ...]:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat.storage._contract import AbstractStorage
-from remat.storage._held_bytes import Held
-from remat.storage._stored import FIRST, Place, Stored
+from remat.storage._stored import FIRST, Held, Place, Stored
 
 
 @final

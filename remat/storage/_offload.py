@@ -25,8 +25,7 @@ from remat._graph.meta import TensorMeta
 from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
-from remat.storage._held_bytes import Held
-from remat.storage._stored import FIRST, Place, Stored, first_part
+from remat.storage._stored import FIRST, Held, Place, Stored, first_part
 from remat.storage._transfer import Fetch, has_streams, lane_of
 
 _BUS = 16  # how much slower a bus is than the memory of a device: PCIe 5 and HBM 3

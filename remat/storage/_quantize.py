@@ -22,8 +22,8 @@ from remat.random import fold_in, uniform
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._bits import pack, unpack
 from remat.storage._contract import AbstractStorage
-from remat.storage._held_bytes import Held, rehearsed
-from remat.storage._stored import FIRST, Place, Stored
+from remat.storage._stored import FIRST, Held, Place, Stored
+from remat.storage._storing import rehearsed
 
 _BITS = (8, 4, 2)
 

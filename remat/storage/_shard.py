@@ -32,9 +32,9 @@ from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
 from remat.storage._contract import AbstractStorage
-from remat.storage._held_bytes import Held, rehearsed
 from remat.storage._replicated import require_replicated
-from remat.storage._stored import FIRST, Place, Stored
+from remat.storage._stored import FIRST, Held, Place, Stored
+from remat.storage._storing import rehearsed
 
 if TYPE_CHECKING:  # a torch built without distributed has no such module
     from torch.distributed.device_mesh import DeviceMesh
@@ -209,37 +209,27 @@ def _require_pattern(pattern: object, name: str | None) -> None:
     argument = "Shard(pattern=...)"
     require_type(argument, pattern, str, wanted='a string such as "batch (tp seq) d"')
     if name is None:
-        raise refuse(
-            argument,
-            pattern,
-            why="The mesh dimension has no name, so no axis of the pattern can refer to it.",
-            do="Make the mesh with `mesh_dim_names=...`, or pass None.",
+        why = (
+            "The mesh dimension has no name, so no axis of the pattern can refer to it."
         )
+        do = "Make the mesh with `mesh_dim_names=...`, or pass None."
+        raise refuse(argument, pattern, why=why, do=do)
+    example = f'as in "batch ({name} seq) d".'
     try:
-        groups = _groups(str(pattern))
+        found = [group for group in _groups(str(pattern)) if name in group]
     except EinopsError as error:
-        raise refuse(
-            argument,
-            pattern,
-            why=f"einops cannot read it: {str(error).rstrip('.')}.",
-            do=f'Write the axes as in "batch ({name} seq) d".',
-        ) from error
-    found = [group for group in groups if name in group]
+        why = f"einops cannot read it: {str(error).rstrip('.')}."
+        do = f"Write the axes {example}"
+        raise refuse(argument, pattern, why=why, do=do) from error
     if len(found) != 1:
-        raise refuse(
-            argument,
-            pattern,
-            why=f'The mesh\'s dimension is "{name}", and one axis must have that name.',
-            do=f'Name the axis that is cut, as in "batch ({name} seq) d".',
-        )
-    if name not in (found[0][0], found[0][-1]):
-        raise refuse(
-            argument,
-            pattern,
-            why=f'"{name}" is between other names, so there is no way to tell their '
-            "lengths.",
-            do=f'Write it first or last in its axis, as in "batch ({name} seq) d".',
-        )
+        why = f'The mesh\'s dimension is "{name}", and one axis must have that name.'
+        do = f"Name the axis that is cut, {example}"
+    elif name not in (found[0][0], found[0][-1]):
+        why = f'"{name}" is between other names, so there is no way to tell their lengths.'
+        do = f"Write it first or last in its axis, {example}"
+    else:
+        return
+    raise refuse(argument, pattern, why=why, do=do)
 
 
 def _groups(pattern: str) -> list[Any]:

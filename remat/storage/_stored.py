@@ -1,4 +1,4 @@
-"""A stored value: the tensors that wait, and how to decode them.
+"""A stored value: the tensors that wait, and how to decode them; what will wait of one.
 
 Some values are restored together, as when one collective gathers all sharded values of a region.
 `Restoration` restores a set of values together, and can be started long before they are read.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import RematError, refusal
+from remat._graph.meta import TensorMeta
 from remat._torch import levels
 
 
@@ -142,6 +143,41 @@ class Stored:
 def first_part(parts: Sequence[Tensor]) -> Tensor:
     """Decodes a value that is its own only part."""
     return parts[0]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a value will hold while it waits.
+
+    Attributes:
+        here: tensors like those that wait on the value's device.
+        away: tensors like those that wait in other memory, or in a file.
+        moved_bytes: the bytes that are read and written on the way into the storage, more
+            often counted where the way is slower than the device's memory; 0 if the value
+            waits as it is. The way back costs the same.
+        is_bound: whether less may wait, depending on the numbers, as with `Sparse`.
+    """
+
+    here: tuple[TensorMeta, ...]
+    away: tuple[TensorMeta, ...] = ()
+    moved_bytes: int = 0
+    is_bound: bool = False
+
+    @classmethod
+    def whole(cls, meta: TensorMeta) -> Held:
+        """The value itself, as it is."""
+        return cls((meta.once,))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the device of the value."""
+        return sum(part.size_bytes for part in self.here)
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Bytes in host memory, on another device, or in a file."""
+        return sum(part.size_bytes for part in self.away)
 
 
 @final
