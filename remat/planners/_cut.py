@@ -33,11 +33,10 @@ from remat.planners._tally import Tally
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
 _SIZES = 12  # of values, which are left out in turn
-_FEW = 16  # items of which pairs are tried, about a hundred
 _SMALL = 1024  # steps times items of networks that are cut again for each item
 
-_Move = tuple[tuple[int, int | None], ...]
-"""Items, and how each is settled anew."""
+_Move = tuple[int, int | None]
+"""An item, and how it is settled anew."""
 
 
 def solve_cut(
@@ -243,11 +242,7 @@ def _walk(
 ) -> Iterator[Outcome]:
     """Adds the values that spare most a byte, or drops those that spare least."""
     tally, room = Tally(problem, start.choice), limit - start.saved_bytes
-    moves: list[_Move] = [
-        each
-        for each in _moves(problem, items, adds=adds)
-        if (_move_bytes(problem, each) < room if adds else _is_saved(start, each))
-    ]
+    moves = [*(_additions(problem, items, room) if adds else _drops(start, items))]
     rank = dict.fromkeys(moves, math.inf)
     while moves:
         best: tuple[float, _Move] | None = None
@@ -260,45 +255,29 @@ def _walk(
                 best = rank[move], move
         if best is None:
             return
-        for item, option in best[1]:
-            tally.settle(item, option)
+        tally.settle(*best[1])
         yield tally.outcome()
         moves = [each for each in moves if rank[each] > -math.inf]
 
 
-def _moves(problem: Problem, items: Sequence[int], *, adds: bool) -> list[_Move]:
-    """Single items, and pairs if there are few: some save nothing on their own."""
-    singles: list[tuple[int, int | None]] = [
-        (item, option)
-        for item in items
-        for option in (range(len(problem.items[item])) if adds else (None,))
-    ]
-    moves: list[_Move] = [(each,) for each in singles]
-    if len(singles) <= _FEW:
-        moves += itertools.combinations(singles, 2)
-    return moves
+def _additions(problem: Problem, items: Sequence[int], room: int) -> Iterator[_Move]:
+    for item in items:
+        for option, way in enumerate(problem.items[item]):
+            if way.size_bytes < room:
+                yield item, option
 
 
-def _move_bytes(problem: Problem, move: _Move) -> int:
-    return sum(
-        problem.items[item][option].size_bytes
-        for item, option in move
-        if option is not None
-    )
-
-
-def _is_saved(state: Outcome, move: _Move) -> bool:
-    return all(state.choice[item] is not None for item, _ in move)
+def _drops(start: Outcome, items: Sequence[int]) -> Iterator[_Move]:
+    return ((item, None) for item in items if start.choice[item] is not None)
 
 
 def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
     """Cost saved per added byte; -inf for a move that saves nothing or does not fit."""
     size_bytes, cost = tally.saved_bytes, tally.cost
-    before = [(item, tally.settle(item, option)) for item, option in move]
+    before = tally.settle(*move)
     reached = tally.saved_bytes
     spared, more = cost - tally.cost, reached - size_bytes
-    for item, option in reversed(before):
-        tally.settle(item, option)
+    tally.settle(move[0], before)
     if adds:
         if spared <= 0 or reached >= limit:
             return -math.inf
