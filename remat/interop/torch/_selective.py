@@ -127,21 +127,8 @@ def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
         case Hashable():
             return thing
         case _:
-            return _Same(thing)
-
-
-@final
-class _Same:
-    """Equal only to itself; keeps the object that it stands for alive."""
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
+            # A method keeps its object alive, and is equal to one of the same object alone.
+            return types.MethodType(_meaning, thing)
 
 
 @final
@@ -227,17 +214,18 @@ def _is_selected(
 
 def _selected_operators(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
-        if not isinstance(each, _OVERLOADS):
-            is_packet = isinstance(each, _PACKET)
-            raise refusal(
-                ValueError,  # as in torch
-                where="create_selective_checkpoint_contexts([...])",
-                what=f"expected an overload of an operator, and got {each!r}.",
-                why="It is an operator with all its overloads."
-                if is_packet
-                else f"It is a {type(each).__name__}.",
-                do=f"Pass torch.ops.{each}.default, or another of its overloads."
-                if is_packet
-                else "Pass torch.ops.aten.mm.default, for example.",
-            )
+        if isinstance(each, _OVERLOADS):
+            continue
+        why = f"It is a {type(each).__name__}."
+        do = "Pass torch.ops.aten.mm.default, for example."
+        if isinstance(each, _PACKET):
+            why = "It is an operator with all its overloads."
+            do = f"Pass torch.ops.{each}.default, or another of its overloads."
+        raise refusal(
+            ValueError,  # as in torch
+            where="create_selective_checkpoint_contexts([...])",
+            what=f"expected an overload of an operator, and got {each!r}.",
+            why=why,
+            do=do,
+        )
     return tuple(operators)

@@ -128,15 +128,13 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
     """
     region = region_of(module)
-    if region is None:
-        before: dict[str, Any] = {"policy": everything_saveable}
-    else:
+    policy, options = everything_saveable, {}
+    if region is not None:
         its = region.settings
-        before = {"policy": its.policy, "rng": its.rng, "engine": its.engine}
-    policy = before.pop("policy")
+        policy, options = its.policy, {"rng": its.rng, "engine": its.engine}
     if policy != nothing_saveable:
         policy = policy.stored(Offload())
-    return apply(module, "", policy=policy, saved_inputs=Offload(), **before)
+    return apply(module, "", policy=policy, saved_inputs=Offload(), **options)
 
 
 def apply_activation_checkpointing(
