@@ -9,7 +9,6 @@ of the layers collect in lists. A region returns what it collected, so that it h
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -217,11 +216,5 @@ def _owner_of(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"{type(inner).__name__} does not support checkpointing of its layers. Name "
             "its layers instead: remat.modules.apply(model, ...)."
-        )
-    if "value" in inspect.signature(getattr(inner, _HOOK)).parameters:
-        raise ValueError(
-            f"{type(inner).__name__} has the hook that transformers had before 4.35, "
-            "which takes no function. Name its layers instead: "
-            "remat.modules.apply(model, ...)."
         )
     return inner
