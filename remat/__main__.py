@@ -209,140 +209,35 @@ def _whole_option(text: str, least: int) -> int:
     return int(text)
 
 
-#: The name of an argument, and how `argparse` takes it.
-_Argument = tuple[str, dict[str, Any]]
-#: What a command runs, what it says of itself, and its arguments.
-_Command = tuple[Callable[[argparse.Namespace], int], str, tuple[_Argument, ...]]
-
-
-def _cli_argument(name: str, **settings: Any) -> _Argument:
-    return name, settings
-
-
 _DRAWN = (".svg", ".png")
-_FUNCTION = _cli_argument(
-    "function", metavar="MODULE:FUNCTION", help="model.py:loss, package.model:loss"
-)
-_ARGUMENTS = _cli_argument(
-    "arguments",
-    nargs="*",
-    metavar="NAME=SIZES",
-    help="keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
-    "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
-    "literal, params.w=3,4 goes into a dict",
-)
-
-
-def _device_option(on_meta: str = "") -> _Argument:
-    """Where the tensors are; `on_meta` says what the device `meta` does to them."""
-    text = f"where the tensors are{on_meta} (default: %(default)s)"
-    return _cli_argument("--device", default="cpu", help=text)
-
-
-def _json_option(text: str = "print JSON instead of the table") -> _Argument:
-    return _cli_argument("--json", action="store_true", help=text)
-
-
-def _number_option(name: str, default: int, text: str, least: int = 1) -> _Argument:
-    kind = functools.partial(_whole_option, least=least)
-    text = f"{text} (default: %(default)s)"
-    return _cli_argument(name, type=kind, default=default, metavar="N", help=text)
-
-
-def _file_option(name: str, text: str) -> _Argument:
-    return _cli_argument(name, type=_path_option, metavar="FILE", help=text)
-
-
-_OUT = _file_option("--out", "write to this file instead of printing")
-_DRAWN_OUT = _file_option(
-    "--out",
-    "write to this file instead of printing: .svg and .png hold the figure, any other "
-    "file the text or JSON",
-)
-_COMMANDS: dict[str, _Command] = {
+#: What a command runs, and what it says of itself.
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "demo": (
         _demo,
         "train a byte-level GPT of about 1 M parameters, with dropout by random keys, on "
         "pydoc's help topics, once under each of several policies, and compare the loss, the "
         "bytes held between forward and backward, the peak and the step time",
-        (
-            _number_option("--steps", 120, "training steps under each policy"),
-            _number_option(
-                "--seed", 0, "decides initial parameters, batches and dropout", least=0
-            ),
-            _json_option(),
-        ),
     ),
     "report": (
         _report,
         "measure one forward of a function and its backward: what each region holds and "
         "recomputes, and where the bytes and the seconds go",
-        (
-            _FUNCTION,
-            _ARGUMENTS,
-            _device_option("; on meta nothing is computed"),
-            _json_option("print JSON instead of the tables"),
-            _DRAWN_OUT,
-            _file_option("--html", "also write the report to this file as a page"),
-        ),
     ),
     "checklist": (
         _checklist,
         "ask seven questions of a function, answered by a few steps with its regions and "
         "without; the exit code is 1 if one fails",
-        (_FUNCTION, _ARGUMENTS, _device_option(), _json_option(), _OUT),
     ),
     "plan": (
         _plan,
         "trace a function without running it, and decide what it saves so that a budget of "
-        "bytes holds and as little as possible is recomputed",
-        (
-            _FUNCTION,
-            _ARGUMENTS,
-            _cli_argument(
-                "--budget",
-                type=_budget_option,
-                required=True,
-                metavar="SIZE",
-                help="2GiB, a number of bytes, 0.5 for a fraction of what is held without "
-                "remat, or auto",
-            ),
-            _cli_argument(
-                "--solver",
-                choices=("cut", "milp"),
-                default="cut",
-                help="milp is exact if it finishes within a minute (default: %(default)s)",
-            ),
-            _device_option("; on meta they need no memory"),
-            _json_option("print JSON for Plan.from_json instead of the table"),
-            _OUT,
-        ),
+        "bytes holds and as little as possible is recomputed; the JSON is for Plan.from_json",
     ),
     "compare": (
         _compare,
-        "run a function as one region under several policies, without remat, and under "
-        "torch_remat where it is installed, or other peers",
-        (
-            _cli_argument(
-                "function",
-                metavar="MODULE:FUNCTION",
-                nargs="?",
-                help="what to run (default: one layer of the demo's model)",
-            ),
-            _ARGUMENTS,
-            _number_option("--steps", 10, "how many steps of each are timed"),
-            _cli_argument(
-                "--peer",
-                action="append",
-                default=[],
-                metavar="MODULE:WRAPPER",
-                help="a callable that takes the function and returns it as another library "
-                "would run it; may be given several times",
-            ),
-            _device_option(),
-            _json_option(),
-            _DRAWN_OUT,
-        ),
+        "run a function, by default one layer of the demo's model, as one region under "
+        "several policies, without remat, and under torch_remat where it is installed, or "
+        "other peers",
     ),
 }
 
@@ -353,12 +248,63 @@ def _command_parser() -> argparse.ArgumentParser:
         description="Recomputes activations where memory is short.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, (run, text, own_arguments) in _COMMANDS.items():
-        own = commands.add_parser(name, help=text, description=text)
-        own.set_defaults(run=run)
-        for argument, settings in own_arguments:
-            own.add_argument(argument, **settings)
+    own = {
+        name: commands.add_parser(name, help=text, description=text)
+        for name, (_, text) in _COMMANDS.items()
+    }
+    for name, (run, _) in _COMMANDS.items():
+        own[name].set_defaults(run=run)
+        text = "print JSON instead of the text"
+        own[name].add_argument("--json", action="store_true", help=text)
+        if name != "demo":
+            _take_call(own[name], nargs="?" if name == "compare" else None)
+    count = functools.partial(_whole_option, least=1)
+    seed = functools.partial(_whole_option, least=0)
+    text = "training steps under each policy (default: %(default)s)"
+    own["demo"].add_argument("--steps", type=count, default=120, metavar="N", help=text)
+    text = "decides initial parameters, batches and dropout (default: %(default)s)"
+    own["demo"].add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    text = "also write the report to this file as a page"
+    own["report"].add_argument("--html", type=_path_option, metavar="FILE", help=text)
+    text = "2GiB, a number of bytes, 0.5 for a fraction of what is held without remat, or auto"
+    own["plan"].add_argument(
+        "--budget", type=_budget_option, required=True, metavar="SIZE", help=text
+    )
+    text = "milp is exact if it finishes within a minute (default: %(default)s)"
+    own["plan"].add_argument(
+        "--solver", choices=("cut", "milp"), default="cut", help=text
+    )
+    text = "how many steps of each are timed (default: %(default)s)"
+    own["compare"].add_argument(
+        "--steps", type=count, default=10, metavar="N", help=text
+    )
+    text = (
+        "a callable that takes the function and returns it as another library would run it; "
+        "may be given several times"
+    )
+    own["compare"].add_argument(
+        "--peer", action="append", default=[], metavar="MODULE:WRAPPER", help=text
+    )
     return parser
+
+
+def _take_call(own: argparse.ArgumentParser, nargs: str | None) -> None:
+    """Has a command take what to run, where, and where the result goes."""
+    text = "model.py:loss, package.model:loss"
+    own.add_argument("function", metavar="MODULE:FUNCTION", nargs=nargs, help=text)
+    text = (
+        "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
+        "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
+        "literal, params.w=3,4 goes into a dict"
+    )
+    own.add_argument("arguments", metavar="NAME=SIZES", nargs="*", help=text)
+    text = "where the tensors are; on meta nothing is computed (default: %(default)s)"
+    own.add_argument("--device", default="cpu", help=text)
+    text = (
+        "write to this file instead of printing; .svg and .png hold the figure, where there "
+        "is one"
+    )
+    own.add_argument("--out", type=_path_option, metavar="FILE", help=text)
 
 
 if __name__ == "__main__":
