@@ -3,7 +3,7 @@
 A random function prints as Python, so that a failing test shows its source. This module needs
 hypothesis: `pip install 'remat[testing]'`. `_draw_programs`: random functions, and strategies for
 policies and transforms; `_program`: a function that was drawn; `_operators`: its statements;
-`_tensors`: tensors, shapes, layouts, cotangents; `_hypothesis`: only imports it.
+`_tensors`: tensors, shapes, layouts, cotangents.
 """
 
 from remat.testing.strategies._draw_programs import policies, programs, transforms

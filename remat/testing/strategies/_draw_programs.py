@@ -10,24 +10,22 @@ import warnings
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from remat import policies as _policies
-from remat._tracing.naming import checkpoint_name
 from remat.policies import AbstractPolicy
 from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
-from remat.testing.strategies._hypothesis import st
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
 from remat.testing.strategies._program import (
     CAPTURED_OPERANDS,
     CELLS,
     GLOBALS,
+    NAMESPACE,
     Inner,
     Program,
     Step,
 )
-from remat.testing.strategies._tensors import TensorSpec, normal, shapes, tensors
+from remat.testing.strategies._tensors import TensorSpec, shapes, st, tensors
 
 _REFUSED = (RuntimeError, IndexError, ValueError)
 # What generated functions call their values.
@@ -110,12 +108,7 @@ class _Writer:
     def __init__(self, arguments: tuple[TensorSpec, ...], captures: bool) -> None:
         self.arguments = arguments
         self.steps: list[Step] = []
-        self.values: dict[str, Any] = {
-            "torch": torch,
-            "F": F,
-            "normal": normal,
-            "checkpoint_name": checkpoint_name,
-        }
+        self.values: dict[str, Any] = {**NAMESPACE}
         width = arguments[0].shape[-1]
         for name, code in (GLOBALS | CELLS).items():
             self.values[name] = eval(code.format(width=width), dict(self.values))

@@ -19,6 +19,13 @@ from remat.testing.strategies._operators import Statement
 from remat.testing.strategies._tensors import TensorSpec, normal
 
 _FILE = "program.py"
+# What statements name besides variables and what is captured.
+NAMESPACE: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "normal": normal,
+    "checkpoint_name": naming.checkpoint_name,
+}
 
 # What a function may reach beyond its arguments: the name, and the code that makes it for
 # rows of a given width. Modules begin with numbers that are not draws.
@@ -164,12 +171,9 @@ class Program:
     def _built(self) -> dict[str, Any]:
         namespace: dict[str, Any] = {
             **{name: getattr(policies, name) for name in policies.__all__},
+            **NAMESPACE,
             "__name__": "program",
-            "torch": torch,
-            "F": F,
-            "normal": normal,
             "remat": _no_region,
-            "checkpoint_name": naming.checkpoint_name,
         }
         source = repr(self)
         linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)

@@ -9,7 +9,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat.testing.strategies._hypothesis import st
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError(
+        "remat.testing.strategies needs hypothesis, which is not installed. Run "
+        "pip install 'remat[testing]'. The rest of remat.testing works without."
+    ) from error
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
