@@ -64,9 +64,7 @@ class Problem:
 
     steps: tuple[Step, ...]
     wanted: tuple[int, ...]  # the steps whose values the backward needs in any case
-    items: tuple[
-        tuple[Option, ...], ...
-    ]  # for each the options in which it may be saved
+    items: tuple[tuple[Option, ...], ...]  # the options in which each may be saved
     fixed_bytes: int = 0  # what is held in any case
     base_cost: int = 0  # of what runs again in any case
 

@@ -50,9 +50,7 @@ class Layer:
     first: int  # the place of the first of them among the calls of the region, from 0
     count: int  # how many there are
     held_bytes: int  # what each holds
-    recompute_flops: (
-        int | None
-    )  # what each runs again; None if unknown (engine="rerun")
+    recompute_flops: int | None  # again in each; None if unknown (engine="rerun")
 
 
 @final

@@ -27,9 +27,8 @@ class Gap:
     values: tuple[float | complex, float | complex]
     num_different: int  # how many elements differ
     num_elements: int  # how many there are
-    absolute: (
-        float  # the largest difference; zero for equal elements, infinite ones too
-    )
+    # the largest difference; zero for equal elements, infinite ones too
+    absolute: float
     # the largest difference relative to the first tensor's element; infinite where that
     # is zero
     relative: float

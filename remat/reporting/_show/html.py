@@ -38,10 +38,8 @@ def html_report(facts: Facts) -> str:
         regions = f"\n<h2>Regions</h2>\n{rows}\n"
         regions += "<h2>What saving more would cost and spare</h2>\n"
         regions += frontier_svg(facts.frontier)
-    held, again = (
-        map(_held_cells, facts.values),
-        map(_recomputed_cells, facts.recomputed),
-    )
+    held = map(_held_cells, facts.values)
+    again = map(_recomputed_cells, facts.recomputed)
     return Template(page.rstrip()).substitute(
         title=escape(f"remat report: {facts.function}"),
         summary=escape("\n".join([*heading(facts), "", *notes(facts)])),

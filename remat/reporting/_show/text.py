@@ -243,9 +243,8 @@ class Change:
 class Diff:
     """Two reports side by side."""
 
-    rows: tuple[
-        Change, ...
-    ]  # the figures of the step, then the held bytes of each region
+    # the figures of the step, then the held bytes of each region
+    rows: tuple[Change, ...]
 
     def __str__(self) -> str:
         """A table: figure, before, after, and the ratio."""
