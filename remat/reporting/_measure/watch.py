@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -119,7 +118,7 @@ class StepWatcher(StepListener):
     def __init__(self) -> None:
         super().__init__()
         self.time_s = 0.0  # in operators so far
-        self.live_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
         self.flops = {"forward": 0, "backward": 0}  # by torch's formulas
         self.counts: Counter[str] = Counter()  # of operators, by their short names
         self._waits = torch.accelerator.is_available()
@@ -200,13 +199,9 @@ class StepWatcher(StepListener):
             del self.by_key[allocation.key]
         self._note(allocation, -allocation.size_bytes)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that lived at one time."""
-        return max(accumulate(event.change for event in self.events), default=0)
-
     def _note(self, allocation: Allocation, change: int) -> None:
         self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.events.append(Event(self.time_s, change, allocation))
         for run in self.stack:
             if allocation in run.made:
