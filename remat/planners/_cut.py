@@ -242,7 +242,8 @@ def _walk(
 ) -> Iterator[Outcome]:
     """Adds the values that spare most a byte, or drops those that spare least."""
     tally, room = Tally(problem, start.choice), limit - start.saved_bytes
-    moves = [*(_additions(problem, items, room) if adds else _drops(start, items))]
+    found = _additions(problem, items, room) if adds else _drops(start, items)
+    moves: list[_Move] = [*found]
     rank = dict.fromkeys(moves, math.inf)
     while moves:
         best: tuple[float, _Move] | None = None

@@ -128,7 +128,8 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
     """
     region = region_of(module)
-    policy, options = everything_saveable, {}
+    policy = everything_saveable
+    options: dict[str, Any] = {}
     if region is not None:
         its = region.settings
         policy, options = its.policy, {"rng": its.rng, "engine": its.engine}
