@@ -13,9 +13,10 @@ from remat import _captures, policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Value, roots
+from remat._graph.values import Graph, roots
+from remat._partition.budgets import model_of
 from remat._partition.costs import is_free
-from remat._partition.cut import Cut, cut, permitted_members
+from remat._partition.cut import permitted_members
 from remat._partition.halves import backward_graph
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained
@@ -96,21 +97,13 @@ class RegionTrace:
         self.analysis = stages.analysis
         self.found = stages.cut  # where forward and backward part
         self._decisions = stages.decisions
-        self._known: dict[frozenset[int], Effect] = {}
+        self._model = model_of(self.analysis, lambda _: (Keep(),), work_of)
         self._held: dict[tuple[AbstractStorage, TensorMeta], Held] = {}
 
-    @functools.cached_property
+    @property
     def outcome(self) -> Effect:
         """What is saved and recomputed now."""
-        return self._effect(self.found)
-
-    def _effect(self, found: Cut) -> Effect:
-        calls, shared = len(self.calls), self.shared
-        size_bytes = sum(
-            self._saved(index).size_bytes * (calls - shared[self._root_number(index)])
-            for index in found.saved
-        )
-        return Effect(size_bytes, self._work(found.repeats))
+        return self.at({*self._decisions})
 
     @property
     def forward_graph(self) -> Graph:
@@ -171,7 +164,9 @@ class RegionTrace:
     @property
     def forward_work(self) -> int:
         """Work of the whole forward in all calls, see `work_of`."""
-        return self._work(self.analysis.forward)
+        graph = self.analysis.joint.graph
+        works = (work_of(graph, index) for index in self.analysis.forward)
+        return len(self.calls) * sum(works)
 
     @functools.cached_property
     def consumers(self) -> Mapping[int, tuple[str, ...]]:
@@ -206,30 +201,42 @@ class RegionTrace:
     @property
     def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
         """The values that the backward computes again, with the operator of each."""
-        again, views = self._repeated(self.found), self.analysis.views
-        return tuple((self._made_by(number), views[number]) for number in again)
+        views = self.analysis.views
+        return tuple((self._made_by(number), views[number]) for number in self._again)
 
     @property
     def choices(self) -> tuple[int, ...]:
         """The classes that may be saved, and that are recomputed if nothing is."""
-        return self._repeated(self._cut(set()))
+        return tuple(item.number for item in self._model.items)
 
-    def _repeated(self, found: Cut) -> tuple[int, ...]:
-        """The classes that a backward computes again, in the order of the forward."""
-        repeated = {self.analysis.numbers[index] for index in found.repeats}
+    @property
+    def _again(self) -> tuple[int, ...]:
+        """The classes that the backward computes again, in the order of the forward."""
+        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
     def at(self, saveable: set[int]) -> Effect:
         """What would be saved and recomputed if these classes were permitted."""
-        key = frozenset(saveable)
-        if key not in self._known:
-            self._known[key] = self._effect(self._cut(saveable))
-        return self._known[key]
+        choice = [0 if number in saveable else None for number in self.choices]
+        found = self._model.problem.outcome(choice)
+        size_bytes, calls = 0, len(self.calls)
+        for number, option in zip(self.choices, found.choice, strict=True):
+            if option is not None:
+                held = self._saved(self._saved_as[number])
+                size_bytes += held.size_bytes * (calls - self.shared[number])
+        return Effect(size_bytes, calls * found.cost)
+
+    @functools.cached_property
+    def _saved_as(self) -> dict[int, int]:
+        """For each class that may be saved its value that would be: a matmul's last view."""
+        every = dict.fromkeys(self.analysis.views, Save())
+        members = permitted_members(self.analysis, every)
+        return {self._root_number(member): member for member in members}
 
     def saving(self) -> Iterator[Alternative]:
         """For recomputed values of each key, what saving them too would give."""
         permitted = {*self._decisions}
-        for alike in self._alike({*self._repeated(self.found)} - permitted):
+        for alike in self._alike({*self._again} - permitted):
             yield self.alternative(alike[0], permitted.union(alike))
 
     def dropping(self) -> Iterator[Alternative]:
@@ -259,24 +266,13 @@ class RegionTrace:
         values = self.analysis.joint.graph.values
         return operators.made_by(values[self.analysis.members[number]], values)
 
-    def _cut(self, saveable: set[int]) -> Cut:
-        members = permitted_members(self.analysis, dict.fromkeys(saveable, Save()))
-        return cut(self.analysis, members, self.analysis.joint.gradients)
-
     def _root_number(self, index: int) -> int:
         return self.analysis.numbers[self.analysis.roots[index]]
 
-    def _work(self, steps: Iterable[int]) -> int:
-        return len(self.calls) * sum(self._works[index] for index in steps)
 
-    @functools.cached_property
-    def _works(self) -> tuple[int, ...]:
-        graph = self.analysis.joint.graph
-        return tuple(work_of(graph, value) for value in graph.values)
-
-
-def work_of(graph: Graph, value: Value) -> int:
+def work_of(graph: Graph, index: int) -> int:
     """What a traced step costs a region, in FLOPs: torch's formula, else one an element."""
+    value = graph.values[index]
     if is_free(value):
         return 0
     metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
