@@ -84,27 +84,13 @@ def frontier_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    sizes = [point.saved_bytes for point in points]
-    singles = others or {}
-    name, unit = unit_of(
-        max([*sizes, *(size for size, _ in singles.values())], default=0)
-    )
-    x_words = f"saved bytes of the regions ({name})"
-    figure, axes = _axes(title, x_words, "recomputed in one step (GFLOP)")
-    axes.step(
-        [size / unit for size in sizes],
-        [point.recompute_work / 1e9 for point in points],
-        where="post",
-        color="black",
-        marker="o",
-        markersize=3,
-        label="the best value first",
-    )
-    placed = {
-        label: (size / unit, work / 1e9) for label, (size, work) in singles.items()
+    curve = [(point.saved_bytes, point.recompute_work / 1e9) for point in points]
+    singles = {
+        label: (size, work / 1e9) for label, (size, work) in (others or {}).items()
     }
-    _mark_on_axes(axes, placed, "sDv^P*X", "white")
-    axes.set_ylim(bottom=0)
+    words = "saved bytes of the regions", "recomputed in one step (GFLOP)"
+    line = {"marker": "o", "markersize": 3, "label": "the best value first"}
+    figure, axes = _trade_off(title, words, curve, line, [(singles, "white")])
     axes.legend(loc="upper right")
     return figure
 
@@ -125,23 +111,14 @@ def comparison_figure(
     Raises:
         RematError: matplotlib is not installed.
     """
-    sizes = [size for size, _ in (*own.values(), *peers.values())]
-    name, unit = unit_of(max(sizes, default=0))
-    x_words = f"held for the backward ({name})"
-    figure, axes = _axes(title, x_words, "time of one step (ms)")
-    best = _best(list(own.values()))
-    axes.step(
-        [size / unit for size, _ in best],
-        [time_s * 1e3 for _, time_s in best],
-        where="post",
-        color="black",
-        linewidth=1,
-        label="the best for its bytes",
-    )
-    for points, face in ((own, "white"), (peers, "0.4")):
-        placed = {label: (size / unit, s * 1e3) for label, (size, s) in points.items()}
-        _mark_on_axes(axes, placed, "osDv^P*X", face)
-    axes.set_ylim(bottom=0)
+    singles = [
+        ({label: (size, s * 1e3) for label, (size, s) in points.items()}, face)
+        for points, face in ((own, "white"), (peers, "0.4"))
+    ]
+    words = "held for the backward", "time of one step (ms)"
+    line = {"linewidth": 1, "label": "the best for its bytes"}
+    best = _best(list(singles[0][0].values()))
+    figure, _ = _trade_off(title, words, best, line, singles)
     figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
     return figure
 
@@ -192,20 +169,26 @@ def batch_figure(
     return figure
 
 
-def _mark_on_axes(
-    axes: Any, points: Mapping[str, tuple[float, float]], markers: str, face: str
-) -> None:
-    """Draws single points in a figure, each with a marker and a label of its own."""
-    for place, (label, (x, y)) in enumerate(points.items()):
-        axes.plot(
-            [x],
-            [y],
-            linestyle="none",
-            marker=markers[place % len(markers)],
-            markerfacecolor=face,
-            markeredgecolor="black",
-            label=label,
-        )
+def _trade_off(
+    title: str,
+    words: tuple[str, str],
+    curve: Sequence[tuple[int, float]],
+    line: Mapping[str, Any],
+    singles: Sequence[tuple[Mapping[str, tuple[int, float]], str]],
+) -> tuple[Figure, Any]:
+    """A figure of what fewer bytes cost: a curve, and single points filled with a color."""
+    points = [point for several, _ in singles for point in several.values()]
+    name, unit = unit_of(max((size for size, _ in [*curve, *points]), default=0))
+    figure, axes = _axes(title, f"{words[0]} ({name})", words[1])
+    sizes, costs = [size / unit for size, _ in curve], [cost for _, cost in curve]
+    axes.step(sizes, costs, where="post", color="black", **line)
+    for several, face in singles:
+        for place, (label, (size, cost)) in enumerate(several.items()):
+            look = {"markerfacecolor": face, "markeredgecolor": "black", "label": label}
+            marker = "osDv^P*X"[place % 8]
+            axes.plot([size / unit], [cost], linestyle="none", marker=marker, **look)
+    axes.set_ylim(bottom=0)
+    return figure, axes
 
 
 def _axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
