@@ -88,29 +88,25 @@ class Budget(AbstractSchedule):
             )
         parse_size(self.size, f"Budget({self.size!r})")
 
-    def bytes_for(self, stages: Sequence[Stage]) -> int:
-        """The size in bytes, for these stages."""
-        if isinstance(self.size, float):
-            return int(self.size * _all_bytes(stages))
-        return parse_size(self.size, f"Budget({self.size!r})")
-
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
         if not stages:
             return ()
-        limit = self.bytes_for(stages)
-        if limit >= _all_bytes(stages):
+        whole, where = _all_bytes(stages), f"Budget({self.size!r})"
+        if isinstance(self.size, float):
+            limit = int(self.size * whole)
+        else:
+            limit = parse_size(self.size, where)
+        if limit >= whole:
             return Every(len(stages)).actions(stages)
         needed, smallest = _least_bytes(stages)
         if limit < needed:
             raise refusal(
                 BudgetError,
-                where=f"Budget({self.size!r}), which is {limit} bytes",
+                where=f"{where}, which is {limit} bytes",
                 what="no schedule fits.",
-                why=f"The smallest feasible size is {needed} bytes "
-                f"({show_size(needed)}).",
-                do=f"Give at least Budget({needed}), or split the largest stage "
-                "in two.",
+                why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
+                do=f"Give at least Budget({needed}), or split the largest stage in two.",
             )
         candidates = [
             *_within_slots(stages, limit),
