@@ -37,7 +37,7 @@ __all__ = [
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 # The section "activation_checkpointing" of a DeepSpeed configuration, and what `configure`
-# calls each of its entries.
+# calls each of its entries, in the order in which it takes them.
 _ENTRIES = {
     "partition_activations": "partition_activations",
     "contiguous_memory_optimization": "contiguous_checkpointing",
@@ -184,16 +184,11 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         >>> deepspeed.is_configured()
         True
     """
-    passed = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
+    passed = (partition_activations, contiguous_checkpointing, num_checkpoints)
+    passed += (checkpoint_in_cpu, synchronize, profile)
     options = _section(deepspeed_config)
-    options |= {name: each for name, each in passed.items() if each is not None}
+    named = zip(_ENTRIES.values(), passed, strict=True)
+    options |= {name: each for name, each in named if each is not None}
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
     idle = _WITHOUT_EFFECT | (_NEEDS_MPU if mpu is None else {})
