@@ -186,9 +186,8 @@ class Facts:
 
 def to_json(schema: str, record: Any) -> str:
     """A dataclass as a JSON object; the schema's name is its first entry."""
-
-    def dtype_name(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
     entries = {"schema": schema, **dataclasses.asdict(record)}
-    return json.dumps(entries, indent=2, default=dtype_name)
+    # What JSON does not know are dtypes.
+    return json.dumps(
+        entries, indent=2, default=lambda each: str(each).removeprefix("torch.")
+    )
