@@ -14,10 +14,10 @@ from remat._torch.tensors import key_of, storage_key
 from remat.reporting._held import Node, graph_of
 from remat.reporting._measure import suggestions
 from remat.reporting._measure.live_bytes import allocator_peak
-from remat.reporting._measure.region_calls import RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
 from remat.reporting._measure.traced import (
     RegionCall,
+    RegionCalls,
     RegionTrace,
     Waits,
     repeated_flops,
@@ -109,7 +109,7 @@ class _Measurement:
             self.forward_s = self.watch.time_s
             nodes, self.leaves = graph_of(outputs)
             self._read(nodes, outputs)
-            hook(nodes, self.watch)
+            self.watch.hook(nodes)
             del nodes
             self.num_forward = len(self.watch.events)
             self.watch.phase = "backward"

@@ -22,9 +22,8 @@ from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat._user_lines import user_line
 from remat.reporting._held import graph_of
-from remat.reporting._measure.region_calls import RegionCalls, hook
 from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import RegionCall
+from remat.reporting._measure.traced import RegionCall, RegionCalls
 from remat.reporting._measure.watch import ProgramRun, StepListener
 
 
@@ -177,7 +176,7 @@ def named_values(
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
         calls = RegionCalls(nodes)
-        hook(nodes, watcher)
+        watcher.hook(nodes)
         watcher.phase = "backward"
         step.backward(outputs, leaves)
     callers = calls.callers(watcher.runs)

@@ -2,6 +2,6 @@
 
 It fills in `remat.reporting._records`, and knows nothing of how these are shown. `step`: a call
 run again from one state; `watch`: storages, runs and times; `live_bytes`: live storages, an
-allocator's peak; `region_calls`: which call a run is of; `traced`: bytes and work of a region's
-trace under other decisions; `suggestions`: the change worth most, the frontier.
+allocator's peak; `traced`: which call a run is of, bytes and work of a region's trace under
+other decisions; `suggestions`: the change worth most, the frontier.
 """

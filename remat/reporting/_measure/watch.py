@@ -20,6 +20,7 @@ from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
 from remat._torch import guards, modes, tensors, trees
 from remat._user_lines import user_line
+from remat.reporting._held import Node
 
 
 @final
@@ -87,8 +88,12 @@ class StepListener(Watcher):
         self.runs: list[ProgramRun] = []  # of the programs of regions, in order
         self.stack: list[ProgramRun] = []  # those that have begun and not ended
 
-    def enter(self, node: int, _: object) -> None:
-        """Notes that the backward has come to a node, whose prehook this is."""
+    def hook(self, nodes: Sequence[Node]) -> None:
+        """Has `node` say, when a backward runs, which of these it has come to."""
+        for place, node in enumerate(nodes):
+            node.raw.register_prehook(functools.partial(self._enter, place))
+
+    def _enter(self, node: int, _: object) -> None:
         self.node = node
 
     @contextlib.contextmanager
