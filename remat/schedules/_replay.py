@@ -40,26 +40,24 @@ class Ledger:
         """
         match action:
             case do.Advance(start, stop):
-                if start >= stop:
-                    raise _refused(action, "it goes nowhere")
+                _require(start < stop, action, "it goes nowhere")
                 self._require_current(start, action)
                 self.current = stop
             case do.Record(stage):
                 self._require_current(stage, action)
-                if stage in self.recorded:
-                    raise _refused(action, f"stage {stage} is recorded already")
+                is_new = stage not in self.recorded
+                _require(is_new, action, f"stage {stage} is recorded already")
                 self.recorded.add(stage)
                 self.current = stage + 1
             case do.Snapshot(state):
                 self._require_current(state, action)
-                if state in self.kept:
-                    raise _refused(action, "it is kept already")
+                _require(state not in self.kept, action, "it is kept already")
                 self.kept.add(state)
             case do.Restore(state):
-                self._require_kept(state, action)
+                _require(state in self.kept, action, "it is not kept")
                 self.current = state
             case do.Drop(state):
-                self._require_kept(state, action)
+                _require(state in self.kept, action, "it is not kept")
                 self.kept.remove(state)
             case do.Backward(stage):
                 self._pull(stage, action)
@@ -68,25 +66,23 @@ class Ledger:
         if self.remaining is None:
             # The first backward is that of the last stage.
             self.remaining = self.current
-        if self.remaining != stage + 1:
-            raise _refused(action, f"{self.remaining} stages remain to be pulled")
-        if stage not in self.recorded:
-            raise _refused(action, f"stage {stage} is not recorded")
+        is_next = self.remaining == stage + 1
+        _require(is_next, action, f"{self.remaining} stages remain to be pulled")
+        _require(stage in self.recorded, action, f"stage {stage} is not recorded")
         self.recorded.remove(stage)
         self.remaining = stage
         self.current = None
 
-    def _require_kept(self, state: int, action: do.Action) -> None:
-        if state not in self.kept:
-            raise _refused(action, "it is not kept")
-
     def _require_current(self, state: int, action: do.Action) -> None:
-        if self.current != state:
-            raise _refused(action, f"the current state is {self.current}")
+        is_here = self.current == state
+        _require(is_here, action, f"the current state is {self.current}")
 
 
-def _refused(action: do.Action, why: str) -> ScheduleError:
-    return refusal(
+def _require(holds: bool, action: do.Action, why: str) -> None:
+    """Refuses an action, unless this holds; else `why` is true instead."""
+    if holds:
+        return
+    raise refusal(
         ScheduleError,
         where=f"the action {action}",
         what="cannot be done.",
