@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
-from remat.reporting._measure.traced import Alternative, Effect, RegionTrace
+from remat.reporting._measure.traced import Described, Effect, RegionTrace
 from remat.reporting._records import HeldValue, SavingPoint, Suggestion
 
 # A heuristic: a value is worth its bytes if its recomputation takes at least this part
@@ -58,22 +58,23 @@ class _Change:
     """What one line of code would change, in all traces of a function."""
 
     region: str  # the function
-    value: Alternative  # one of the values that it is about
+    value: Described  # one of the values that it is about
     size_bytes: int = 0  # by how much it changes what is held
     work: int = 0  # by how much it changes what is recomputed, see `work_of`
 
 
 def _changes(
-    traces: Sequence[RegionTrace], ask: Callable[[RegionTrace], Iterator[Alternative]]
+    traces: Sequence[RegionTrace],
+    ask: Callable[[RegionTrace], Iterator[tuple[Described, Effect]]],
 ) -> list[_Change]:
     """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
     for trace in traces:
         name, now = trace.calls[0].name, trace.outcome
-        for other in ask(trace):
-            change = found.setdefault((name, other.key), _Change(name, other))
-            change.size_bytes += other.outcome.saved_bytes - now.saved_bytes
-            change.work += other.outcome.work - now.work
+        for value, then in ask(trace):
+            change = found.setdefault((name, value.key), _Change(name, value))
+            change.size_bytes += then.saved_bytes - now.saved_bytes
+            change.work += then.work - now.work
     return list(found.values())
 
 
@@ -99,7 +100,7 @@ def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
 
 
 def _as_saving(change: _Change, fraction: float) -> Suggestion:
-    value, more = describe(change.value), change.size_bytes
+    value, more = str(change.value), change.size_bytes
     cost = f"frees {show_size(-more)}" if more < 0 else f"costs {show_size(more)}"
     how = (
         ""
@@ -125,20 +126,13 @@ def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
     if not found:
         return None
     best = max(found, key=lambda each: -each.size_bytes / (each.work + 1))
-    value, less = describe(best.value), -best.size_bytes
+    value, less = str(best.value), -best.size_bytes
     fraction = best.work / everything
     text = (
         f"Not saving {value} in {best.region} frees {show_size(less)} for "
         f"{fraction:.0%} of the regions' forward."
     )
     return Suggestion("drop", value, best.value.source, -less, fraction, text)
-
-
-def describe(value: Alternative) -> str:
-    """The value of a suggestion in a sentence: its name, or its operator and line."""
-    if value.names:
-        return f"`{', '.join(value.names)}`"
-    return f"{value.op} at {value.source}" if value.source else value.op
 
 
 def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
@@ -168,7 +162,7 @@ def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
             saved[place].discard(number)
             continue
         now[place] = found
-        points.append(_point(describe(trace.alternative(number, {number})), now))
+        points.append(_point(str(trace.described(number)), now))
     # Some values save nothing unless others are saved too.
     last = _point(
         "all that is left", [trace.at(set(trace.choices)) for trace in traces]

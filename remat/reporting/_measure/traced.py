@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import Counter
@@ -49,19 +48,23 @@ class Effect(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alternative:
-    """Other decisions about some values of a region, and their effect."""
+class Described(NamedTuple):
+    """Values of a region that other decisions may be about, as code tells them apart."""
 
     names: tuple[str, ...]  # the names of each of them
     op: str  # the operator that makes each, or one that does
     source: str  # the user's line
-    outcome: Effect  # what would be saved and recomputed
 
     @property
     def key(self) -> Hashable:
         """What identifies the values in code: their names, else operator and line."""
         return self.names or (self.op, self.source)
+
+    def __str__(self) -> str:
+        """The values in a sentence: their name, or their operator and line."""
+        if self.names:
+            return f"`{', '.join(self.names)}`"
+        return f"{self.op} at {self.source}" if self.source else self.op
 
 
 @final
@@ -234,34 +237,31 @@ class RegionTrace:
         members = permitted_members(self.analysis, every)
         return {self._root_number(member): member for member in members}
 
-    def saving(self) -> Iterator[Alternative]:
+    def saving(self) -> Iterator[tuple[Described, Effect]]:
         """For recomputed values of each key, what saving them too would give."""
         permitted = {*self._decisions}
         for alike in self._alike({*self._again} - permitted):
-            yield self.alternative(alike[0], permitted.union(alike))
+            yield self.described(alike[0]), self.at(permitted.union(alike))
 
-    def dropping(self) -> Iterator[Alternative]:
+    def dropping(self) -> Iterator[tuple[Described, Effect]]:
         """For saved values of each key, what recomputing them would give."""
         permitted = {*self._decisions}
         saved = {self._root_number(index) for index in self.found.saved}
         for alike in self._alike(saved & permitted):
-            yield self.alternative(alike[0], permitted.difference(alike))
+            yield self.described(alike[0]), self.at(permitted.difference(alike))
 
     def _alike(self, numbers: Set[int]) -> Iterable[list[int]]:
         """Some classes by their keys, in the order of the forward."""
         found: dict[Hashable, list[int]] = {}
-        for number, view in self.analysis.views.items():
+        for number in self.analysis.views:
             if number in numbers:
-                key = view.names or (self._made_by(number), view.source)
-                found.setdefault(key, []).append(number)
+                found.setdefault(self.described(number).key, []).append(number)
         return found.values()
 
-    def alternative(self, number: int, saveable: set[int]) -> Alternative:
-        """What one class is in words, and the effect of permitting some classes."""
+    def described(self, number: int) -> Described:
+        """What one class is in words."""
         view = self.analysis.views[number]
-        return Alternative(
-            view.names, self._made_by(number), view.source, self.at(saveable)
-        )
+        return Described(view.names, self._made_by(number), view.source)
 
     def _made_by(self, number: int) -> str:
         values = self.analysis.joint.graph.values
