@@ -15,7 +15,7 @@ is then a bound on the optimum, which it need not reach.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, final
 
@@ -41,32 +41,25 @@ class Network:
             step.item if step.item is not None and problem.items[step.item] else None
             for step in problem.steps
         ]
-        certain = self._reached(problem.wanted, through_items=False)
-        sources = {place for place in certain if self._items[place] is not None}
-        self.certain_cost = problem.base_cost + sum(
-            problem.steps[place].cost for place in certain - sources
-        )
-        reached = self._reached(sorted(sources), through_items=True)
-        self.candidates = sorted(reached - (certain - sources))
+        self.candidates = self._reached()
         self._node: dict[int, tuple[int, int]] = {}
         self._lay_out()
-        self._edges = [*self._fixed_edges(sources)]
+        self._edges = [*self._fixed_edges()]
         # How many of the candidates make each item.
         items = (self._items[place] for place in self.candidates)
         self._shares = Counter(item for item in items if item is not None)
         self._sum = sum(problem.steps[place].cost for place in self.candidates)
 
-    def _reached(self, places: Iterable[int], *, through_items: bool) -> set[int]:
+    def _reached(self) -> list[int]:
+        """The steps that may run: all that lead to what the backward needs."""
         seen: set[int] = set()
-        pending = list(places)
+        pending = list(self.problem.wanted)
         while pending:
             place = pending.pop()
-            if place in seen:
-                continue
-            seen.add(place)
-            if through_items or self._items[place] is None:
+            if place not in seen:
+                seen.add(place)
                 pending += self.problem.steps[place].uses
-        return seen
+        return sorted(seen)
 
     def _lay_out(self) -> None:
         """Numbers the nodes: two for a step that can be avoided, else one."""
@@ -77,13 +70,12 @@ class Network:
             count = last + 1
         self.num_nodes = count
 
-    def _fixed_edges(self, sources: set[int]) -> Iterator[tuple[int, int]]:
+    def _fixed_edges(self) -> Iterator[tuple[int, int]]:
+        for place in set(self.problem.wanted):
+            yield _SOURCE, self._node[place][0]
         for place in self.candidates:
-            if place in sources:
-                yield _SOURCE, self._node[place][0]
             for use in set(self.problem.steps[place].uses):
-                if use in self._node:
-                    yield self._node[place][1], self._node[use][0]
+                yield self._node[place][1], self._node[use][0]
 
     def cut(self, price: Fraction) -> tuple[Choice, Choice, Fraction]:
         """The best choices at a price, in cost per byte, and a bound.
@@ -110,7 +102,7 @@ class Network:
                 capacity = _in_units(Fraction(paid, self._shares[item]), scale)
                 edges.append((needed, run, capacity))
         flow, first, last = _minimum_cuts(edges, self.num_nodes)
-        bound = Fraction(flow) / scale / unit + self.certain_cost
+        bound = Fraction(flow) / scale / unit + self.problem.base_cost
         return self._choice(first, picked), self._choice(last, picked), bound
 
     def _choice(self, side: Any, picked: dict[int, int]) -> Choice:
