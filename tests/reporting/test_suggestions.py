@@ -175,3 +175,18 @@ def test_frontier_goes_from_nothing_to_everything() -> None:
     assert found.recompute_flops == 0
     assert works[-1] < 0.01 * works[0]
     assert sizes[-1] <= found.held_bytes - 3 * batch().nbytes
+
+
+def test_reading_a_generators_state_is_no_work() -> None:
+    """Beside the 5,056 bytes of a state, small values are still worth saving."""
+
+    def dropped(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(x @ w, 0.5).sin().exp() @ v
+
+    region = remat(dropped, policy=policies.save_matmul_outputs, rng="preserve")
+    x, w, v = torch.ones(16, 8), torch.eye(8), torch.eye(8)
+
+    found = report(lambda x, w, v: region(x, w, v).square().mean(), x, w, v)
+
+    assert found.suggestion.kind == "save"
+    assert found.suggestion.fraction == -0.5
