@@ -178,16 +178,11 @@ class Program:
         source = repr(self)
         linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
         exec(compile(source, _FILE, "exec"), namespace)
-        made = namespace["fun"]
-        # The second time captures stay, so that both functions share them.
-        found = {name: namespace[name] for name in self._used(GLOBALS)}
-        cells = _cells_of(made)
-        namespace["remat"] = _api.remat
-        exec(compile(source, _FILE, "exec"), namespace)
-        namespace.update(found)
+        made = namespace["plain"] = namespace["fun"]
         if "make" in namespace:
-            namespace["fun"] = namespace["make"](**cells)
-        namespace["plain"] = made
+            # Once more, with regions inside, over the same captures.
+            namespace["remat"] = _api.remat
+            namespace["fun"] = namespace["make"](**_cells_of(made))
         return namespace
 
     def _used(self, names: Iterable[str]) -> list[str]:
