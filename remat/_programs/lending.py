@@ -8,7 +8,7 @@ other so.
 
 What a program takes is known when it has run once after another: values are equal if their steps
 are (`_graph.numbering`), and inputs if they are read alike from one memory that nobody has
-written to since. What would raise the peak of the program that holds it by much is not held.
+written to since. What would raise the peak of the two programs by much is not held.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Run = Callable[[list[Tensor]], list[Any]]
 #: Which input of the program before each input is, None for another one.
 _Places = tuple[int | None, ...]
 
-# Of what lives while a program runs that lends nothing: a heuristic, by which the second derivative
+# Of what lives while two programs run that lend nothing: a heuristic, by which the second derivative
 # of a stack that keeps matrix products stays below the peak of one that keeps everything.
 _MOST_BYTES = 9 / 8
 
@@ -126,13 +126,17 @@ class Lender:
         known, key = self._equal.setdefault(before, {}), (places, self.lent)
         if key not in known:
             known[key] = _equal_values(before.graph, self.graph, *key)
-            before.lend(frozenset(theirs for theirs, _ in known[key]))
+            before.lend(frozenset(theirs for theirs, _ in known[key]), self._bytes())
         return known[key]
 
-    def lend(self, wanted: frozenset[int]) -> None:
-        """Holds these values too from the next run on: the first of them, if all need much memory."""
+    def lend(self, wanted: frozenset[int], next_bytes: int) -> None:
+        """Holds these values too from the next run on: the first of them, if all need much memory.
+
+        That is more than this program and the next one, which needs `next_bytes`, need apart.
+        """
         added = sorted(wanted - self.lent)
-        while added and self._bytes((*self.lent, *added)) > self._bytes() * _MOST_BYTES:
+        most = max(self._bytes(), next_bytes) * _MOST_BYTES
+        while added and self._bytes((*self.lent, *added)) > most:
             added = added[: len(added) // 3]
         self.lent = self.lent.union(added)
 
