@@ -70,9 +70,8 @@ def is_composite(op: Any) -> bool:
     The dispatcher raises for overloads that only TorchScript has, such as the
     `aten.mul.default` of two numbers.
     """
-    composite: Any = torch._C.DispatchKey.CompositeImplicitAutograd
     is_known = torch._C._dispatch_has_kernel(op.name())
-    return is_known and op.has_kernel_for_dispatch_key(composite)
+    return is_known and has_kernel(op.name(), "CompositeImplicitAutograd")
 
 
 def made_of_others(op: Any) -> Callable[..., Any] | None:

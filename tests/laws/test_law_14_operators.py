@@ -59,6 +59,13 @@ def put(p: Weights, x: Tensor) -> Tensor:
     return y * 2
 
 
+def batch_normed(p: Weights, x: Tensor) -> Tensor:
+    """Two channels, by the statistics of the batch."""
+    y = (x @ p[0]).view(-1, 2, 2)
+    scale, shift = (row.view(2, 2).sum(0) for row in p[2:])
+    return F.batch_norm(y, None, None, scale, shift, training=True).sin()
+
+
 def pushed(p: Weights, x: Tensor) -> Tensor:
     """Forward mode inside of the function."""
     return jvp(lambda x: (x @ p[0]).tanh(), (x,), (x.sin(),))[1] @ p[1]
@@ -83,6 +90,7 @@ FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "topk": lambda p, x: (x @ p[0]).tanh().topk(2),
     "sort": lambda p, x: (x @ p[0]).tanh().sort(),
     "index_put": put,
+    "batch_norm": batch_normed,
     "jvp": pushed,
     "jacfwd": jacobian,
 }
@@ -97,11 +105,12 @@ OTHER_FORMULA = {
     # How a diagonal is written without a write in place.
     "jacfwd": "diagonal_scatter",
 }
-#: In forward mode the weight of each class counts as one that may have a tangent, and where
-#: examples are mapped, each program makes the same indices.
+#: In forward mode the weight of each class counts as one that may have a tangent. Where
+#: examples are mapped, each program makes the same indices or ones.
 SMALL = {
     ("cross_entropy", "jvp(grad)"): "sub mul",
     ("index_put", "grad(vmap(grad))"): "arange",
+    ("batch_norm", "grad(vmap(grad))"): "ones",
 }
 #: Copies, and tangents that are zeros.
 CHEAP = "clone zeros_like fill empty_like"
