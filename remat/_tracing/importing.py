@@ -27,7 +27,11 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 
 # Operators that take a slice, and where among their arguments its start is.
-_SLICES = {_aten.slice.Tensor: 2, _aten.slice_scatter.default: 3}
+_SLICES = {
+    _aten.slice.Tensor: 2,
+    _aten.slice_scatter.default: 3,
+    _aten.slice_backward.default: 3,
+}
 
 # Operators that give their first argument with the second one's elements in a part of it.
 _SCATTERS = frozenset(
@@ -236,11 +240,10 @@ class Imported:
         place = _SLICES[target]
         if len(args) <= place:
             return args
-        sliced: Ref = args[0]
-        meta = self.values[sliced.index].meta
+        meta = self.values[args[0].index].meta
         assert isinstance(meta, TensorMeta)
-        dim: int = args[place - 1]
-        size = meta.shape[dim]
+        is_gradient = target is _aten.slice_backward.default
+        size: int = (args[1] if is_gradient else meta.shape)[args[place - 1]]
         start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
         first = _imported_slice_end(0 if start is None else start, size)
         last = _imported_slice_end(size if end is None else end, size)
