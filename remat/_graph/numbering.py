@@ -9,12 +9,22 @@ Schwartz, 1970), and what replaces tags on operators for nested regions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from remat._graph import operators
 from remat._graph.building import Building
+from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, replace_refs
+
+_aten: Any = torch.ops.aten
+
+_ZEROS = frozenset(
+    {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+)
 
 
 class Numbering:
@@ -44,20 +54,38 @@ def value_numbers(graph: Graph) -> tuple[int, ...]:
 
 
 def same_outputs(first: Graph, second: Graph) -> bool:
-    """Whether two graphs over the same inputs, some of which one may lack, return equal values."""
+    """Whether two graphs over the same inputs, some of which one may lack, return equal elements.
+
+    A copy is equal to what it copies, wherever nothing reads memory as it lies: autograd copies
+    the gradient of a tensor that was written in place, and fills a part of it with zeros.
+    """
     most = max(first, second, key=lambda graph: graph.num_inputs)
     line = Building(most.values[: most.num_inputs], {})
     numbering = Numbering(line.values)
+    steps = (*first.values, *second.values)
+    is_by_layout = any("as_strided" in operators.short_name(each.op) for each in steps)
 
     def numbers_of(graph: Graph) -> list[int | None]:
         line.places = {index: index for index in range(graph.num_inputs)}
         for index in range(graph.num_inputs, len(graph.values)):
             line.copy(index, graph.values[index])
-            numbering.add(line.values[-1])
+            value = line.values[-1]
+            is_copy = value.op is _aten.clone.default and not is_by_layout
+            like = value.args[0].index if is_copy else None
+            numbering.add(_with_plain_zeros(value), like)
         refs = line.refs(graph.outputs)
         return [None if ref is None else numbering.numbers[ref.index] for ref in refs]
 
     return numbers_of(first) == numbers_of(second)
+
+
+def _with_plain_zeros(value: Value) -> Value:
+    """The step, in one form of those that make zeros."""
+    meta = value.meta
+    if value.op not in _ZEROS or not isinstance(meta, TensorMeta):
+        return value
+    made = (meta.shape, meta.dtype, meta.device)
+    return dataclasses.replace(value, op=_aten.zeros.default, args=made, kwargs=())
 
 
 def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, ...]:

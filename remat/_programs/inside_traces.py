@@ -139,6 +139,12 @@ def _copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return plain.expand(tensor.shape).contiguous()
 
 
+def _select_scatter(tensor: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    """For vmap in a trace, select_scatter by a slice: torch's rule has other gradients."""
+    start = index % tensor.shape[dim]
+    return torch.slice_scatter(tensor, source.unsqueeze(dim), dim, start, start + 1)
+
+
 def _as_strided_scatter(
     tensor: Tensor,
     source: Tensor,
@@ -170,16 +176,17 @@ def _index_put(
     return torch.where(mask[(..., *[None] * rest)], values, tensor)
 
 
-# Obsolete when views do not mind how examples lie in memory, when torch's rule for
-# index_fill is right where the values are mapped and the tensor is not, and when there are
-# some for copy and as_strided_scatter, which replace a write to a strided view, and for
-# index_put by a mask.
+# Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
+# index_fill where the values are mapped and the tensor is not, and for the derivative of
+# select_scatter, and when there are some for copy and as_strided_scatter, which replace a
+# write to a strided view, and for index_put by a mask.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten.index_fill.int_Tensor: _index_fill,
     _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
+    _aten.select_scatter.default: _select_scatter,
     _aten.as_strided_scatter.default: _as_strided_scatter,
 }
 

@@ -68,6 +68,25 @@ def rotated(p: Weights, x: Tensor) -> Tensor:
     return torch.cat(turned, -1).sin() @ p[1]
 
 
+def filled(p: Weights, x: Tensor) -> Tensor:
+    """Slices of a fresh tensor, written in place."""
+    y = x @ p[0]
+    out = torch.empty_like(y)
+    out[..., ::2] = y[..., ::2].sin()
+    out[..., 1::2] = y[..., 1::2].tanh()
+    return out @ p[1]
+
+
+def filled_row_by_row(p: Weights, x: Tensor) -> Tensor:
+    """The same of single rows and columns."""
+    y = x @ p[0]
+    out = torch.zeros_like(y)
+    for k in range(WIDTH):
+        out[:, k] = y[:, k].sin() * y[:, -1]
+    out[0] = y[0].tanh()
+    return out @ p[1]
+
+
 def batch_normed(p: Weights, x: Tensor) -> Tensor:
     """Two channels, by the statistics of the batch."""
     y = (x @ p[0]).view(-1, 2, 2)
@@ -100,6 +119,8 @@ FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "sort": lambda p, x: (x @ p[0]).tanh().sort(),
     "index_put": put,
     "rotary": rotated,
+    "slices in place": filled,
+    "rows in place": filled_row_by_row,
     "batch_norm": batch_normed,
     "jvp": pushed,
     "jacfwd": jacobian,
@@ -116,15 +137,20 @@ OTHER_FORMULA = {
     "jacfwd": "diagonal_scatter",
 }
 #: Each program takes the parts of a saved value again that it reads, and puts their cotangents
-#: in place.
+#: in place; what is written in place is put into a copy.
 IN_PARTS = {
     "rotary": "slice_backward",
+    "slices in place": "slice_backward slice_scatter zeros",
+    "rows in place": "select_backward select_scatter zeros",
 }
 #: In forward mode the weight of each class counts as one that may have a tangent. Where
-#: examples are mapped, each program makes the same indices or ones.
+#: examples are mapped, each program makes the same indices or ones, and torch puts a slice
+#: where indices say.
 SMALL = {
     ("cross_entropy", "jvp(grad)"): "sub mul",
     ("index_put", "grad(vmap(grad))"): "arange",
+    ("slices in place", "grad(vmap(grad))"): "arange gather scatter",
+    ("rows in place", "grad(vmap(grad))"): "arange gather scatter",
     ("batch_norm", "grad(vmap(grad))"): "ones",
 }
 #: Copies, and tangents that are zeros.
