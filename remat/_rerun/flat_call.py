@@ -27,7 +27,7 @@ from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
-from remat._torch.tensors import SET_DATA, storage_key
+from remat._torch.tensors import SET_DATA, is_own_data, storage_key
 from remat._tracing import engines
 from remat._tracing.refusals import mutates, uninitialized
 from remat._tracing.thread import depth, lift, running_again
@@ -267,7 +267,8 @@ def _targets(
     name = str(getattr(func, "__name__", "")).split(".")[0]
     found = trees.tensor_leaves(kwargs.get("out"))
     is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    is_written = is_own or name in _ASSIGNING or func == SET_DATA
+    is_set = func == SET_DATA and not is_own_data(*args)
+    is_written = is_own or name in _ASSIGNING or is_set
     if is_written or kwargs.get("inplace"):
         found += trees.tensor_leaves(args[:1])
     if name in _TRACKING:

@@ -4,7 +4,9 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 """
 
 # pyright: reportPrivateUsage=false
+import contextlib
 import sys
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,21 @@ def copied(module: _T, **attributes: Any) -> _T:
     copy = object.__new__(type(module))
     copy.__dict__ = {**vars(module), **attributes}
     return copy
+
+
+@contextlib.contextmanager
+def converting_by(made_of: Callable[[Any], Any]) -> Generator[None]:
+    """Inside, `Module.to` and its like do what is made of torch's own function for that.
+
+    Obsolete when that leaves a module alone of which it changes nothing.
+    """
+    kind: Any = torch.nn.Module
+    own = kind._apply
+    kind._apply = made_of(own)
+    try:
+        yield
+    finally:
+        kind._apply = own
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

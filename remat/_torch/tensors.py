@@ -36,6 +36,12 @@ def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
     )
 
 
+def is_own_data(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
+    is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
+    return is_laid_out_so and storage_key(tensor) == storage_key(data)
+
+
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
     return key_of(tensor.untyped_storage())

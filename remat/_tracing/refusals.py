@@ -160,6 +160,17 @@ def sets_data(tensor: Tensor) -> TraceError:
     )
 
 
+def converts(module: nn.Module) -> TraceError:
+    """The error for a module that the function converts, as by `self.double()`."""
+    return refusal(
+        TraceError,
+        where=f"a {type(module).__name__}, converted at {user_line()}",
+        what="gets other parameters or buffers inside a region.",
+        why="The trace would leave its own tensors, which have no data, in their place.",
+        do="Convert the module outside, or what it is given (x.to(self.weight.dtype)).",
+    )
+
+
 def driven(module: nn.Module) -> TraceError:
     """The error for a region around a module that an engine of `torch.distributed` drives."""
     return refusal(
@@ -182,7 +193,8 @@ def mutates(line: str) -> MutationError:
         what="an argument that is to be differentiated is changed in place.",
         why="The recomputation would start from the changed value, and the "
         "tensor belongs to the caller.",
-        do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+        do="Write x = x + 1 instead of x += 1, or x = x.clone() first; convert a module "
+        "(self.double()) outside.",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -22,7 +22,7 @@ from remat._graph.meta import TensorMeta
 from remat._switches.blocks import departing
 from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
-from remat._torch.tensors import SET_DATA, overrides_functions, storage_key
+from remat._torch.tensors import SET_DATA, is_own_data, overrides_functions
 from remat._tracing import importing, refusals
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
@@ -226,10 +226,23 @@ def _capture(running: Running, tensor: Tensor) -> Tensor:
     return leaf
 
 
-def _is_own_data(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor is assigned its own numbers, as in `x.data *= 2`."""
-    is_laid_out_so = (tensor.shape, tensor.stride()) == (data.shape, data.stride())
-    return is_laid_out_so and storage_key(tensor) == storage_key(data)
+def converter(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """What converts a module as torch's `own` does, but leaves it if nothing changes.
+
+    In a trace `own` would put stand-ins in the place of its parameters.
+    """
+
+    def convert(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        if _thread.running is None:
+            return own(module, function, recurse)
+        each = [*module.parameters(recurse), *module.buffers(recurse)]
+        with torch.no_grad():
+            changed = [one for one in each if lift(function(one)) is not lift(one)]
+        if any(lift(one) is not one for one in changed):
+            raise refusals.converts(module)
+        return own(module, function, recurse) if changed else module
+
+    return convert
 
 
 class UserCalls(TorchFunctionMode):
@@ -259,7 +272,7 @@ class UserCalls(TorchFunctionMode):
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")
-        if func == SET_DATA and not _is_own_data(*args):
+        if func == SET_DATA and not is_own_data(*args):
             raise refusals.sets_data(args[0])
         graph = tracer.active_graph()
         before = len(graph.nodes)

@@ -24,6 +24,7 @@ from remat._graph.zeros import without_zeros
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.fakes import fake_mode, wraps_fakes
+from remat._torch.modules import converting_by
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
 from remat._tracing.aliases import choose_outputs, copy_custom_aliases
@@ -32,6 +33,7 @@ from remat._tracing.left_behind import taken_out_on_error
 from remat._tracing.thread import (
     Running,
     UserCalls,
+    converter,
     current,
     entered,
     fake_of,
@@ -96,6 +98,7 @@ def trace(request: Request) -> Traced:
         torch.enable_grad(),
         engines.refused(),
         tracer.own_parametrizations(),
+        converting_by(converter),
         running.mode,
     ):
         run = _Run(request, running)
