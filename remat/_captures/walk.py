@@ -182,6 +182,11 @@ class Survey:
                 return _change_since_survey(node, step, before, after)
         return None
 
+    def assigned(self) -> list[tuple[object, Step, object]]:
+        """Owner, step and value of each reached place that holds another value than it did."""
+        changed = self._differences()
+        return [(node.value, step, after) for node, step, _, after in changed]
+
     def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Replaces each stand-in that was assigned over its own tensor by that tensor."""
         own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}

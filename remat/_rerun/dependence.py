@@ -146,6 +146,13 @@ def guard_against_others(leaves: Sequence[Tensor]) -> None:
             leaf.register_hook(_refuse_lost_gradient)  # pyright: ignore[reportUnknownMemberType]
 
 
+def require_no_other_gradient(leaves: Sequence[Tensor]) -> None:
+    """Has a run fail in which a hook of the function has called `backward` on its own graph."""
+    for leaf in leaves:
+        if leaf.grad is not None:
+            _refuse_lost_gradient(leaf.grad)
+
+
 def _is_guarded(node: Any) -> bool:
     variable: Any = getattr(node, "variable", None)
     hooks: dict[Any, Any] = getattr(variable, "_backward_hooks", None) or {}
@@ -156,8 +163,8 @@ def _refuse_lost_gradient(gradient: Tensor) -> Tensor:
     raise refusal(
         CapturedTensorError,
         where=f"a gradient {TensorMeta.of(gradient)}",
-        what="reaches a region through a tensor that the function stored "
-        "somewhere instead of returning it.",
+        what="reaches a region through a tensor that the function stored somewhere "
+        "instead of returning it, or by `backward` in a hook.",
         why="The gradient cannot get from there to the region's inputs, and "
         "would be lost.",
         do="Return the tensor from the function.",

@@ -9,6 +9,7 @@ the forward found them whenever it runs again.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, final
 
@@ -52,7 +53,20 @@ def call(
     region = Rerun(function, function, wanted, flat.state)
     lifted = [lift(each) for each in operands]
     returned = bind(Call(region, (fun,), flat.numerics), lifted)
-    return flat.returned.around(flat.with_changed(returned))
+    result, stored = flat.returned.around(flat.with_changed(returned))
+    for (owner, step), value in zip(flat.stored, stored, strict=True):
+        _stored.update((id(each), each) for each in trees.tensor_leaves(value))
+        _captures.put(owner, step, value)
+    return result
+
+
+# What functions have stored, by its id. It is no operand of a later call: its graph may have been
+# freed, and a function that only stores another in its place does not read it.
+_stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _is_operand(tensor: Tensor) -> bool:
+    return levels.is_followed(tensor) and id(tensor) not in _stored
 
 
 @final
@@ -81,7 +95,7 @@ class _Reach:
                 label = self.survey.tensors[id(tensor)][0].label
                 raise uninitialized(f"`{label}`")
         self.beyond = [each for each in reached if id(each) not in others]
-        self.operands = [*self.passed, *filter(levels.is_followed, self.beyond)]
+        self.operands = [*self.passed, *filter(_is_operand, self.beyond)]
         if self.engine:
             self.operands.append(self.engine.anchor)
 
@@ -115,6 +129,9 @@ class _FlatCall:
         # The places of operands that got a gradient by what the first run wrote to them. All
         # runs return these after their results.
         self.changed: tuple[int, ...] = ()
+        # Where the first run has stored what has a gradient, in objects that it reaches. All
+        # runs return it with their results.
+        self.stored: list[tuple[object, _captures.Step]] = []
         # The places of results that are such an operand, and that operand's.
         self.own: dict[int, int] = {}
         followed = [*reach.operands, *reach.managed]
@@ -137,7 +154,11 @@ class _FlatCall:
         with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
-            returned, self.returned = trees.Frame.of(self.fun(*args, **kwargs))
+            result = self.fun(*args, **kwargs)
+            if not is_again:
+                self.stored = _stored_with_gradient(self.reach.survey)
+            stored = [_captures.look(*place) for place in self.stored]
+            returned, self.returned = trees.Frame.of((result, stored))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again:
@@ -188,6 +209,16 @@ class _FlatCall:
             tracer.own_parametrizations(),
         ):
             yield
+
+
+def _stored_with_gradient(
+    survey: _captures.Survey,
+) -> list[tuple[object, _captures.Step]]:
+    return [
+        (owner, step)
+        for owner, step, value in survey.assigned()
+        if any(each.grad_fn is not None for each in trees.tensor_leaves(value))
+    ]
 
 
 _NOTHING = contextlib.nullcontext()

@@ -24,7 +24,12 @@ from remat._regions.protocol import Asked, Batched, WithoutProgram
 from remat._regions.retraceable import Roots
 from remat._regions.transforms import Batch, Pull
 from remat._rerun import fully_shard
-from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
+from remat._rerun.dependence import (
+    dependent_outputs,
+    guard_against_others,
+    require_no_other_gradient,
+    variables,
+)
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, isolation, modes
@@ -81,6 +86,8 @@ class Rerun(WithoutProgram):
                 outputs, leaves, self.state.engine, self.state.made
             )
             guard_against_others(leaves)
+            if not self.state.engine:  # which has its gradients accumulated there
+                require_no_other_gradient(leaves)
             if self.state.dependent_outputs is None and self.is_primal:
                 self.state.dependent_outputs = bits
             # Unseen by a trace around it, which would take these for the user's own.

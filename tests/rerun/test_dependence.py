@@ -1,5 +1,6 @@
 """`engine="rerun"`: which output rests on what, and what has no gradient."""
 
+import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,24 +125,25 @@ def test_a_captured_tensor_that_a_transform_follows(derived: Any, engine: str) -
     assert_close(derived(lambda fun: remat(fun, engine=engine), x, w), plain)
 
 
-def test_a_tensor_left_elsewhere_loses_no_gradient() -> None:
-    """What the function hands out past its return value has a gradient, or raises."""
-    kept: list[Tensor] = []
+def test_a_tensor_left_out_of_reach_loses_no_gradient() -> None:
+    """What the function hands out where no walk sees it raises when it is differentiated."""
+    kept: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
     def leaving(x: Tensor) -> Tensor:
         y = branches(x)
-        kept.append(y.exp())
+        kept.put(y.exp())
         return y
 
     x = seeded(4).requires_grad_()
     y = remat(leaving, engine="rerun")(x)
+    left = kept.get()
 
     with pytest.raises(
         CapturedTensorError, match=r"stored somewhere.*Return the tensor"
     ):
-        (y.sum() + kept[0].sum()).backward()
+        (y.sum() + left.sum()).backward()
     # Its numbers may be read.
-    assert_close(kept[0], branches(x).exp())
+    assert_close(left, branches(x).exp())
 
 
 def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
