@@ -36,7 +36,7 @@ from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
 from remat._torch.modules import calling_module, copied
-from remat._tracing.refusals import advises_rerun
+from remat._tracing.refusals import LazyModuleError, advises_rerun
 from remat._tracing.thread import has_open_sizes, is_lifting, is_running, lift
 from remat.policies import nothing_saveable
 
@@ -97,6 +97,9 @@ class DecoratedFunction(Generic[_P, _R]):
         except RematError as refused:
             # In a trace, the one around is refused with it.
             is_auto = self.settings.engine == "auto" and not is_running()
+            if is_auto and isinstance(refused, LazyModuleError):
+                self._lookup.warn_of_first_call()
+                return self._fun(*args, **kwargs)
             if not (is_auto and advises_rerun(refused)):
                 raise
             returned = flat_call.call(self._fun, args, kwargs, self._rng)

@@ -145,6 +145,17 @@ class Lookup:
             warn(**parts)
         self.cache.refused[_refusal_key(site)] = text
 
+    def warn_of_first_call(self) -> None:
+        """Warns of a call that runs as it is, because a lazy module makes its parameters in it."""
+        warn(
+            where=self.where,
+            what="runs its first call as it is, and recomputes from the next one on.",
+            why="A lazy module makes its parameters in that call, and a trace has no real "
+            "tensors for them.",
+            do="Call the model once before, inside `with remat.disabled():`, and this is "
+            "not told.",
+        )
+
     def _of_call(self, site: CallSite) -> Entry:
         """The entry of a trace for the sizes of a call."""
         return compile_call(site, self._options)

@@ -114,6 +114,9 @@ class _FakeMode(FakeTensorMode):
                 layout = suggest_memory_format(args[source])
                 first = torch.empty_like(first, memory_format=layout)
             return (first, *rest)
+        if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2:
+            with self:  # of one row it is one number, and not a row of one
+                return found[0].new_empty(()), found[1]
         summed = _LAID_OUT_LIKE.get(func)
         if summed is None:
             return found

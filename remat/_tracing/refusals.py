@@ -82,10 +82,14 @@ def unknown_class(tensor: Tensor) -> TraceError:
     )
 
 
+class LazyModuleError(TraceError):
+    """The error for a lazy module in front of its first call."""
+
+
 def uninitialized(which: str) -> TraceError:
     """The error for a parameter that a lazy module has yet to make."""
     return refusal(
-        TraceError,
+        LazyModuleError,
         where=f"a lazy module's parameter, {which}",
         what="has no shape yet.",
         why="A lazy module makes its parameters in its first call, but a trace "

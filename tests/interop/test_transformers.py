@@ -189,6 +189,19 @@ def test_experts_chosen_by_value(experts):
     )
 
 
+@pytest.mark.contract
+def test_a_model_whose_layers_cannot_be_traced_runs_by_choice():
+    """With engine="auto" they run again, and one warning names the line."""
+    build = functools.partial(mixtral, "eager")
+    decorated._caches.clear()
+
+    with pytest.warns(RematWarning, match=r"from now on.*nonzero") as told:
+        found = gradients(enable(a_model(build), engine="auto"))
+
+    assert_bitwise(found, gradients(a_model(build)))
+    assert len([each for each in told if each.category is RematWarning]) == 1
+
+
 COLLECTED = {
     "router_logits": (mixtral, {"output_router_logits": True}),
     "attentions": (llama, {"output_attentions": True}),

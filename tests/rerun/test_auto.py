@@ -293,6 +293,37 @@ def test_a_model_of_which_some_layers_cannot_be_traced(first: int) -> None:
 
 
 @pytest.mark.contract
+def test_the_first_call_of_a_lazy_module_runs_as_it_is() -> None:
+    """It makes the parameters, and one warning says so; the next call is traced."""
+
+    first, second = (nn.LazyLinear(4, dtype=torch.float64) for _ in range(2))
+    model = nn.Sequential(first, nn.Tanh(), second)
+    region, x = remat(model, engine="auto"), seeded(3, 4)
+    region.cache_clear()
+
+    with pytest.warns(RematWarning, match=r"runs its first call as it is") as told:
+        found = grads(region, [x])
+    again = grads(region, [x])
+
+    assert_bitwise((found, again), (grads(model, [x]),) * 2)
+    assert len([each for each in told if each.category is RematWarning]) == 1
+    assert region.cache_info().misses == 1
+
+
+@pytest.mark.contract
+def test_a_loss_of_one_row_that_torch_takes_for_a_row_of_one() -> None:
+    """Torch's shape for a trace differs from its kernel's."""
+    target = torch.tensor([1, 0, -1])
+
+    def fun(x: Tensor) -> Tensor:
+        return nn.functional.multilabel_margin_loss(x, target, reduction="none")
+
+    region = remat(fun, engine="auto")
+    assert_bitwise(grads(region, [seeded(3)]), grads(fun, [seeded(3)]))
+    assert region.cache_info().misses == 1
+
+
+@pytest.mark.contract
 def test_inside_a_trace_the_region_around_is_refused_or_falls_back() -> None:
     """A trace has no numbers for what runs again."""
     inner, x = remat(item, engine="auto"), seeded(4)
