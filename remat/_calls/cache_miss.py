@@ -50,7 +50,8 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     are as they were.
     """
     settings = options.settings
-    traced = trace_call(site, fixed, options.where)
+    like_outputs = fixed is None and options.calls.are_like_outputs is True
+    traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
     covered = traced.cover()
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)

@@ -134,21 +134,29 @@ class _GainedGradient(Exception):
         self.places = places
 
 
-def trace_call(site: CallSite, fixed: Fixed | None, where: str) -> TracedCall:
+def trace_call(
+    site: CallSite, fixed: Fixed | None, where: str, *, like_outputs: bool = False
+) -> TracedCall:
     """Traces the function of a call, with open sizes unless `fixed` is None.
+
+    `like_outputs`: whether its cotangents are laid out as its outputs, as far as is known.
 
     If an argument without a gradient gets one, by what the function writes to it, the
     function is traced again: what is written then is a result like any other. Where torch
     cannot go on with a symbol for a size, this raises what torch does.
     """
     try:
-        return _trace_call(site, fixed, where, ())
+        return _trace_call(site, fixed, where, (), like_outputs)
     except _GainedGradient as found:
-        return _trace_call(site, fixed, where, found.places)
+        return _trace_call(site, fixed, where, found.places, like_outputs)
 
 
 def _trace_call(
-    site: CallSite, fixed: Fixed | None, where: str, changed: tuple[int, ...]
+    site: CallSite,
+    fixed: Fixed | None,
+    where: str,
+    changed: tuple[int, ...],
+    like_outputs: bool,
 ) -> TracedCall:
     started = time.perf_counter()
     signature, roots = site.signature, site.roots
@@ -156,7 +164,9 @@ def _trace_call(
     survey = _captures.Survey(roots)
     flattened = Flattened(signature.layout, len(signature.tensors), changed)
     with undone_on_error(survey), python_and_numpy.told(where):
-        traced, reads, template = _run_trace(site, survey, flattened, fixed)
+        traced, reads, template = _run_trace(
+            site, survey, flattened, fixed, like_outputs
+        )
         output = flattened.output
         assert output is not None, "a trace calls the function"
         with taken_out_on_error(traced.fakes):
@@ -186,13 +196,18 @@ def _trace_call(
 
 
 def _run_trace(
-    site: CallSite, survey: _captures.Survey, flattened: Flattened, fixed: Fixed | None
+    site: CallSite,
+    survey: _captures.Survey,
+    flattened: Flattened,
+    fixed: Fixed | None,
+    like_outputs: bool,
 ) -> tuple[Traced, _captures.Reads, Template | None]:
     request = Request(
         flattened.build(site.roots, None),
         site.signature.metas,
         find=lambda tensor: id(tensor) in survey.tensors,
         is_in_parts=any(map(is_taken_whole, site.signature.tensors)),
+        like_outputs=like_outputs,
     )
     with site.numerics.applied(), _captures.recording(survey) as reads:
         if fixed is None:

@@ -106,13 +106,16 @@ class Calls:
     Attributes:
         inputs: those in which inputs were.
         saved: those in which saved values were.
+        are_like_outputs: whether all cotangents were laid out as the function's outputs;
+            None before its first backward.
     """
 
-    __slots__ = ("inputs", "saved")
+    __slots__ = ("are_like_outputs", "inputs", "saved")
 
     def __init__(self) -> None:
         self.inputs = Count()
         self.saved = Count()
+        self.are_like_outputs: bool | None = None
 
 
 @final

@@ -397,6 +397,10 @@ class TracedRegion:
         self, roots: Roots, asked: Asked
     ) -> tuple[DerivedForward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
+        if not (self.function.key or self.function.is_program):
+            is_like = asked.cotangents == self.stages(roots).joint.layout
+            known = self.calls.are_like_outputs
+            self.calls.are_like_outputs = is_like and known is not False
         analysis, saved = analysis_for(
             self.stages(roots),
             asked,

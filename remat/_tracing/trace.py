@@ -60,6 +60,8 @@ class Request:
     #: The switches under which the backward half runs; None means the forward's, without
     #: autocast.
     backward_numerics: Numerics | None = None
+    #: Whether cotangents of no other layout than the outputs' are to be expected.
+    like_outputs: bool = False
     gradients: bool = True  # whether to trace a backward at all
     sizes: OpenSizes | None = None  # the symbols in what goes in, where some are open
 
@@ -172,8 +174,8 @@ class _Run:
         _note_forward(tracer.active_graph())
         layout = request.cotangents
         self.layouts = _usual_layouts(outputs) if layout is None else [layout]
-        if not request.gradients:
-            self.layouts = []
+        if request.like_outputs or not request.gradients:
+            self.layouts = self.layouts[: request.gradients]
         gradients: list[Tensor | None] = []
         # Users call .backward() outside autocast, as torch recommends.
         forward = Numerics.current()
