@@ -42,6 +42,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
+    cache_size: int = 128,
 ) -> DecoratedFunction[_P, _R]: ...
 
 
@@ -59,6 +60,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
+    cache_size: int = 128,
 ) -> Callable[[Callable[_P, _R]], DecoratedFunction[_P, _R]]: ...
 
 
@@ -76,6 +78,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     verify: bool = False,
+    cache_size: int = 128,
     **unknown: Any,
 ) -> Any:
     """Makes a function drop its intermediate values and recompute them in the backward.
@@ -115,6 +118,8 @@ def remat(
             hash. They are not searched for tensors.
         static_argnames: names of such arguments, however they are passed.
         verify: whether the backward compares each saved value with its recomputation.
+        cache_size: how many traces of the function's code are kept, each for about half a
+            megabyte of host memory; at the limit the one used longest ago is dropped.
         **unknown: raises TypeError; for an option of jax.checkpoint or of torch's
             checkpoint, the error says what to write instead.
 
@@ -155,6 +160,7 @@ def remat(
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "verify": verify,
+        "cache_size": cache_size,
         **unknown,
     }
     if fun is None:

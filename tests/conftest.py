@@ -11,6 +11,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+from remat._calls import decorated
 from remat._generators import device_states
 from tests.probe import Errors, nothing_left, use_torch_at_length
 from tests.support import FakeDevice
@@ -110,6 +111,13 @@ def _nothing_left_by_errors(remat_errors: Errors) -> Iterator[None]:
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_retraces_counted() -> None:
+    """Tests share the traces of functions that they share, but not how many there were."""
+    for cache in decorated._caches.values():
+        cache.histories.clear()
 
 
 @pytest.fixture

@@ -42,30 +42,6 @@ def advise(
         advise_once((function, policy, topic), where=where, what=what, why=why, do=do)
 
 
-def advise_of_statics(
-    site: CallSite, seen: dict[int, set[Hashable]], where: str
-) -> None:
-    """Warns at the tenth trace that one static value has caused.
-
-    `seen`: for each leaf the values for which calls were traced; this call's are added.
-    """
-    layout = site.signature.layout
-    places = [place for place, kind in enumerate(layout.kinds) if kind == "static"]
-    for place, value in zip(places, layout.values, strict=True):
-        values = seen.setdefault(place, set())
-        values.add(repr(value))
-        if len(values) == 10:
-            values.add("said")
-            warn(
-                where=where,
-                what=f"was traced for a tenth value of the static argument "
-                f"`{site.names[place]}`.",
-                why="Every leaf that is not a tensor is part of the signature, "
-                "and a trace takes a tenth of a second or more.",
-                do="Pass a 0-d tensor: torch.tensor(value).",
-            )
-
-
 def advise_of_inputs(
     site: CallSite, names: Sequence[str], paths: Iterable[str], where: str
 ) -> None:

@@ -78,7 +78,7 @@ class DecoratedFunction(Generic[_P, _R]):
         for route in routes:
             returned = route.run(self._fun, args, kwargs)
             if returned is not MISSED:
-                cache.hits += 1
+                cache.routed += 1
                 if route is not routes[0]:
                     cache.prefer(route)
                 return returned
@@ -206,7 +206,9 @@ class DecoratedFunction(Generic[_P, _R]):
         cache = self._cache
         entries = [entry for found in cache.entries.values() for entry in found]
         traces = tuple(each.trace_s for each in entries if each.trace_s is not None)
-        return CacheInfo(cache.hits, cache.misses, len(traces), traces)
+        most = self.settings.cache_size
+        hits = cache.hits + cache.routed
+        return CacheInfo(hits, cache.misses, most, len(traces), traces)
 
     def cache_clear(self) -> None:
         """Forgets the traces of this function's code, with these options."""

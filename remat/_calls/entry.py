@@ -6,6 +6,7 @@ tensors anew, and binds the region.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -27,6 +28,8 @@ from remat._switches.blocks import is_first_order
 from remat._switches.numerics import Numerics
 from remat._torch import levels, trees
 from remat._tracing.open_sizes import Template
+
+_clock = itertools.count()
 
 
 @final
@@ -62,11 +65,17 @@ class Entry:
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
         init=False, repr=False
     )
+    used: int = dataclasses.field(init=False)  # when it was last looked up, as a count
     _fast_path: Any = dataclasses.field(default=..., init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_covered = not self.streams and not self.captured
         self.gather = self.covered.gather if is_covered else self._gather
+        self.touch()
+
+    def touch(self) -> None:
+        """Notes that a call has used it."""
+        self.used = next(_clock)
 
     def _gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         if not all(map(exists, self.streams)):

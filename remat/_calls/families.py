@@ -14,7 +14,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.signature import Signature
 from remat._graph.meta import TensorMeta
-from remat._tracing.open_sizes import Fixed
+from remat._tracing.open_sizes import Fixed, Template
 from remat._user_lines import warn
 
 _Dimension = tuple[int, int]
@@ -51,6 +51,11 @@ class Family:
         """Adds a trace with open sizes."""
         assert entry.template is not None, "a trace with open sizes is a template"
         self.entries.insert(0, OpenEntry(entry, entry.template, options))
+
+    def keep_only(self, templates: Sequence[Template | None]) -> None:
+        """Forgets the traces that no kept entry was made from."""
+        ids = set(map(id, templates))
+        self.entries = [each for each in self.entries if id(each.template) in ids]
 
     def fixed_for(self, site: CallSite, where: str) -> Fixed:
         """Which dimensions the next trace fixes, for a call that no trace holds for."""

@@ -9,13 +9,14 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._calls.advice import advise_of_inputs, advise_of_statics
+from remat._calls.advice import advise_of_inputs
 from remat._calls.cache import Cache
 from remat._calls.cache_miss import Options, compile_call
 from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
+from remat._calls.retraces import History
 from remat._calls.routes import Found, first_holding
 from remat._calls.signature import Signature, Statics, sign
 from remat._errors import RematError, TraceError, explain
@@ -98,17 +99,28 @@ class Lookup:
         is_open = may_open and self.settings.dynamic_shapes
         make = self._of_family if is_open else self._of_call
         entry = self._made_or_refused(make, site)
+        before = entries[0] if entries else None
         entries.insert(0, entry)
+        self.cache.drop_oldest(self.settings.cache_size)
         if entry.trace_s is None:
             self.cache.hits += 1
         else:
             self.cache.misses += 1
-            advise_of_statics(site, self.cache.statics_seen, self.where)
+            self._note_trace(site, before)
             paths = [path for path, _ in self.settings.inputs.each]
             advise_of_inputs(site, entry.labels, paths, self.where)
         captured = entry.gather(site.roots)
         assert captured is not None, entry.covered.explain(site.roots)
         return entry, captured
+
+    def _note_trace(self, site: CallSite, before: Entry | None) -> None:
+        """Warns at the tenth trace of a module, or of a function of none, once for its code."""
+        cache, owners = self.cache, map(_owner, site.roots)
+        owner = next((each for each in owners if isinstance(each, nn.Module)), cache)
+        history = cache.histories.setdefault(owner, History())
+        if history.add(site, before) and not cache.is_told:
+            cache.is_told = True
+            history.warn(self.where, self.settings.cache_size)
 
     def _made_or_refused(
         self, make: Callable[[CallSite], Entry], site: CallSite

@@ -13,7 +13,7 @@ from remat._calls.signature import Statics
 from remat._errors import PolicyError, explain, refusal
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
-from remat.storage._argument_checks import require_type
+from remat.storage._argument_checks import require_count, require_type
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
@@ -82,6 +82,7 @@ class Settings:
     backend: str | None = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
+    cache_size: int = 128
 
     def __post_init__(self) -> None:
         """Refuses options that have no effect together, or cannot be met together."""
@@ -134,6 +135,7 @@ def settings_of(
     static_argnums: int | Iterable[int],
     static_argnames: str | Iterable[str],
     verify: bool,
+    cache_size: int,
     **unknown: Any,
 ) -> Settings:
     """Checks the options of `remat`.
@@ -148,6 +150,7 @@ def settings_of(
     require_choice("engine", engine, ENGINES)
     require_choice("backend", backend, (None, "inductor"))
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
+    require_count("remat(cache_size=...)", cache_size, at_least=1)
     return Settings(
         as_policy(policy),
         rng,
@@ -157,6 +160,7 @@ def settings_of(
         backend,
         inputs_for(saved_inputs),
         dynamic_shapes,
+        cache_size,
     )
 
 

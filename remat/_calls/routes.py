@@ -87,7 +87,9 @@ def first_holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | No
     for entry in entries:
         captured = entry.gather(roots)
         if captured is not None:
+            entry.touch()
             if entry is not entries[0]:
+                entries[0].touch()
                 entries[:] = [entry, *(each for each in entries if each is not entry)]
             return entry, captured
     return None

@@ -53,12 +53,16 @@ class Covered:
         assert tensors is not None, self.explain(roots)
         return tensors
 
-    def explain(self, roots: tuple[object, ...]) -> str:
-        """The first difference in words, or that there is none."""
+    def difference(self, roots: tuple[object, ...]) -> tuple[str, str]:
+        """What differs first, and how, in words; of covered state nothing may."""
         for spot, _, value, holds in visit(self._spots, roots):
             if not holds:
-                return _difference_at_spot(spot, value)
-        return "nothing that is covered has changed"
+                return str(spot.label), _difference_at_spot(spot, value)
+        return "a captured tensor", "nothing that is covered has changed"
+
+    def explain(self, roots: tuple[object, ...]) -> str:
+        """The first difference in words, or that there is none."""
+        return self.difference(roots)[1]
 
     @contextlib.contextmanager
     def restored(self, roots: tuple[object, ...]) -> Generator[None, None, None]:

@@ -173,13 +173,17 @@ def are_shapes_alone(args: Any) -> bool:
 
 
 _META = torch.device("meta")
+_MOST_REMEMBERED = 4096  # calls of operators, at two kilobytes each
 
 
 def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
     """A fresh mode for one trace: real tensors are refused.
 
-    Sizes are constants, except symbols of a shape environment.
+    Sizes are constants, except symbols of a shape environment. What torch remembers of the
+    operators on fake tensors has no bound of its own: a number of traces is remembered here.
     """
+    if len(FakeTensorMode.cache) > _MOST_REMEMBERED:
+        FakeTensorMode.cache.clear()
     return _FakeMode(home, shape_env)
 
 

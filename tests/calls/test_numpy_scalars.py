@@ -106,6 +106,7 @@ def test_arguments_are_told_by_type_and_bits(nest: str) -> None:
     assert region.cache_info().misses == len(SCALARS)
 
 
+@pytest.mark.filterwarnings("ignore:.*was traced for a tenth time")
 def test_captured_ones_are_told_by_type_and_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
