@@ -45,7 +45,10 @@ class Analysis:
         graph = self.joint.graph
         names = _names(self)
         return {
-            self.numbers[index]: _policy_value(graph, index, names[self.numbers[index]])
+            self.numbers[index]: dataclasses.replace(
+                _policy_value(graph, index, names[self.numbers[index]]),
+                is_result=index in self.leaving,
+            )
             for index in self.forward
             if self.is_saveable(index) and self.roots[index] == index
         }
@@ -84,6 +87,18 @@ class Analysis:
             elif value.is_backward and operators.is_check(value.op):
                 found.append(index)
         return tuple(found)
+
+    @functools.cached_property
+    def leaving(self) -> frozenset[int]:
+        """The values that are returned, or read outside of the torch function that made them."""
+        joint, values = self.joint, self.joint.graph.values
+        returned = (*joint.outputs, *(new for _, new in joint.mutations))
+        found = {self.roots[ref.index] for ref in returned}
+        for index in self.forward:
+            for root in (self.roots[use] for use in self.uses[index]):
+                if values[root].function != values[index].function:
+                    found.add(root)
+        return frozenset(found)
 
     def is_saveable(self, index: int) -> bool:
         """Whether a forward value may wait for the backward."""

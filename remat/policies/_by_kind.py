@@ -89,10 +89,11 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
 def save_attention_outputs(value: Value, /) -> bool:
     """Saves the outputs of attention, with the helpers that its backward reads.
 
-    These are the values that `scaled_dot_product_attention` or `flex_attention` makes,
-    in any backend. Where torch has no fused kernel, attention is a chain of plain
-    operators, and each value in it may be saved, the quadratic scores included: use a
-    fused backend or `checkpoint_name` there.
+    These are what `scaled_dot_product_attention` or `flex_attention` returns, and a fused
+    kernel's log-sum-exp. Where torch has no fused kernel, as on a CPU for attention with
+    dropout, the call is a chain of plain operators: nothing else of it is saved, so that the
+    scores, whose size is quadratic, are recomputed. Attention that is written without such a
+    call is not known as attention: name its output (`checkpoint_name`).
 
     Example:
         >>> from remat import policies
@@ -104,7 +105,7 @@ def save_attention_outputs(value: Value, /) -> bool:
     is_operator = name in _ATTENTION_OPERATORS or (
         is_fused and not name.endswith("_backward")
     )
-    return is_operator or value.function in _ATTENTION_FUNCTIONS
+    return is_operator or (value.is_result and value.function in _ATTENTION_FUNCTIONS)
 
 
 # The names that JAX gave to the two.

@@ -58,6 +58,8 @@ class Value:
         args: the operator's positional arguments: an `Operand` for each tensor, a tuple
             for each list, anything else unchanged.
         kwargs: its keyword arguments in the same form, as pairs.
+        is_result: whether it is returned, or read outside of the call of `function`; False
+            for what a function that is made of several operators makes on its way.
 
     Example:
         >>> import torch
@@ -78,6 +80,7 @@ class Value:
     function: str = ""
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
+    is_result: bool = True
 
     def __str__(self) -> str:
         """The value as messages and reports name it."""

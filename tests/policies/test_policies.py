@@ -50,9 +50,17 @@ VALUES = {
     "conv1d": value(ATEN.convolution.default, shape=(4, 2, 8), function="conv1d"),
     "dot": value(ATEN.dot.default, shape=(), size_bytes=4, function="dot"),
     "scores": value(
-        ATEN.bmm.default, shape=(4, 8, 8), function="scaled_dot_product_attention"
+        ATEN.bmm.default,
+        shape=(4, 8, 8),
+        function="scaled_dot_product_attention",
+        is_result=False,
     ),
-    "weights": value(ATEN._softmax.default, function="scaled_dot_product_attention"),
+    "weights": value(
+        ATEN._softmax.default, function="scaled_dot_product_attention", is_result=False
+    ),
+    "attended": value(
+        ATEN.bmm.default, shape=(4, 8, 2), function="scaled_dot_product_attention"
+    ),
     "fused": value(ATEN._scaled_dot_product_flash_attention_for_cpu.default),
     "fused backward": value(
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -78,7 +86,7 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (everything_saveable, set(VALUES)),
     (save_matmul_outputs, MATMULS_NO_BATCH | {"bmm"}),
     (save_matmul_outputs_no_batch, MATMULS_NO_BATCH),
-    (save_attention_outputs, {"scores", "weights", "fused", "flash"}),
+    (save_attention_outputs, {"attended", "fused", "flash"}),
     (save_only_these_names(), set()),
     (save_only_these_names("mlp"), {"named mm"}),
     (save_only_these_names("mlp*"), {"named mm", "two names"}),
@@ -103,9 +111,9 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (offload_dot_with_no_batch_dims("device", "pinned_host"), MATMULS_NO_BATCH),
     (offload_dot_with_no_batch_dims("device", "unpinned_host"), MATMULS_NO_BATCH),
     (by_op(ATEN.mm.default), {"mm", "named mm"}),
-    (by_op(ATEN.bmm), {"bmm", "einsum", "scores", "mha scores"}),
+    (by_op(ATEN.bmm), {"bmm", "einsum", "scores", "attended", "mha scores"}),
     (by_op("addmm"), {"linear", "mha projection"}),
-    (by_op("aten.*mm"), {"mm", "named mm", "linear", "bmm", "einsum", "scores", "mha projection", "mha scores"}),
+    (by_op("aten.*mm"), {"mm", "named mm", "linear", "bmm", "einsum", "scores", "attended", "mha projection", "mha scores"}),
     (by_op("*t"), {"dot"}),
     (by_op("aten.mul.*"), {"two names"}),
     (by_op("aten.mul.Scalar"), set()),
@@ -119,7 +127,7 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (by_op(torch.Tensor.sin_), {"sin"}),
     (by_op(torch.linalg.inv, torch.fft.fft, functional.max_pool2d), set()),
     (by_op(torch.Tensor.__truediv__, torch.Tensor.__rmatmul__), {"mm", "bmm"}),
-    (by_op(functional.scaled_dot_product_attention), {"scores", "weights"}),
+    (by_op(functional.scaled_dot_product_attention), {"scores", "weights", "attended"}),
     (by_op("*"), set(VALUES) - {"input", "named input"}),
     (by_size(max_bytes=512), {"dot", "sin"}),
     (by_size(min_bytes="512 B", max_bytes="1KiB"), {"sin"}),
@@ -127,7 +135,7 @@ SAVED: list[tuple[AbstractPolicy, set[str]]] = [
     (from_callable(is_small), {"dot", "sin"}),
     (from_callable(offload_mlp), {"named mm"}),
     (~save_matmul_outputs, set(VALUES) - MATMULS_NO_BATCH - {"bmm"}),
-    (save_matmul_outputs | save_attention_outputs, MATMULS_NO_BATCH | {"bmm", "scores", "weights", "fused", "flash"}),
+    (save_matmul_outputs | save_attention_outputs, MATMULS_NO_BATCH | {"bmm", "attended", "fused", "flash"}),
     (save_matmul_outputs & save_any_names_but_these(), {"named mm"}),
     (save_only_these_names("x").stored(Offload()), {"named input"}),
 ]  # fmt: skip

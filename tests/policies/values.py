@@ -17,10 +17,13 @@ def value(
     shape: tuple[int, ...] = (8, 1024),
     size_bytes: int = 32768,
     function: str = "",
+    is_result: bool = True,
 ) -> Value:
     """A value of float32 that the user made at model.py:41."""
+    source = "model.py:41"
     return Value(
-        op, names, shape, torch.float32, size_bytes, 0, "model.py:41", function
+        *(op, names, shape, torch.float32, size_bytes, 0, source, function),
+        is_result=is_result,
     )
 
 
