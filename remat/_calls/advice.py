@@ -11,7 +11,9 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
-from remat.policies._everything_or_nothing import idle_storage
+from remat.policies._as_policy import is_of_users
+from remat.policies._everything_or_nothing import idle_storage, saves_nothing
+from remat.policies._operators import bare_name
 
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
@@ -32,6 +34,7 @@ def advise(
     """
     advice = [
         *_unmatched(stages.analysis, policy),
+        *_unmet(stages, policy),
         *_bypassed(stages, policy),
         *_useless(stages, policy),
         *_unstored(policy),
@@ -84,6 +87,24 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
                 else "No value has a name here.",
                 f'Correct the name, or name the value: checkpoint_name(x, "{glob}").',
             )
+
+
+def _unmet(stages: Stages, policy: AbstractPolicy) -> _Advice:
+    """A policy that permits none of the values; of globs `_unmatched` says it."""
+    is_meant = policy.is_whole or saves_nothing(policy) or is_of_users(policy)
+    values = stages.analysis.views
+    if values and not (stages.decisions or policy.globs or is_meant):
+        made = dict.fromkeys(
+            value.function or bare_name(value.op) for value in values.values()
+        )
+        yield (
+            "unmet",
+            f"the policy {policy!r} permits no value here: all is recomputed.",
+            f"The values are made by {', '.join(list(made)[:12])}. Attention is known by "
+            "its call of scaled_dot_product_attention.",
+            "Use nothing_saveable to mean that, name what is to be saved "
+            '(checkpoint_name), or call that function (attn_implementation="sdpa").',
+        )
 
 
 def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:

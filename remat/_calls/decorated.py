@@ -346,6 +346,8 @@ def _decorated_graph(
 def _where(function: Callable[..., Any]) -> str:
     """What messages call a decorated function."""
     fun = inspect.unwrap(function)
+    if isinstance(fun, functools.partial):  # as transformers calls its layers
+        return _where(fun.func)
     name = getattr(fun, "__qualname__", type(fun).__name__)
     code = getattr(fun, "__code__", None)
     if code is None:

@@ -54,6 +54,11 @@ def from_callable(
     return _policy_of(function, where="from_callable(function)")
 
 
+def is_of_users(policy: AbstractPolicy) -> bool:
+    """Whether a policy is a user's function, which may look at values and save none."""
+    return isinstance(policy, FromCallable)
+
+
 def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
     """Makes a policy from what a user passed as one.
 

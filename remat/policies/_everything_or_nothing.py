@@ -80,3 +80,9 @@ def idle_storage(policy: AbstractPolicy) -> AbstractStorage | None:
     if not isinstance(policy, Stored) or policy.storage.keeps:
         return None
     return policy.storage if policy.policy is nothing_saveable else None
+
+
+def saves_nothing(policy: AbstractPolicy) -> bool:
+    """Whether a policy is meant to save nothing, in whatever storage."""
+    bare = policy.policy if isinstance(policy, Stored) else policy
+    return bare is nothing_saveable

@@ -8,13 +8,14 @@ import importlib
 import importlib.util
 import statistics
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from remat import policies
 from remat._api import remat
 from remat._calls.decorated import is_region
-from remat._errors import RematError, refusal
+from remat._errors import RematError, RematWarning, refusal
 from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
@@ -165,7 +166,12 @@ def compare(
     steps = {k: MeasuredStep(each, (), kwargs) for k, each in (own | others).items()}
     watched: dict[str, tuple[int, int, int]] = {}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    with progress("comparing", len(steps) + num_steps, sys.stderr) as advance:
+    with (
+        progress("comparing", len(steps) + num_steps, sys.stderr) as advance,
+        warnings.catch_warnings(),
+    ):
+        # The rows say which policy of those that all functions are run under saves nothing.
+        warnings.filterwarnings("ignore", ".*permits no value here", RematWarning)
         for name, step in steps.items():
             step.seconds()  # it traces
             watched[name] = _watch_compared(step)

@@ -243,6 +243,39 @@ def held_and_recomputed(model):
     return held, backward.counts
 
 
+#: Calls of attention, and the bytes of log-sum-exps that a fused kernel gives: there is none
+#: for dropout on a CPU.
+ATTENDED = {
+    "bert": (MODELS["bert"], 2, 0),
+    "gpt2": (gpt2, 2, 0),
+    "t5": (t5, 4, 0),
+    "llama": (llama, 2, 0),
+    "llama_fused": (functools.partial(llama, attention_dropout=0.0), 2, 4 * 2 * BATCH * LENGTH * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "calls", "sums"), ATTENDED.values(), ids=ATTENDED)
+def test_of_attention_the_output_alone_is_saved(build, calls, sums):
+    """Whatever the call decomposes to: beside the layers' inputs one tensor each is held."""
+    policy = policies.save_attention_outputs
+
+    found = held_and_recomputed(enable(a_model(build), policy))[0]
+    found -= held_and_recomputed(enable(a_model(build)))[0]
+
+    assert found == calls * 4 * BATCH * LENGTH * WIDTH + sums
+
+
+def test_attention_that_is_written_out_is_not_known_as_attention():
+    """Then the policy has no effect, which it says."""
+    model = enable(a_model(llama), policies.save_attention_outputs)
+    model.set_attn_implementation("eager")
+
+    with pytest.warns(
+        RematWarning, match=r"(?s)LlamaDecoderLayer.forward \(.*permits no value.*sdpa"
+    ):
+        gradients(model)
+
+
 def test_held_bytes():
     """A further layer holds its input, and nothing else."""
     deep = functools.partial(llama, num_hidden_layers=5)

@@ -160,7 +160,10 @@ UNKNOWN: dict[str, tuple[object, str]] = {
     "early_stop": (True, "Leave it out."),
     "fun": (torch.sin, "Write remat(fun, ...)."),
     "polcy": (None, "Write `policy`."),
-    "zzz": (None, "static_argnums, static_argnames, verify, cache_size. Use one of these."),
+    "zzz": (
+        None,
+        "static_argnums, static_argnames, verify, cache_size. Use one of these.",
+    ),
 }
 
 
