@@ -240,7 +240,8 @@ class Imported:
         place = _SLICES[target]
         if len(args) <= place:
             return args
-        meta = self.values[args[0].index].meta
+        sliced: Ref = args[0]
+        meta = self.values[sliced.index].meta
         assert isinstance(meta, TensorMeta)
         is_gradient = target is _aten.slice_backward.default
         size: int = (args[1] if is_gradient else meta.shape)[args[place - 1]]
