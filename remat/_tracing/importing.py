@@ -243,8 +243,11 @@ class Imported:
         sliced: Ref = args[0]
         meta = self.values[sliced.index].meta
         assert isinstance(meta, TensorMeta)
-        is_gradient = target is _aten.slice_backward.default
-        size: int = (args[1] if is_gradient else meta.shape)[args[place - 1]]
+        sizes: Sequence[int] = meta.shape
+        if target is _aten.slice_backward.default:
+            sizes = args[1]
+        dim: int = args[place - 1]
+        size = sizes[dim]
         start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
         first = _imported_slice_end(0 if start is None else start, size)
         last = _imported_slice_end(size if end is None else end, size)
