@@ -45,33 +45,37 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
     return scattered_like(output, 1009 + index)
 
 
+def _to_transform(outputs: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The outputs that can be differentiated, by their number among all."""
+    found = {
+        index: out
+        for index, out in enumerate(outputs)
+        if out is not None and is_differentiable(out)
+    }
+    if not found:
+        raise ValueError("no output can be differentiated")
+    return found
+
+
 def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = tuple(
-            out for out in f(*tensors) if out is not None and is_differentiable(out)
-        )
-        if not found:
-            raise ValueError("no output can be differentiated")
-        return found
-
-    return run
+    return lambda *tensors: tuple(_to_transform(f(*tensors)).values())
 
 
-def _sum_to_transform(outputs: Sequence[Tensor], seed: int) -> Tensor:
+def _sum_to_transform(outputs: Sequence[Tensor | None], seed: int) -> Tensor:
     terms: list[Tensor] = []
-    for index, out in enumerate(outputs):
+    for index, out in _to_transform(outputs).items():
         term = (out * scattered_like(out, seed + index)).sum()
         terms.append((term.real if term.is_complex() else term).to(torch.float64))
     return torch.stack(terms).sum()
 
 
 def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _sum_to_transform(_outputs_to_transform(f)(*tensors), 1009)
+    return lambda *tensors: _sum_to_transform(f(*tensors), 1009)
 
 
 def _sums_to_transform(f: Flat) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
-        outputs = _outputs_to_transform(f)(*tensors)
+        outputs = f(*tensors)
         seeds = range(2003, 2003 + _NUM_DIRECTIONS)
         return torch.stack([_sum_to_transform(outputs, 100 * seed) for seed in seeds])
 

@@ -39,6 +39,19 @@ def test_a_region_is_equivalent_under_the_usual_transforms():
     assert str(found).startswith("equivalent under backward, grad, vjp, ")
 
 
+def sorted_and_whole(x):
+    """An output between two others has no gradient."""
+    values, order = x.sort(dim=-1)
+    return values, order, x.sin()
+
+
+def test_outputs_without_a_gradient_are_counted_alike():
+    """By plain autograd and by transforms, which give the others the same cotangents."""
+    found = assert_equivalent(sorted_and_whole, remat(sorted_and_whole))(seeded(2, 3))
+
+    assert found.excused == ()
+
+
 def scaled(factor):
     def fun(params, x):
         return {"y": block(params, x)["y"] * factor, "n": 3}
