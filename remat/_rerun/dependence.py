@@ -149,7 +149,7 @@ def guard_against_others(leaves: Sequence[Tensor]) -> None:
 def require_no_other_gradient(leaves: Sequence[Tensor]) -> None:
     """Has a run fail in which a hook of the function has called `backward` on its own graph."""
     for leaf in leaves:
-        if leaf.grad is not None:
+        if leaf.is_leaf and leaf.grad is not None:
             _refuse_lost_gradient(leaf.grad)
 
 
