@@ -93,6 +93,14 @@ def _user_frame() -> tuple[FrameType | None, int]:
     return frame, num_calls
 
 
+def is_called_by_torch() -> bool:
+    """Whether torch's own Python code has called what this package has come between."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[1]):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0])
+
+
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside torch and of this package that raised.
 

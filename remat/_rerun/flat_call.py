@@ -28,9 +28,15 @@ from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
-from remat._torch.tensors import SET_DATA, is_own_data, storage_key
+from remat._torch.tensors import (
+    GET_GRAD,
+    SET_DATA,
+    copy_attributes,
+    is_own_data,
+    storage_key,
+)
 from remat._tracing import engines
-from remat._tracing.refusals import mutates, uninitialized
+from remat._tracing.refusals import mutates, require_tellable, uninitialized
 from remat._tracing.thread import depth, lift, running_again
 from remat._tracing.trace import Flat
 from remat._user_lines import user_line
@@ -146,6 +152,8 @@ class _FlatCall:
         """Runs the function on other operands."""
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
+        for operand, tensor in zip(self.reach.operands, tensors, strict=True):
+            copy_attributes(operand, tensor)
         args, kwargs = trees.map_tensors(
             lambda each: stand_ins[id(each)], self.reach.arguments
         )
@@ -271,6 +279,8 @@ class _Substituted(TorchFunctionMode):
         if depth() != self._depth:
             # A region inside is traced on its own; it has its tensors from `lift`.
             return func(*args, **(kwargs or {}))
+        if func == GET_GRAD:
+            require_tellable(func, args, self._is_operand)
         args, kwargs = trees.map_tensors(self.met, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
@@ -283,6 +293,10 @@ class _Substituted(TorchFunctionMode):
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.watch(func)
         return out
+
+    def _is_operand(self, tensor: Tensor) -> bool:
+        pairs = self._stand_ins.items()
+        return any(id(tensor) == known or tensor is each for known, each in pairs)
 
     def met(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""

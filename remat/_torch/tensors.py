@@ -7,12 +7,16 @@ Obsolete when it does.
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _torch: Any = torch
 
 # The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
 SET_DATA: Any = cast("Any", Tensor.data).__set__
+# For `x.grad`.
+GET_GRAD: Any = cast("Any", Tensor.grad).__get__
+# What tells where a tensor's memory is.
+ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:
@@ -34,6 +38,17 @@ def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(  # pyright: ignore[reportUnknownMemberType]
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
+
+
+def copy_attributes(tensor: Tensor, stand_in: Tensor) -> None:
+    """Gives what stands for a tensor the attributes that users have set on that.
+
+    It is a parameter then too, to `isinstance`. Obsolete when a copy of a tensor can be asked for.
+    """
+    if type(tensor) in {Tensor, nn.Parameter, nn.Buffer}:
+        vars(stand_in).update(vars(tensor))
+        if isinstance(tensor, nn.Parameter):
+            vars(stand_in)["_is_param"] = True
 
 
 def is_own_data(tensor: Tensor, data: Tensor) -> bool:

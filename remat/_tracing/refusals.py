@@ -1,5 +1,6 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from remat._torch.fakes import (
     needs_values,
     needs_values_for_a_shape,
 )
-from remat._user_lines import came_through, line_of, user_line
+from remat._torch.tensors import ASK_FOR_MEMORY, GET_GRAD
+from remat._user_lines import came_through, is_called_by_torch, line_of, user_line
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
@@ -150,6 +152,35 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
         "tensor would become a constant of the trace.",
         do="Make the tensor outside, and pass it as an argument or capture it.",
     )
+
+
+def require_tellable(
+    func: Any, args: Sequence[Any], is_operand: Callable[[Tensor], bool]
+) -> None:
+    """Refuses a call that asks a tensor for what no stand-in can tell.
+
+    `is_operand` says of a tensor whether it is from outside of the function.
+    """
+    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY
+    if not is_asked or is_called_by_torch():
+        return
+    if func == GET_GRAD and is_operand(args[0]):
+        raise refusal(
+            TraceError,
+            where=f"`.grad` of {TensorMeta.of(args[0])} at {user_line()}",
+            what="is read inside a region, of a tensor from outside.",
+            why="It is no part of what the function is given: what stands for the tensor has "
+            "none, and at the next call, or in the recomputation, it may be another.",
+            do="Pass it as an argument: f(x, x.grad).",
+        )
+    if func in ASK_FOR_MEMORY:
+        raise refusal(
+            TraceError,
+            where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
+            what="asks where a tensor's memory is.",
+            why="A trace runs on tensors that have none.",
+            do=f"Ask it outside, or use {_RERUN}.",
+        )
 
 
 def sets_data(tensor: Tensor) -> TraceError:

@@ -43,6 +43,7 @@ class Running:
         self.captured: list[Tensor] = []  # the captured tensors that were met, in order
         self.leaves: list[Tensor] = []  # what stands for each of these
         self.fakes: list[weakref.ref[Tensor]] = []  # to what the user's code has held
+        self.operands: list[Tensor] = []  # what stands for the arguments
         #: By their ids, the tensors that belong to a tracker and not to the graph.
         self.aside: dict[int, Tensor] = {}
         #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
@@ -55,6 +56,10 @@ class Running:
         self.refused: RematError | None = None
         #: What torch functions of the user have raised, caught by the user's code or not.
         self.raised: list[Exception] = []
+
+    def is_operand(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an argument's stand-in, or one from outside."""
+        return not is_fake(tensor) or any(tensor is each for each in self.operands)
 
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
@@ -269,6 +274,7 @@ class UserCalls(TorchFunctionMode):
         running = self._running
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs)
+        refusals.require_tellable(func, args, running.is_operand)
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")

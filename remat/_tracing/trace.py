@@ -147,6 +147,7 @@ class _Run:
 
     def _run(self, operands: list[Tensor]) -> list[Tensor | None]:
         running, request = self.running, self.request
+        running.operands = operands
         with (
             _nothing_swallowed(running),
             UserCalls(running),

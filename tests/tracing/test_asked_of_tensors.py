@@ -1,0 +1,76 @@
+"""What a function asks of a tensor and no stand-in can tell: refused with its line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from remat import TraceError, remat
+from tests.support import assert_bitwise, seeded
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+@pytest.mark.parametrize("where", ["argument", "captured"])
+def test_the_gradient_of_a_tensor_from_outside_is_refused(
+    where: str, engine: Any
+) -> None:
+    """With its line; those of the function's own leaves may be read."""
+    x = seeded(4).requires_grad_()
+    asked = x if where == "captured" else None
+
+    def fun(y: Tensor) -> Tensor:
+        given = y if asked is None else asked
+        return y if given.grad is None else y * given.grad
+
+    def own(y: Tensor) -> Tensor:
+        leaf = y.detach().requires_grad_()
+        leaf.sin().sum().backward()
+        assert leaf.grad is not None
+        return y * leaf.grad
+
+    with pytest.raises(
+        TraceError, match=r"`\.grad` of .*test_asked_of_tensors\.py:\d+"
+    ):
+        remat(fun, engine=engine)(x)
+    assert_bitwise(remat(own, engine="rerun")(x), own(x))
+
+
+PLACES: list[Callable[[Tensor], Any]] = [
+    lambda x: x.data_ptr(),
+    lambda x: x.untyped_storage().data_ptr(),
+    lambda x: (x * 2).data_ptr(),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_where_memory_is_cannot_be_told(place: Any) -> None:
+    """It is refused with its line; a run again can tell."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x * 2 if place(x) else x * 3
+
+    x = seeded(4).requires_grad_()
+    with pytest.raises(
+        TraceError, match=r"test_asked_of_tensors\.py:\d+: asks where .* is"
+    ):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+ASKING: list[Callable[[Any], Tensor]] = [
+    lambda x: x * 2 if hasattr(x, "flag") else x * 3,
+    lambda x: x * getattr(x, "flag", 5),
+    lambda x: x * 2 if isinstance(x, nn.Parameter) else x * 3,
+]
+
+
+@pytest.mark.parametrize("fun", ASKING)
+def test_a_run_again_knows_the_attributes_of_arguments(fun: Any) -> None:
+    """And whether they are parameters."""
+    x: Any = nn.Parameter(seeded(4))
+    x.flag = 7
+
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
