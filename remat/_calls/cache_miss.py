@@ -17,6 +17,7 @@ from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.options import Settings
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
+from remat._calls.untold import advise_of_untold
 from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
@@ -67,6 +68,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
         where=options.where,
         verify=settings.verify,
     )
+    advise_of_untold(site, traced.survey, covered, options.where)
     return _compiled_entry(traced, covered, stages, region, names)
 
 

@@ -15,7 +15,7 @@ clauses as code; `generated_check`: spots as one function; `hooked`: weights tha
 from remat._captures.bake_spots import cover
 from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
-from remat._captures.library import user_bases
+from remat._captures.library import is_library_file, user_bases
 from remat._captures.places import Step, look, numpy_scalar, put
 from remat._captures.reads import Reads, recording
 from remat._captures.walk import Survey
@@ -28,6 +28,7 @@ __all__ = [
     "code_key",
     "cover",
     "hides_contents",
+    "is_library_file",
     "look",
     "numpy_scalar",
     "put",

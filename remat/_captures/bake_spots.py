@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from remat._captures.contents import (
     REGISTERED,
     WATCHED,
+    is_compared,
+    of_library_function,
     of_nothing,
     of_user_function,
     shows_members,
@@ -68,7 +70,10 @@ def cover(
                 forced.setdefault(id(owner.value), set()).add(step)
         baker = _Baker(survey, reads, forced)
         baker.bake()
-    return Covered(baker.finish(used), [baker.tensors[i][0] for i in used])
+    untold = [
+        f"{baker.spots[spot].label} ({kind.__name__})" for spot, kind in baker.untold
+    ]
+    return Covered(baker.finish(used), [baker.tensors[i][0] for i in used], untold)
 
 
 def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set[str]:
@@ -98,6 +103,8 @@ class _Baker:
     tensors: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     known: dict[int, int] = field(default_factory=dict[int, int])
     pending: deque[Node] = field(default_factory=deque[Node])
+    #: The spots of objects whose contents are not compared, and their classes.
+    untold: list[tuple[int, type]] = field(default_factory=list[tuple[int, type]])
 
     def bake(self) -> None:
         """Writes the spots, nearest first."""
@@ -232,6 +239,9 @@ class _Baker:
         if isinstance(value, Tensor):
             spot = self.write(node, step, IsTensor(type(value)))
             self.tensors.setdefault(id(value), []).append(spot)
+            if id(value) in self.survey.nodes.keys() - self.known.keys():
+                self.known[id(value)] = spot
+                self.pending.append(self.survey.nodes[id(value)])
         elif id(value) not in self.survey.nodes:
             if is_simple(value):
                 self.write(node, step, Equal(value))
@@ -239,6 +249,8 @@ class _Baker:
             spot = self.write(node, step, _rule_to_bake(value))
             self.known[id(value)] = spot
             self.pending.append(self.survey.nodes[id(value)])
+            if not (is_compared(value) or node.look is of_library_function):
+                self.untold.append((spot, type(value)))
         elif step[0] not in {"type", "base"}:
             same = SameAs(self.known[id(value)])
             self.write(node, step, Equal(value) if is_simple(value) else same)

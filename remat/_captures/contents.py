@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from remat._captures.library import (
     OWN_FILES,
@@ -56,7 +56,7 @@ _CONSTRUCTION = frozenset(
 WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
-def _of_library_function(function: types.FunctionType, names: set[str]) -> Content:
+def of_library_function(function: types.FunctionType, names: set[str]) -> Content:
     """Of a function of a library: what the user passed to it, not its own caches.
 
     The functions of a `functools.singledispatch` are the user's, although a dict holds them.
@@ -288,6 +288,8 @@ def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
             return sort
+    if Tensor in kind.__mro__:
+        return _of_namespace  # attributes that the user has set
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if "numpy.ndarray" in names:
         return _of_array
@@ -309,7 +311,7 @@ def look_for(value: object, step: Step) -> Look:
             return _of_wrapper
         # A root is what the user has chosen, even if a library wrote it.
         is_library = step[0] != "root" and is_library_file(file)
-        return _of_library_function if is_library else of_user_function
+        return of_library_function if is_library else of_user_function
     if isinstance(value, types.ModuleType):
         return of_nothing if is_library_module(value.__name__) else _of_namespace
     if isinstance(value, type):
@@ -345,6 +347,20 @@ def code_key(fun: object) -> Hashable:
     return "object", kind, code_key(getattr(kind, "__call__", None))  # noqa: B004
 
 
+def is_compared(value: object) -> bool:
+    """Whether it shows at each call that an object holds something else than it did."""
+    if isinstance(value, set):
+        return shows_members(cast("object", value))
+    kind = type(value)
+    if not is_simple(value) and _sort_of_type(kind) is _of_array:
+        return ("bytes", "") in _of_array(value, set())
+    return not (hasattr(kind, "__next__") or isinstance(value, _WEAK))
+
+
+# What they hold comes and goes without them.
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+
+
 def hides_contents(value: object) -> bool:
     """Whether a value holds others that the walk does not see, as an iterator does.
 
@@ -377,7 +393,7 @@ def of_roots(roots: tuple[object, ...], _: set[str]) -> Content:
 
 # Looked at again when more names are known.
 BY_NAME = frozenset(
-    {_of_namespace, of_class, of_called_class, _of_library_function, of_user_function}
+    {_of_namespace, of_class, of_called_class, of_library_function, of_user_function}
 )
 # Objects whose attribute reads are watched; of all others, what is looked at is covered.
 WATCHED = frozenset({_of_module, _of_object, _of_attributes, _of_dict, _of_sequence})

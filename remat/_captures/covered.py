@@ -33,11 +33,18 @@ class Covered:
     Attributes:
         gather: the used tensors, found anew from the roots; None if the check fails.
         labels: the fetched tensors in the user's words, in the same order.
+        untold: the read objects whose contents are not compared, in the user's words.
     """
 
-    __slots__ = ("__weakref__", "_spots", "gather", "labels")
+    __slots__ = ("__weakref__", "_spots", "gather", "labels", "untold")
 
-    def __init__(self, spots: Sequence[Spot], fetched: Sequence[int]) -> None:
+    def __init__(
+        self,
+        spots: Sequence[Spot],
+        fetched: Sequence[int],
+        untold: Sequence[str] = (),
+    ) -> None:
+        self.untold = tuple(untold)
         self._spots = tuple(spots)
         self.labels = tuple(str(spots[index].label) for index in fetched)
         self.gather: Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]

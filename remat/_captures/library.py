@@ -89,6 +89,19 @@ class Mentions(NamedTuple):
     asked: Set[tuple[str, str]]
 
 
+def line_of_name(code: types.CodeType, name: str) -> int | None:
+    """The first line of code that mentions a name, or the text of one; None if none does."""
+    for instruction in dis.get_instructions(code):
+        value = instruction.argval
+        if isinstance(value, types.CodeType):
+            found = line_of_name(value, name)
+            if found is not None:
+                return found
+        elif isinstance(value, str) and value == name and instruction.positions:
+            return instruction.positions.lineno
+    return None
+
+
 # What follows a global of which an attribute is asked, by a dot or by `getattr`.
 _ASKS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"})
 

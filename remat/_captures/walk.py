@@ -29,7 +29,7 @@ from remat._captures.contents import (
     of_roots,
     of_user_function,
 )
-from remat._captures.library import mentions
+from remat._captures.library import line_of_name, mentions
 from remat._captures.places import (
     ITEMS,
     MISSING,
@@ -38,6 +38,7 @@ from remat._captures.places import (
     Label,
     Step,
     Unset,
+    attributes,
     fill,
     in_words,
     is_kept_property,
@@ -121,6 +122,16 @@ class Survey:
         nodes = self.tensors.get(identity, ())
         return any(node.step[0] == "buffer" for node in nodes)
 
+    def line_of(self, name: str) -> str:
+        """The first "file.py:line" of the user's code that mentions a name; "" if none does."""
+        for node in self.nodes.values():
+            if node.look is of_user_function:
+                code = node.value.__code__
+                line = line_of_name(code, name)
+                if line is not None:
+                    return f"{code.co_filename.rpartition('/')[2]}:{line}"
+        return ""
+
     def follow(self, names: Set[str]) -> None:
         """Goes on to what these names lead to, where the user's code mentions them not."""
         if not names <= self.names:
@@ -151,7 +162,8 @@ class Survey:
         if Tensor in type(value).__mro__:  # isinstance is slow for tensors
             others = self.tensors.get(id(value), ())
             self.tensors[id(value)] = (*others, Node(value, owner, step))
-            return
+            if not attributes(value):
+                return
         node = self.nodes.get(id(value))
         if node is None and (isinstance(value, type) or not is_plain(value)):
             node = self.nodes[id(value)] = Node(value, owner, step)

@@ -53,6 +53,13 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return [*hooks.values()]
 
 
+def hooks_for_all() -> list[Any]:
+    """The hooks that run before or after the forward of every module."""
+    every: Any = torch.nn.modules.module
+    kinds = (every._global_forward_pre_hooks, every._global_forward_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def pruned_name(hook: Any) -> str:
     """The parameter that a pruning method masks."""
     return hook._tensor_name

@@ -58,6 +58,7 @@ def test_a_backward_does_not_run_python(capsys: pytest.CaptureFixture[str]) -> N
     assert "runs" not in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings(r"ignore:.*\(count\) is read:remat.RematWarning")
 def test_the_backward_belongs_to_its_forward() -> None:
     """A counter that no check covers gives one value to a forward and its backward."""
     counter = itertools.count(1)

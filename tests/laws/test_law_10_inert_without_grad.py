@@ -20,6 +20,8 @@ from tests.support import assert_bitwise, assert_close, seeded
 # torch.func.jvp itself calls torch.jit.script, and linearize leaves a dangling node.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    # Tests count runs by an iterator.
+    pytest.mark.filterwarnings(r"ignore:.*\(count\) is read:remat.RematWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
 ]
 

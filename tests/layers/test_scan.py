@@ -35,7 +35,11 @@ from tests.layers.stacks import (
 )
 from tests.support import assert_bitwise, assert_close, seeded
 
-pytestmark = pytest.mark.contract
+pytestmark = [
+    pytest.mark.contract,
+    # Tests count runs by an iterator.
+    pytest.mark.filterwarnings(r"ignore:.*\(count\) is read:remat.RematWarning"),
+]
 
 with_and_without = pytest.mark.parametrize(
     "schedule", [None, Every(2), Revolve(2)], ids=repr

@@ -21,6 +21,8 @@ from tests.support import assert_bitwise, daily, run, seeded, swept
 from tests.tracing.sizes import HEADS, WIDTH, quiet, sequence, traced
 
 pytestmark = [
+    # Tests count runs by an iterator.
+    pytest.mark.filterwarnings(r"ignore:.*\(count\) is read:remat.RematWarning"),
     # Small functions save too little for some policies to matter.
     pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
     # What torch says of itself when forward mode or vmap is first used.
