@@ -13,6 +13,7 @@ written to since. What would raise the peak of the two programs by much is not h
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,9 +35,11 @@ _Run = Callable[[list[Tensor]], list[Any]]
 #: Which input of the program before each input is, None for another one.
 _Places = tuple[int | None, ...]
 
-# Of what lives while two programs run that lend nothing: a heuristic, by which the second derivative
-# of a stack that keeps matrix products stays below the peak of one that keeps everything.
-_MOST_BYTES = 9 / 8
+# How much more may live than while two programs run that lend nothing, two heuristics: a part, by
+# which the second derivative of a stack that keeps matrix products stays below the peak of one that
+# keeps everything, or so little that it is not worth recomputing for.
+_MOST_PART = 1 / 9
+_FEW_BYTES = 2**13
 
 
 class _Given(NamedTuple):
@@ -130,15 +133,19 @@ class Lender:
         return known[key]
 
     def lend(self, wanted: frozenset[int], next_bytes: int) -> None:
-        """Holds these values too from the next run on: the first of them, if all need much memory.
+        """Holds these values too from the next run on: as many of the first as memory allows.
 
-        That is more than this program and the next one, which needs `next_bytes`, need apart.
+        `next_bytes` is what the program that asks for them needs if it takes none.
         """
         added = sorted(wanted - self.lent)
-        most = max(self._bytes(), next_bytes) * _MOST_BYTES
-        while added and self._bytes((*self.lent, *added)) > most:
-            added = added[: len(added) // 3]
-        self.lent = self.lent.union(added)
+        alone = max(self._bytes(), next_bytes)
+        most = alone + max(alone * _MOST_PART, _FEW_BYTES)
+        count = bisect.bisect_right(
+            range(len(added)),
+            most,
+            key=lambda last: self._bytes((*self.lent, *added[: last + 1])),
+        )
+        self.lent = self.lent.union(added[:count])
 
     def _bytes(self, lent: Sequence[int] = ()) -> int:
         """The most bytes that live while it runs, if it returns these values too."""

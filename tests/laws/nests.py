@@ -1,4 +1,4 @@
-"""Nests of transforms, and two functions that they are taken of, in torch and in JAX.
+"""Nests of transforms, and functions that they are taken of, in torch and in JAX.
 
 Nothing here imports either: a `Library` is handed in, so that one text says what both count
 and measure. `f(p, x)` takes a pytree of weights and a batch (b, d), and returns (b, d).
@@ -19,7 +19,7 @@ class Library:
 
     Attributes:
         transforms: has `grad`, `vmap`, `jvp`, `hessian`, `jacrev` and `jacfwd`.
-        numbers: has `tanh`, `sin`, `ones`, `ones_like` and `trace`.
+        numbers: has `tanh`, `sin`, `exp`, `log`, `ones`, `ones_like` and `trace`.
         leaves: of a pytree.
         map: a function over a pytree.
     """
@@ -36,6 +36,7 @@ Nest = Callable[[Library, Function, Any, Any], Any]
 def functions(library: Library) -> dict[str, Function]:
     """The functions, by name."""
     tanh, sin = library.numbers.tanh, library.numbers.sin
+    exp, log = library.numbers.exp, library.numbers.log
 
     def stack(p: Any, x: Any) -> Any:
         for w, b in zip(*p, strict=True):
@@ -46,13 +47,19 @@ def functions(library: Library) -> dict[str, Function]:
         w, v = p
         return x + sin(x @ w) * tanh(x @ v)
 
-    return {"stack": stack, "gated": gated}
+    def mixed(p: Any, x: Any) -> Any:
+        w, v = p
+        y = x @ w
+        return exp(-y * y) * sin(y) + tanh(y @ v) * log(1 + y * y)
+
+    return {"stack": stack, "gated": gated, "mixed": mixed}
 
 
 #: Of the weights that each function takes.
 SHAPES: dict[str, Any] = {
     "stack": ([(WIDTH, WIDTH)] * NUM_LAYERS, [(WIDTH,)] * NUM_LAYERS),
     "gated": ((WIDTH, WIDTH), (WIDTH, WIDTH)),
+    "mixed": ((WIDTH, WIDTH), (WIDTH, WIDTH)),
 }
 
 

@@ -63,6 +63,10 @@ NO_VALUE_IS_READ: dict[Case, Counts] = {
     ("gated", "vmap(jacrev)", "matmuls"): (4, 2, 3),
     ("gated", "vmap(jacrev(jacrev))", "nothing"): (12, 3, 7),
     ("gated", "vmap(jacrev(jacrev))", "matmuls"): (8, 3, 7),
+    ("mixed", "vmap(jacrev)", "nothing"): (6, 2, 3),
+    ("mixed", "vmap(jacrev)", "matmuls"): (4, 2, 3),
+    ("mixed", "vmap(jacrev(jacrev))", "nothing"): (12, 3, 7),
+    ("mixed", "vmap(jacrev(jacrev))", "matmuls"): (8, 3, 7),
 }
 #: Cases in which JAX adds less, each with what it comes to here, and no more.
 MORE_THAN_JAX = JAX_HOLDS | NO_VALUE_IS_READ
@@ -76,6 +80,7 @@ DAILY = [
     for case in CASES
     if (case[0] == "gated" and case[1] != "grad(laplacian)")
     or case[1:] in (("grad(grad)", "matmuls"), ("jvp(grad)", "nothing"))
+    or case[:2] == ("mixed", "grad(grad) by x")
 ]
 
 
