@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections import Counter
 from typing import Any, final
 
 import torch
@@ -13,7 +14,9 @@ from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref
 from remat._partition.analysis import Analysis, Decisions
 from remat._partition.budgets import model_of, solve
+from remat._user_lines import warn
 from remat.policies import AbstractPolicy, Budget, Planned, Save
+from remat.policies._sizes import show_size
 
 
 def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
@@ -59,6 +62,9 @@ class _Values:
     def replayed(self, plan: Planned) -> Decisions:
         """What was planned, if it was for this program."""
         found = fingerprint(self.analysis)
+        if found != plan.fingerprint and plan.inputs:
+            _warn_of_new_plan(self.analysis, plan)
+            return self.within(Budget(plan.budget_bytes))
         if found != plan.fingerprint:
             raise refusal(
                 PolicyError,
@@ -72,6 +78,21 @@ class _Values:
             )
         number = {self.analysis.ranks[each]: each for each in self.analysis.views}
         return {number[place]: Save(storage) for place, storage in plan.saved}
+
+
+def _warn_of_new_plan(analysis: Analysis, plan: Planned) -> None:
+    joint = analysis.joint
+    operands = joint.graph.values[: joint.num_operands]
+    now, then = Counter(str(each.meta) for each in operands), Counter(plan.inputs)
+    more, less = ((now - then).elements(), (then - now).elements())
+    warn(
+        where=f"a block with a plan for {show_size(plan.budget_bytes)}",
+        what=f"is another program than was planned: it takes {', '.join(more) or 'no other'} "
+        f"in place of {', '.join(less) or 'nothing'}; it is planned again.",
+        why="A plan says for each value of one program whether it is saved. Other shapes, "
+        "dtypes or strides, masks, and switches such as autocast give another program.",
+        do="Call modules.plan with arguments like these.",
+    )
 
 
 def fingerprint(analysis: Analysis) -> str:

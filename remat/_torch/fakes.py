@@ -7,6 +7,7 @@ of its own.
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,6 +196,28 @@ def call_on_fakes(
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
         torch.func.functional_call(module, state, args, kwargs)
+
+
+def zeros_like_results(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a call returns, with zeros for its numbers, computed without data."""
+    # torch asks for the gradient of what it converts, and warns if that is no leaf.
+    leaves = map_tensors(_leaf_of, (args, kwargs))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        args, kwargs = map_tensors(mode.from_tensor, leaves)
+        results = function(*args, **kwargs)
+    return map_tensors(_zeros_like_fake, results)
+
+
+def _leaf_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _zeros_like_fake(fake: Tensor) -> Tensor:
+    kind = {"dtype": fake.dtype, "device": fake.device}
+    zeros = torch.empty_strided(fake.shape, fake.stride(), **kind).zero_()
+    return zeros.requires_grad_(fake.requires_grad)
 
 
 # What tracing raises when a function needs the values of a tensor.

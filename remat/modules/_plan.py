@@ -6,17 +6,21 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from remat._api import remat
 from remat._errors import refusal
+from remat._generators import device_states
 from remat._plans.plan import Plan, plan as plan_of
-from remat._torch import fakes
+from remat._torch import fakes, trees
 from remat.modules._apply import Where, apply, matching, remove
 from remat.planners import Share, share
+from remat.policies import AbstractPolicy
+from remat.policies._planned import planning_again
 from remat.policies._sizes import parse_size, show_size
 
 
@@ -92,19 +96,27 @@ class _BlockCall:
         region = remat(self.module.forward, rng="preserve")
         return plan_of(region, budget=budget)(*self.args, **self.kwargs)
 
+    def policy(self, found: Plan) -> AbstractPolicy:
+        """Its plan as a policy that plans again for other arguments."""
+        region = remat(self.module.forward, rng="preserve")
+        operands = region.entry_of(self.args, self.kwargs)[0].region.operands
+        return planning_again(found.policy, tuple(map(str, operands)))
+
 
 def plan(
     model: nn.Module, *, budget: int | float | str, where: Where | None = None
 ) -> Callable[..., ModulePlan]:
     """Makes the blocks of a model recompute within one budget for the model, in place.
 
-    The model is called once on tensors without data, to see the inputs of each block;
-    no parameter, buffer or generator changes. Then each block's frontier of bytes and
+    The model is called once, to see the inputs of each block, with stand-ins for the
+    blocks, which compute nothing; a model on the meta device is called on fake tensors. No
+    parameter, buffer or generator changes. Then each block's frontier of bytes and
     cost is computed (once for equal blocks), and the budget is split so that the total
     recomputation is least. If equal blocks get unequal shares, the later ones get more.
 
     Laws: what all blocks together hold from forward to backward, without their inputs,
-    stays within the budget; a larger budget never costs more.
+    stays within the budget; a larger budget never costs more. A block that is later called
+    otherwise (with a mask, say) is planned again within its share, with a warning.
 
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
@@ -151,13 +163,13 @@ def plan(
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := _blocks(model, where)):
             remove(module)
-        chosen = _split(_called(model, named, args, kwargs), size)
-        for row in chosen.rows:
-            apply(
-                model,
-                lambda name, _, wanted=row.name: name == wanted,
-                policy=row.plan.policy,
-            )
+        calls = _called(model, named, args, kwargs)
+        chosen = _split(calls, size)
+        policies = [
+            call.policy(row.plan) for call, row in zip(calls, chosen.rows, strict=True)
+        ]
+        for (wanted, _), policy in zip(named, policies, strict=True):
+            apply(model, lambda name, _, wanted=wanted: name == wanted, policy=policy)
         return chosen
 
     return planned
@@ -191,6 +203,38 @@ def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
             plans[place] = known[k]
     rows = zip(blocks, plans, strict=True)
     return ModulePlan(tuple(ModulePlanRow(b.name, p) for b, p in rows), total)
+
+
+@contextlib.contextmanager
+def _called_instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    own = module.__dict__
+    before = {key: own[key] for key in ("forward",) if key in own}
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        del own["forward"]
+        own.update(before)
+
+
+def _call_block(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _generators_put_back(tensors: Sequence[Tensor]) -> Generator[None]:
+    """Inside, the generators of these tensors' devices may be drawn from."""
+    devices = {torch.device("cpu"), *(each.device for each in tensors)}
+    states = [
+        (each, device_states.get(each)) for each in devices if device_states.has(each)
+    ]
+    try:
+        yield
+    finally:
+        for device, state in states:
+            device_states.put(state, device)
 
 
 def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
@@ -236,18 +280,37 @@ def _called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[_BlockCall]:
-    """The blocks with their arguments in one call of the model, on fake tensors."""
-    calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
+    """The blocks with their arguments in one call of the model.
 
-    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    What is around the blocks runs, so that it decides as at run time (whether a mask is
+    passed, say); in the place of a block stands what gives zeros. A model without data runs
+    on fake tensors.
+    """
+    calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *trees.tensor_leaves((args, kwargs)),
+    ]
+    has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
+    run = fakes.zeros_like_results if has_data else _call_block
+
+    def stand_in(
+        name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         calls[name].append(_BlockCall(name, module, args, kwargs))
+        return run(forward, args, kwargs)
 
     with contextlib.ExitStack() as stack:
         for name, module in named:
-            hook = functools.partial(note, name)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
-        fakes.call_on_fakes(model, args, kwargs)
+            instead = functools.partial(stand_in, name, module, module.forward)
+            stack.enter_context(_called_instead(module, instead))
+        if has_data:
+            stack.enter_context(_generators_put_back(tensors))
+            copies = {name: each.clone() for name, each in model.named_buffers()}
+            torch.func.functional_call(model, copies, args, kwargs)
+        else:
+            fakes.call_on_fakes(model, args, kwargs)
     for name, found in calls.items():
         if len(found) != 1:
             raise refusal(

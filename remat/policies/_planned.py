@@ -1,6 +1,6 @@
 """The policy of a plan: a decision for each value of one program."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from remat.policies._budget import Budget
@@ -22,6 +22,8 @@ class Planned(WholeProgram):
         fingerprint: of the forward that was planned.
         saved: the place in the forward of each saved value, and how it waits.
         budget_bytes: the most that the plan may hold.
+        inputs: what the planned program takes. If they are given, another program is planned
+            again within the same bytes, with a warning that says what it takes instead.
 
     Example:
         >>> import torch
@@ -36,6 +38,7 @@ class Planned(WholeProgram):
     fingerprint: str
     saved: tuple[tuple[int, AbstractStorage], ...]
     budget_bytes: int
+    inputs: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -48,7 +51,14 @@ class Planned(WholeProgram):
 
     def __repr__(self) -> str:
         saved, budget = f"saved={self.saved!r}", f"budget_bytes={self.budget_bytes}"
-        return f"Planned({self.fingerprint!r}, {saved}, {budget})"
+        inputs = f", inputs={self.inputs!r}" if self.inputs else ""
+        return f"Planned({self.fingerprint!r}, {saved}, {budget}{inputs})"
+
+
+def planning_again(policy: AbstractPolicy, inputs: tuple[str, ...]) -> AbstractPolicy:
+    """A plan's policy that plans again for other inputs than these."""
+    assert isinstance(policy, Planned), "a plan has been made"
+    return replace(policy, inputs=inputs)
 
 
 def for_derived(policy: AbstractPolicy) -> AbstractPolicy:

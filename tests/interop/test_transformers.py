@@ -276,6 +276,33 @@ def test_attention_that_is_written_out_is_not_known_as_attention():
         gradients(model)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", ["none", "ones", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_plan_is_of_the_program_that_runs(name, mask, attention):
+    """With and without masks, which these models make only where they are needed."""
+    plain, model = a_model(MODELS[name]), a_model(MODELS[name])
+    batch = a_batch(model)
+    if mask == "none":
+        del batch["attention_mask"]
+    elif mask == "padded":
+        batch["attention_mask"][0, -2:] = 0
+    for each in (plain, model):
+        each.set_attn_implementation(attention)
+
+    found = modules.plan(model, budget=0.5)(**batch)
+
+    assert found.saved_bytes <= found.budget_bytes
+    losses = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        losses.append(each(**batch).loss)
+        losses[-1].backward()
+    assert_bitwise(losses[1], losses[0])
+    grads = ([p.grad for p in each.parameters()] for each in (plain, model))
+    assert_bitwise(*grads)
+
+
 def test_held_bytes():
     """A further layer holds its input, and nothing else."""
     deep = functools.partial(llama, num_hidden_layers=5)

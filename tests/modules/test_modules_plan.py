@@ -2,15 +2,16 @@
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import BudgetError, modules, saved_residuals
+from remat import BudgetError, RematWarning, modules, saved_residuals
 from remat.planners import Share, share
-from tests.support import seeded
+from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -117,6 +118,104 @@ def test_a_plan_names_what_it_chose() -> None:
     assert text.count("layers.") == 4
     assert "aten.tanh" in text
     assert text.splitlines()[-1].startswith("all: ")
+
+
+class Masked(nn.Module):
+    """Passes a mask on only if it says something, and draws numbers around its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.inner.first(x), 0.5)
+        for layer in self.inner.layers:
+            x = layer(x) if bool(mask.all()) else layer(x * mask[:, None])
+        return self.inner.last(x)
+
+
+def test_the_plan_is_of_the_program_that_runs() -> None:
+    """What is around the blocks decides by numbers, as at run time; nothing stays changed."""
+    torch.manual_seed(0)
+    model, x, mask = Masked(), seeded(5, 3), torch.ones(5, dtype=torch.bool)
+    generator = torch.get_rng_state()
+
+    modules.plan(model, budget=0.5)(x, mask)
+
+    assert torch.equal(generator, torch.get_rng_state())
+    model(x, mask).sum().backward()
+
+
+class Biased(nn.Module):
+    """A block that takes a bias, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16).double()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x if bias is None else x * bias.sin()
+        return torch.tanh(torch.tanh(self.up(x)).square())[:, :8]
+
+
+class Biases(nn.Module):
+    """Blocks, all of which take a bias where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Biased() for _ in range(2))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+def test_another_call_is_planned_again() -> None:
+    """Within the same bytes; the warning says what the block takes that it did not."""
+    torch.manual_seed(0)
+    model, x = Biases(), seeded(5, 8)
+    plain = copy.deepcopy(model)
+    found = modules.plan(model, budget=0.5)(x)
+
+    taken = r"takes float64\[5, 1\] in place of nothing; it is planned again"
+    with pytest.warns(RematWarning, match=taken):
+        again = model(x, seeded(5, 1))
+
+    again.sum().backward()
+    plain(x, seeded(5, 1)).sum().backward()
+    assert_bitwise(*([p.grad for p in each.parameters()] for each in (model, plain)))
+    for row, layer in zip(found.rows, model.layers, strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RematWarning)
+            held = saved_residuals(layer.forward, x, seeded(5, 1))
+        made_inside = [each.size_bytes for each in held if each.op != "input"]
+        assert sum(made_inside) <= row.plan.budget_bytes
+
+
+def test_a_model_without_data_is_planned() -> None:
+    """On the meta device the model is called on fake tensors, whole."""
+    with torch.device("meta"):
+        model, x = Model(), torch.empty(5, 3, dtype=torch.float64)
+
+    found = modules.plan(model, budget=0.5)(x)
+
+    here, real = made()
+    assert found.saved_bytes == modules.plan(here, budget=0.5)(real).saved_bytes
+
+
+def test_a_forward_of_an_objects_own_stays() -> None:
+    """It is what the plan is of, and what remains when the regions are taken out."""
+    model, x = made()
+    block = model.layers[0]
+    own = block.forward
+    block.forward = lambda x: own(x).sin().sin()
+
+    found = modules.plan(model, budget=1.0)(x)
+    modules.remove(model)
+
+    assert "aten.sin" in {row.op for row in found.rows[0].plan.rows}
+    assert torch.equal(block(seeded(5, 8)), own(seeded(5, 8)).sin().sin())
 
 
 @pytest.mark.parametrize(
