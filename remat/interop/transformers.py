@@ -18,6 +18,7 @@ from remat._api import remat
 from remat._calls.options import PolicyLike
 from remat._torch import dynamo
 from remat._user_lines import warn
+from remat.storage._argument_checks import require_count
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
@@ -62,7 +63,7 @@ def enable(
 
     Raises:
         TypeError: it is not a model of transformers, or `remat` has no such option.
-        ValueError: it does not support checkpointing.
+        ValueError: it does not support checkpointing, or `every` is below 1.
 
     Example:
         >>> import torch
@@ -80,6 +81,7 @@ def enable(
         `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
     """
     owner = _owner_of(model)
+    require_count("interop.transformers.enable(every=...)", every, at_least=1)
     settings: dict[str, Any] = {"rng": "preserve", "policy": policy, **options}
     run = functools.partial(_run, remat(**settings))
     setter = functools.partial(_set, owner, run, every)

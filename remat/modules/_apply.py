@@ -18,6 +18,7 @@ from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import TraceError, refusal
 from remat._user_lines import warn
+from remat.storage._argument_checks import require_count
 
 _M = TypeVar("_M", bound=nn.Module)
 Where: TypeAlias = (
@@ -72,12 +73,7 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         1
         >>> _ = modules.remove(model)
     """
-    is_count = isinstance(every, int) and not isinstance(every, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_count or every < 1:
-        raise (ValueError if is_count else TypeError)(
-            f"modules.apply(every={every!r}): `every` takes each n-th match, an int "
-            "from 1 on."
-        )
+    require_count("modules.apply(every=...)", every, at_least=1)
     options: dict[str, Any] = {"rng": "preserve", **remat_options}
     decorate = remat(**options)
     for module in _with_a_forward(matching(model, where), where)[::every]:

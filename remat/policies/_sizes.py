@@ -6,6 +6,7 @@ from fractions import Fraction
 from remat._errors import PolicyError, refusal
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 
 
@@ -24,19 +25,21 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
 def parse_size(size: object, where: str) -> int:
     """A size in bytes, rounded down; `where` names the argument in the message.
 
-    It is an int, or a string such as `"512KiB"` or `"1.5 MiB"`, in powers of 1024.
+    It is an int, or a string such as `"512KiB"` or `"1.5 MiB"`, in powers of 1024, or
+    `"20MB"`, in powers of 1000.
     """
+    units = _UNITS | _DECIMAL
     if isinstance(size, str):
         found = _SIZE.fullmatch(size.strip())
-        if found is None or found[2] not in _UNITS:
+        if found is None or found[2] not in units:
             raise refusal(
                 ValueError,
                 where=where,
                 what=f"the size {size!r} cannot be read.",
-                why=f"A size is a number and one of the units {', '.join(_UNITS)}.",
+                why=f"A size is a number and one of the units {', '.join(units)}.",
                 do='Write it like "512KiB", or pass a number of bytes.',
             )
-        return int(Fraction(found[1]) * _UNITS[found[2]])
+        return int(Fraction(found[1]) * units[found[2]])
     if isinstance(size, bool) or not isinstance(size, int):
         raise refusal(
             PolicyError,
@@ -51,6 +54,6 @@ def parse_size(size: object, where: str) -> int:
             where=where,
             what=f"the size {size} is negative.",
             why="No value has fewer than zero bytes.",
-            do="Pass zero or more bytes, or None for no bound.",
+            do="Pass zero or more bytes.",
         )
     return size

@@ -1,4 +1,4 @@
-"""Checks of arguments, with messages in four parts, shared by the storage values."""
+"""Checks of arguments, with messages in four parts, shared by the options and the storage values."""
 
 from remat._errors import refusal
 
@@ -17,8 +17,7 @@ def require_type(
         TypeError,
         where=argument,
         what=f"got {answer!r}, of type {type(answer).__name__}.",
-        why="A storage value is compared, hashed and printed, so its arguments "
-        "are not converted.",
+        why="Options are compared, hashed and printed, so they are not converted.",
         do=f"Pass {wanted}.",
     )
 

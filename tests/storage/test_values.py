@@ -120,7 +120,7 @@ def test_keys_compare_by_identity():
     assert quantizer != Sparse()
 
 
-LONG = "A storage value is compared, hashed and printed, so its arguments are not "
+LONG = "Options are compared, hashed and printed, so they are not "
 TYPE_ERRORS: dict[str, tuple[str, str]] = {
     "Offload(3)": ("Offload(device=...)", "a device as a string, as in `str(device)`"),
     "Offload(pin=1)": ("Offload(pin=...)", "True or False"),
