@@ -25,7 +25,7 @@ from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import peak_bytes
 from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import Budget, Save, Value
-from remat.policies._budget import Memory
+from remat.policies._budget import Peak
 from remat.storage import AbstractStorage
 
 _RESERVE = Fraction(1, 10)
@@ -197,36 +197,62 @@ def solve(
     size, where = budget.size, repr(budget)
     if isinstance(size, float):
         size = int(size * no_remat_bytes(model.analysis))
-    if isinstance(size, int):
+    if budget.peak is None:
+        assert size is not None, "a budget without a peak has a size"
         return size, solver(model.problem, size, where)
-    memory = free_memory.free_bytes if isinstance(size, str) else size
-    return _solve_for_memory(model, memory, solver, where)
+    return _solve_for_peak(model, size, budget.peak, solver, where)
 
 
-def _solve_for_memory(
-    model: Model, memory: Memory, solver: Solver, where: str
+def _solve_for_peak(
+    model: Model, most: int | None, peak: Peak, solver: Solver, where: str
 ) -> tuple[int, Solution]:
-    """Saves as much as leaves the predicted peak within what is free."""
+    """Saves as much as leaves the predicted peak within a number, or within what is free."""
     device = _device_of_budget(model.analysis)
-    free = memory(device)
-    usable = int(free * (1 - _RESERVE))
-    peaks: list[int] = []
+    limit, free = peak_limit(peak, device)
+    sizes = [each for each in model.problem.budgets if most is None or each <= most]
+    peaks: dict[int, int] = {}
     # The peak does not always grow with what is saved: recomputation takes room, too.
-    for size in reversed(model.problem.budgets):
+    for size in reversed(sizes if most is None else [*sizes, most]):
         solution = solver(model.problem, size, where)
-        peaks.append(model.predicted_peak_bytes(solution.choice))
-        if peaks[-1] <= usable:
+        least = model.predicted_peak_bytes(solution.choice)
+        if least <= limit:
             return size, solution
-    smallest = min(peaks)
-    needed = -(-smallest // (1 - _RESERVE))
-    raise refusal(
+        peaks.setdefault(least, solution.saved_bytes)
+    raise _peak_not_met(where, limit, peaks, None if free is None else (free, device))
+
+
+def peak_limit(peak: Peak, device: torch.device) -> tuple[int, int | None]:
+    """What a predicted peak may be, and what is free: of that a tenth stays in reserve."""
+    if isinstance(peak, int):
+        return peak, None
+    memory = free_memory.free_bytes if isinstance(peak, str) else peak
+    free = memory(device)
+    return int(free * (1 - _RESERVE)), free
+
+
+def _peak_not_met(
+    where: str,
+    limit: int,
+    peaks: dict[int, int],
+    memory: tuple[int, torch.device] | None,
+) -> BudgetError:
+    """The error where each predicted peak, here with what is saved for it, is above a limit."""
+    least = min(peaks)
+    what = f"no plan stays within {limit} bytes at its peak."
+    why, do = "", f"Pass peak={least}, the least that suffices"
+    if memory is not None:
+        free, device = memory
+        what = f"no plan fits the {free} bytes that are free on {device}."
+        why = "A tenth is kept in reserve. "
+        do = f"Free {-(-least // (1 - _RESERVE))} bytes, the least that suffices"
+    return refusal(
         BudgetError,
         where=where,
-        what=f"no plan fits the {free} bytes that are free on {device}.",
-        why=f"A tenth is kept in reserve, and the call needs at least {smallest} "
-        "bytes at its peak, even if nothing is saved.",
-        do=f"Free {needed} bytes, the least that suffices, or decorate parts of "
-        "the function instead.",
+        what=what,
+        why=f"{why}The lowest predicted peak is {least} bytes, of a plan that saves "
+        f"{peaks[least]}; what is recomputed, gradients and outputs take room, too.",
+        do=f"{do}, or put regions into the function, around parts that then recompute less "
+        "at once.",
     )
 
 

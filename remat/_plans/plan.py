@@ -25,7 +25,7 @@ from remat._plans.json_parts import (
 )
 from remat.planners import Problem, Solution, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Planned
-from remat.policies._budget import Size, as_budget
+from remat.policies._budget import Peak, Size, as_budget
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
@@ -290,7 +290,8 @@ def _plan_row_of(text: dict[str, Any]) -> PlanRow:
 def plan(
     fun: Callable[_P, Any],
     *,
-    budget: Size | AbstractPolicy,
+    budget: Size | AbstractPolicy | None = None,
+    peak: Peak | None = None,
     solver: str = "cut",
     costs: str = "flops",
 ) -> Callable[_P, Plan]:
@@ -306,7 +307,9 @@ def plan(
 
     Args:
         fun: the function, or a region, whose options other than the policy are kept.
-        budget: as `policies.budget` takes it, or such a policy, with its `allow`.
+        budget: the most that is held: as `policies.budget` takes it, or such a policy, with
+            its `allow`.
+        peak: the most that lives at once, as `policies.budget` takes it.
         solver: "cut", which sweeps minimum cuts over the price of a byte and takes
             about a second for a thousand values; or "milp", an integer program, which
             is exact if it ends within a minute.
@@ -341,7 +344,7 @@ def plan(
     """
     require_choice("solver", solver, tuple(_SOLVERS), of="plan")
     require_choice("costs", costs, tuple(_UNITS), of="plan")
-    policy = as_budget(budget, "plan(budget=...)")
+    policy = as_budget(budget, peak, "plan(budget=...)")
     region = undecided(fun)
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:

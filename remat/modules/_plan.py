@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from remat._api import remat
-from remat._errors import refusal
+from remat._errors import BudgetError, refusal
 from remat._generators import device_states
+from remat._graph.meta import TensorMeta
+from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan, plan as plan_of
 from remat._torch import fakes, trees
 from remat.modules._apply import Where, apply, matching, remove
 from remat.planners import Share, share
-from remat.policies import AbstractPolicy
+from remat.policies import AbstractPolicy, Budget
+from remat.policies._budget import Peak, Size, as_budget
 from remat.policies._planned import planning_again
-from remat.policies._sizes import parse_size, show_size
+from remat.policies._sizes import show_size
 
 
 @final
@@ -32,10 +35,14 @@ class ModulePlanRow:
     Attributes:
         name: its qualified name.
         plan: what it saves, and what that costs.
+        input_bytes: what its inputs hold, those of blocks before it and parameters aside.
+        gradient_bytes: what the gradients of its parameters take.
     """
 
     name: str
     plan: Plan
+    input_bytes: int
+    gradient_bytes: int
 
 
 @final
@@ -59,6 +66,26 @@ class ModulePlan:
         return sum(row.plan.saved_bytes for row in self.rows)
 
     @property
+    def held_bytes(self) -> int:
+        """What the blocks hold in all from forward to backward: with their inputs."""
+        return self.saved_bytes + sum(row.input_bytes for row in self.rows)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The most that blocks hold and make in a step, the gradients of parameters included.
+
+        What is around the blocks (the logits, say) is not counted, nor are parameters.
+        """
+        held = gradients = peak = 0
+        gradients = sum(row.gradient_bytes for row in self.rows)
+        for row in self.rows:
+            gradients -= row.gradient_bytes
+            held += row.input_bytes
+            peak = max(peak, held + row.plan.predicted_peak_bytes + gradients)
+            held += row.plan.saved_bytes
+        return peak
+
+    @property
     def recompute_flops(self) -> int:
         """FLOPs that one backward runs again, by torch's formulas."""
         return sum(row.plan.recompute_flops for row in self.rows)
@@ -72,7 +99,10 @@ class ModulePlan:
             for row in self.rows
         ]
         total = f"{show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}"
-        return "\n".join([*lines, f"all: {total}, {self.recompute_flops:.3g} FLOPs"])
+        held = f"{show_size(self.held_bytes)} with the inputs of blocks"
+        peak = f"predicted peak {show_size(self.predicted_peak_bytes)}"
+        all_ = f"all: {total}, {self.recompute_flops:.3g} FLOPs"
+        return "\n".join([*lines, all_, f"held: {held}, {peak}"])
 
 
 def _saved_in_block(found: Plan) -> list[str]:
@@ -104,7 +134,11 @@ class _BlockCall:
 
 
 def plan(
-    model: nn.Module, *, budget: int | float | str, where: Where | None = None
+    model: nn.Module,
+    *,
+    budget: Size | None = None,
+    peak: Peak | None = None,
+    where: Where | None = None,
 ) -> Callable[..., ModulePlan]:
     """Makes the blocks of a model recompute within one budget for the model, in place.
 
@@ -120,8 +154,12 @@ def plan(
 
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
-        budget: bytes for one call of the model, as an int or as in `"512MiB"`; a float in
-            (0, 1] is a fraction of what the blocks hold without remat.
+        budget: the most that the blocks save in one call of the model, as
+            `policies.budget` takes it; a float in (0, 1] is a fraction of what the blocks
+            hold without remat. None means as much as `peak` lets.
+        peak: the most that the blocks may hold and make at once in a step, with their inputs
+            and the gradients of their parameters: `predicted_peak_bytes`. As
+            `policies.budget` takes it.
         where: the blocks, as `apply` takes them; they must not nest. None means the
             children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
 
@@ -132,7 +170,9 @@ def plan(
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach them
             exactly once each, or `budget` is not a size.
-        BudgetError: the blocks hold more even if they save nothing.
+        PolicyError: `budget` or `peak` is not a size, or there is neither.
+        BudgetError: the blocks hold more even if they save nothing, or the peak is lower than
+            any that was found.
 
     Example:
         >>> import torch
@@ -150,21 +190,13 @@ def plan(
         https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
         block decides by values.
     """
-    size = budget if isinstance(budget, float) else parse_size(budget, "modules.plan")
-    if isinstance(size, float) and not 0.0 < size <= 1.0:
-        raise refusal(
-            ValueError,
-            where="modules.plan(budget=...)",
-            what=f"the fraction {size} is not in (0, 1].",
-            why="A float is a fraction of what the blocks hold without remat.",
-            do="Pass bytes as an int, or a float in (0, 1].",
-        )
+    bound = as_budget(budget, peak, "modules.plan(budget=...)")
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := _blocks(model, where)):
             remove(module)
         calls = _called(model, named, args, kwargs)
-        chosen = _split(calls, size)
+        chosen = _within(calls, bound)
         policies = [
             call.policy(row.plan) for call, row in zip(calls, chosen.rows, strict=True)
         ]
@@ -177,19 +209,49 @@ def plan(
 
 #: A budget, in bytes, into which everything fits.
 _ANY = 2**62
+_TRIED = 16  # a heuristic: how many budgets are tried for a peak
 
 
-def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
-    """Gives each block its share."""
+def _within(blocks: Sequence[_BlockCall], bound: Budget) -> ModulePlan:
+    """Gives each block its share of the largest budget that is within the bounds."""
     # Not 1.0: a draw's recorded state may be more than all that is saved without remat.
     whole = [block.plan(_ANY) for block in blocks]
+    saved = sum(each.saved_bytes for each in whole)
+    size = int(bound.size * saved) if isinstance(bound.size, float) else bound.size
+    if bound.peak is None:
+        assert size is not None, "a budget without a peak has a size"
+        return _split(blocks, whole, size)
+    tensors = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
+    device = tensors[0].device if tensors else torch.device("cpu")
+    limit, _ = peak_limit(bound.peak, device)
+    fixed = sum(each.problem.fixed_bytes for each in whole)
+    most = saved if size is None else min(size, saved)
+    tried = [fixed + (most - fixed) * k // _TRIED for k in range(_TRIED, -1, -1)]
+    plans: list[ModulePlan] = []
+    for each in dict.fromkeys(tried):
+        plans.append(_split(blocks, whole, each))
+        if plans[-1].predicted_peak_bytes <= limit:
+            return plans[-1]
+    least = min(each.predicted_peak_bytes for each in plans)
+    raise refusal(
+        BudgetError,
+        where="modules.plan(peak=...)",
+        what=f"no plan that was tried stays within {limit} bytes at its peak.",
+        why=f"The lowest predicted peak of the blocks is {least} bytes: their inputs, what one "
+        "of them recomputes, and gradients need room, too.",
+        do=f"Pass peak={least}, or name smaller blocks by `where`.",
+    )
+
+
+def _split(
+    blocks: Sequence[_BlockCall], whole: Sequence[Plan], total: int
+) -> ModulePlan:
+    """Gives each block its share; `whole` are their plans for saving everything."""
     kinds: dict[str, list[int]] = {}
     for place, each in enumerate(whole):
         kinds.setdefault(each.fingerprint, []).append(place)
     members = list(kinds.values())
     frontiers = [whole[places[0]].frontier() for places in members]
-    most = sum(each.saved_bytes for each in whole)
-    total = int(size * most) if isinstance(size, float) else size
     taken = share(
         [[Share(p.saved_bytes, p.recompute_cost) for p in ps] for ps in frontiers],
         [len(places) for places in members],
@@ -201,8 +263,24 @@ def _split(blocks: Sequence[_BlockCall], size: int | float) -> ModulePlan:
         known = {k: blocks[places[0]].plan(points[k].budget_bytes) for k in {*chosen}}
         for place, k in zip(places, chosen, strict=True):
             plans[place] = known[k]
-    rows = zip(blocks, plans, strict=True)
-    return ModulePlan(tuple(ModulePlanRow(b.name, p) for b, p in rows), total)
+    rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
+    return ModulePlan(rows, total)
+
+
+def _row_of(blocks: Sequence[_BlockCall], place: int, found: Plan) -> ModulePlanRow:
+    block = blocks[place]
+    parameters = [each for each in block.module.parameters() if each.requires_grad]
+    known = set(map(id, parameters))
+    for earlier in blocks[:place]:
+        known |= set(map(id, trees.tensor_leaves((earlier.args, earlier.kwargs))))
+    inputs = trees.tensor_leaves((block.args, block.kwargs))
+    new = {id(each): each for each in inputs if id(each) not in known}
+    return ModulePlanRow(
+        block.name,
+        found,
+        sum(TensorMeta.of(each).once.size_bytes for each in new.values()),
+        sum(TensorMeta.of(each).size_bytes for each in parameters),
+    )
 
 
 @contextlib.contextmanager

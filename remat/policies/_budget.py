@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, final
 
 from remat._errors import PolicyError, refusal
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 Memory = Callable[["torch.device"], int]
 """From a device to the bytes that are free there."""
 
-Size = int | float | str | Memory
-"""Bytes, a fraction of what is saved without remat, a string, "auto", or a `Memory`."""
+Peak = int | str | Memory
+"""Bytes, a string, "auto", or a `Memory`."""
+
+Size = float | Peak
+"""The same, or a fraction of what is saved without remat."""
 
 
 @final
@@ -35,8 +38,9 @@ Size = int | float | str | Memory
 class Budget(WholeProgram):
     """What `budget` makes; `is_part` tells 1.0 (all) from 1 (one byte) where they compare."""
 
-    size: int | float | str | Memory
+    size: int | float | None
     allow: AbstractPolicy | None = None
+    peak: Peak | None = None
     is_part: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,11 +75,15 @@ class Budget(WholeProgram):
         return values.within(self)
 
     def __repr__(self) -> str:
-        allow = "" if self.allow is None else f", allow={self.allow!r}"
-        return f"budget({self.size!r}{allow})"
+        options = {"allow": self.allow, "peak": self.peak}
+        given = [f"{key}={each!r}" for key, each in options.items() if each is not None]
+        size = [] if self.size is None else [repr(self.size)]
+        return f"budget({', '.join([*size, *given])})"
 
 
-def budget(size: Size, allow: object = None) -> AbstractPolicy:
+def budget(
+    size: Size | None = None, allow: object = None, *, peak: Peak | None = None
+) -> AbstractPolicy:
     """Saves the values that avoid the most recomputation within a number of bytes.
 
     What counts is what a call of the region holds from its forward to its backward
@@ -88,26 +96,30 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
     solver and costs of `plan`, which shows the choice and has other options. It is
     within a certified gap of the optimum, but not always optimal.
 
-    Laws: the bytes held never exceed the budget; a larger budget never costs more.
+    Laws: the bytes held never exceed the budget, nor the predicted peak `peak`; a larger
+    budget never costs more.
 
     Args:
-        size: bytes, as an int or as in `"512MiB"`; a float in (0, 1] for a fraction of
-            what is saved without remat; "auto" for the free memory of the device, or of
-            the process on a CPU, minus a tenth in reserve; or a function from the
-            device to its free bytes, which "auto" then uses. The size applies to one
-            call of the region.
+        size: bytes, as an int or as in `"512MiB"` or `"8GB"`; a float in (0, 1] for a
+            fraction of what is saved without remat; or what `peak` takes beside a number.
+            None means as many as `peak` lets. The size applies to one call of the region.
         allow: what may be saved, and how: a policy, or a function of a value that may
             also return a storage, or a tuple of storages to choose from. None means
             anything, with `Keep()`.
+        peak: the most bytes that a call and its backward may have made and not yet freed at
+            once, gradients and outputs included, arguments not; or "auto" for the free
+            memory of the device, or of the process on a CPU, minus a tenth in reserve; or
+            a function from the device to its free bytes, which "auto" then uses.
 
     Returns:
         The policy. It combines with no other one: `allow` says what it may save.
 
     Raises:
-        PolicyError: `size` is not a size, or `allow` not a policy.
+        PolicyError: `size` or `peak` is not a size, there is neither, or `allow` is not a
+            policy.
         ValueError: `size` is negative, a float outside (0, 1], or cannot be read.
         BudgetError: at the first call, if more bytes are held even when nothing is
-            saved.
+            saved, or no choice keeps to the peak.
 
     Example:
         >>> from remat import policies
@@ -130,13 +142,13 @@ def budget(size: Size, allow: object = None) -> AbstractPolicy:
             do="Pass a policy that decides about single values.",
         )
     permitted = None if allow is None else as_policy(allow, where)
-    return Budget(_checked_budget(size), permitted)
+    return _made_budget(size, permitted, peak)
 
 
-def as_budget(budget: Any, where: str) -> Budget:
-    """Makes a budget of what a user passed as one: a size, or what `budget` returned."""
+def as_budget(budget: Any, peak: Any, where: str) -> Budget:
+    """Makes a budget of what a user passed as one: sizes, or what `budget` returned."""
     if isinstance(budget, Budget):
-        return budget
+        return budget if peak is None else replace(budget, peak=_checked_peak(peak))
     if isinstance(budget, AbstractPolicy):
         raise refusal(
             PolicyError,
@@ -145,10 +157,33 @@ def as_budget(budget: Any, where: str) -> Budget:
             why="A plan is made for a number of bytes.",
             do="Pass `policies.budget(size, allow=policy)`.",
         )
-    return Budget(_checked_budget(budget))
+    return _made_budget(budget, None, peak)
 
 
-def _checked_budget(size: Any) -> int | float | str | Memory:
+def _made_budget(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budget:
+    if size is None and peak is None:
+        raise refusal(
+            PolicyError,
+            where="budget(size, peak=...)",
+            what="got no size and no peak.",
+            why="A budget is a bound of what is held, or of the most that lives at once.",
+            do='Pass a size such as "512MiB", or peak="8GB".',
+        )
+    # What is free bounds the peak.
+    if peak is None and (size == "auto" or callable(size)):
+        return Budget(None, allow, _checked_peak(size))
+    size = None if size is None else _checked_budget(size)
+    return Budget(size, allow, None if peak is None else _checked_peak(peak))
+
+
+def _checked_peak(peak: Any) -> Peak:
+    is_memory = callable(peak) and not isinstance(peak, type)
+    if is_memory or peak == "auto":
+        return cast("Peak", peak)
+    return parse_size(peak, "budget(peak=...)")
+
+
+def _checked_budget(size: Any) -> int | float:
     where = "budget(size)"
     match size:
         case float():
@@ -161,9 +196,5 @@ def _checked_budget(size: Any) -> int | float | str | Memory:
                     do="Pass bytes as an int, or a float in (0, 1].",
                 )
             return size
-        case "auto":
-            return size
-        case _ if callable(size) and not isinstance(size, type):
-            return cast("Memory", size)
         case _:
             return parse_size(size, where)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from remat import BudgetError, RematWarning, modules, saved_residuals
 from remat.planners import Share, share
-from tests.support import assert_bitwise, seeded
+from tests.support import LiveBytes, assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -117,7 +117,57 @@ def test_a_plan_names_what_it_chose() -> None:
 
     assert text.count("layers.") == 4
     assert "aten.tanh" in text
-    assert text.splitlines()[-1].startswith("all: ")
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["all:", "held:"]
+
+
+def test_a_peak_bounds_what_blocks_hold_and_make() -> None:
+    """With their inputs, which a budget leaves out; the plan prints both."""
+    model, x = made()
+    all_, some = (modules.plan(model, budget=size)(x) for size in (1.0, 0.2))
+    between = (all_.predicted_peak_bytes + some.predicted_peak_bytes) // 2
+
+    found = modules.plan(model, peak=between)(x)
+    both = modules.plan(model, budget=some.budget_bytes, peak="1 GiB")(x)
+    auto = modules.plan(model, budget="auto")(x)
+
+    assert some.saved_bytes <= found.saved_bytes < all_.saved_bytes
+    assert found.predicted_peak_bytes <= between
+    assert both.saved_bytes <= some.budget_bytes
+    assert auto.saved_bytes == all_.saved_bytes
+    assert found.held_bytes == found.saved_bytes + 4 * 5 * 8 * 8
+    assert "with the inputs of blocks, predicted peak" in str(found)
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.5, 1.0])
+def test_what_blocks_hold_and_make_is_predicted(budget: float) -> None:
+    """Held to the byte; the peak from what is measured, the loss aside, to a tenth above."""
+    model, x = made()
+    blocks = nn.Sequential(*model.layers)
+    found = modules.plan(blocks, budget=budget)(seeded(5, 8))
+    blocks(seeded(5, 8)).square().sum().backward()
+    blocks.zero_grad()
+    x = seeded(5, 8)
+
+    with LiveBytes() as memory:
+        out = blocks(x)
+        held = memory.live
+        out.square().sum().backward()
+
+    assert held == found.held_bytes
+    loss = 3 * out.untyped_storage().nbytes()
+    assert memory.peak - loss <= found.predicted_peak_bytes <= 1.1 * memory.peak
+
+
+def test_a_peak_that_blocks_cannot_keep() -> None:
+    """The error names the least peak that was found, and with that it works."""
+    model, x = made()
+    with pytest.raises(
+        BudgetError, match=r"Pass peak=(\d+), or name smaller"
+    ) as caught:
+        modules.plan(model, peak=100)(x)
+
+    least = int(str(caught.value).partition("Pass peak=")[2].partition(",")[0])
+    assert modules.plan(model, peak=least)(x).predicted_peak_bytes == least
 
 
 class Masked(nn.Module):

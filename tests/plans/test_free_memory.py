@@ -50,7 +50,40 @@ def test_auto_reads_the_memory_of_this_machine() -> None:
     args = mlp_args()
 
     assert plan(mlp, budget="auto")(*args).recompute_cost == 0
-    assert repr(policies.budget("auto")) == "budget('auto')"
+    assert plan(mlp, peak="auto")(*args).recompute_cost == 0
+    assert policies.budget("auto") == policies.budget(peak="auto")
+    assert repr(policies.budget("auto")) == "budget(peak='auto')"
+
+
+def test_a_peak_bounds_the_predicted_peak() -> None:
+    """By a plan and by a policy; with a budget, both bounds hold."""
+    f, args, _ = gpt()
+    every = plan(f, budget=1.0)(*args)
+    some = plan(f, budget=0.3)(*args)
+    between = (every.predicted_peak_bytes + some.predicted_peak_bytes) // 2
+
+    found = plan(f, peak=between)(*args)
+    both = plan(f, budget=some.budget_bytes, peak=f"{between} B")(*args)
+    region = region_of(f, policy=policies.budget(peak=between))
+
+    assert some.saved_bytes < found.saved_bytes < every.saved_bytes
+    assert found.predicted_peak_bytes <= between
+    assert both.saved_bytes == some.saved_bytes
+    made = [each for each in region.saved_residuals(*args) if each.op != "input"]
+    assert sum(each.size_bytes for each in made) == found.saved_bytes
+
+
+def test_a_peak_that_cannot_be_met() -> None:
+    """The error names the least that can, and with that it works."""
+    f, args, _ = gpt()
+    words = r"no plan stays within 1000 bytes.*lowest predicted peak is (\d+) bytes, of a plan that saves"
+    with pytest.raises(BudgetError, match=words) as caught:
+        plan(f, peak=1000)(*args)
+
+    least = int(str(caught.value).partition("Pass peak=")[2].partition(",")[0])
+    assert plan(f, peak=least)(*args).predicted_peak_bytes == least
+    with pytest.raises(BudgetError, match="put regions into the function"):
+        plan(f, peak=least - 1)(*args)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import Plan, PolicyError, plan, policies, random, remat, storage
+from remat import Plan, PolicyError, modules, plan, policies, random, remat, storage
 from tests.plans.models import gpt, measured, mlp, mlp_args, region_of
 from tests.support import assert_bitwise, assert_close, seeded
 
@@ -275,14 +275,29 @@ def test_budgets_are_values(policy: Any) -> None:
         (1.5, ValueError),
         (float("nan"), ValueError),
         ("12 parsecs", ValueError),
+        ("-3MB", ValueError),
     ],
 )
 def test_what_is_no_size(size: Any, error: type[Exception]) -> None:
-    """Neither as a policy nor for a plan."""
+    """Neither as a policy nor for a plan, nor for the blocks of a model."""
     with pytest.raises(error):
         policies.budget(size)
     with pytest.raises(error):
         plan(mlp, budget=size)
+    with pytest.raises(error):
+        modules.plan(torch.nn.Linear(1, 1), budget=size)
+    with pytest.raises(error if not isinstance(size, float) else PolicyError):
+        plan(mlp, peak=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("20MB", 20 * 10**6), ("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("2 KB", 2000)],
+)
+def test_sizes_as_people_write_them(size: str, num_bytes: int) -> None:
+    """Units of 1000 as of 1024."""
+    assert policies.budget(size) == policies.budget(num_bytes)
+    assert policies.budget(peak=size) == policies.budget(peak=num_bytes)
 
 
 def test_what_plan_refuses() -> None:
