@@ -112,8 +112,8 @@ def line_of(error: Exception) -> str:
     return _shown_line(*found[-1]) if found else ""
 
 
-def came_through(error: Exception, path: str) -> bool:
-    """Whether an error came through a file whose path begins so."""
+def came_through(error: Exception, path: str | tuple[str, ...]) -> bool:
+    """Whether an error came through a file whose path begins so, or in one of these ways."""
     return any(name.startswith(path) for name, _ in _frames(error))
 
 

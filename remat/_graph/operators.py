@@ -86,6 +86,8 @@ def returns_view(op: Any) -> bool:
     """Whether the result of an operator shares storage with an argument."""
     if op in _HIDDEN_VIEWS:
         return True
+    if not isinstance(op, schemas.OpOverload):
+        return False  # one that takes functions
     returned = schemas.schema_of(op).returns
     return bool(returned) and all(
         each.alias_info is not None and not each.alias_info.is_write

@@ -18,6 +18,7 @@ from remat._graph.meta import Meta, TensorMeta
 from remat._graph.numbering import value_numbers
 from remat._graph.values import Graph, Ref, roots
 from remat._torch import sizes
+from remat._torch.taking_functions import Applied
 
 #: For each class that may be saved how it waits.
 Decisions = dict[int, policies.Save]
@@ -162,8 +163,9 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     if value.op is operator.getitem:
         made_at: int = value.args[0].index
         maker = graph.values[made_at]
+    op = maker.op
     return policies.Value(
-        op=maker.op,
+        op=op.operator if isinstance(op, Applied) else op,
         names=names,
         shape=meta.hints,
         dtype=meta.dtype,

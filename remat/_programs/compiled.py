@@ -16,6 +16,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Value, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
+from remat._torch.taking_functions import Applied
 
 # What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
 _FOR_CPP = 16
@@ -31,6 +32,7 @@ def _is_for_eager(value: Value) -> bool:
     is_meta = isinstance(value.meta, TensorMeta) and value.meta.device.type == "meta"
     return (
         is_meta
+        or isinstance(value.op, Applied)
         or operators.draws(value)
         or operators.is_check(value.op)
         or operators.is_rng_state(value.op)

@@ -14,7 +14,7 @@ from torch import Tensor
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.values import Graph, Value, last_uses, replace_refs
-from remat._torch import fakes, levels, modes, schemas, tracer
+from remat._torch import levels, modes, schemas, tracer
 from remat._torch.forward_ad import dual_level_is_active
 from remat._tracing import importing, naming, refusals
 
@@ -29,9 +29,10 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
                 try:
                     env[index] = _run_inside_trace(value, env)
                 except RuntimeError as error:
-                    if not fakes.needs_values(error):
+                    refused = refusals.of_a_step(error, value.source)
+                    if refused is None:
                         raise
-                    raise refusals.of_values(error, value.source) from error
+                    raise refused from error
             for name in value.names:
                 naming.mark(env[index], name)
             for freed in last.get(index, ()):

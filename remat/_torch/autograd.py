@@ -120,8 +120,12 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+# Where an `autograd.Function` is this package's own, or torch's for an operator.
+_NOT_OF_USERS = ("remat.", "torch._higher_order_ops.")
+
+
 def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether an `autograd.Function` that is not of this package made some tensors.
+    """Whether an `autograd.Function` of the user's made some tensors.
 
     Obsolete when a node of autograd tells its `Function`.
     """
@@ -133,10 +137,22 @@ def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
             continue
         seen.add(node)
         made_by = getattr(node, "_forward_cls", None)
-        if made_by is not None and not made_by.__module__.startswith("remat."):
+        if made_by is not None and not made_by.__module__.startswith(_NOT_OF_USERS):
             return True
         pending += [each for each, _ in node.next_functions]
     return False
+
+
+def before_backward(tensor: Tensor, check: Callable[[], None]) -> None:
+    """Calls `check` before the backward of torch's own `autograd.Function` that made a tensor."""
+    made_by = getattr(tensor.grad_fn, "_forward_cls", None)
+    if made_by is not None and made_by.__module__.startswith(_NOT_OF_USERS):
+        node: Any = tensor.grad_fn
+
+        def hook(_: Any) -> None:
+            check()
+
+        node.register_prehook(hook)
 
 
 def will_execute(node: Any) -> bool:
@@ -204,8 +220,9 @@ def _lifting_apply(original: Any) -> Any:
     """`Function.apply`, in the same way."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in _liftings.stack:
-            each.has_functions = True
+        if not cls.__module__.startswith(_NOT_OF_USERS):
+            for each in _liftings.stack:
+                each.has_functions = True
         return _lifting(original.__get__(None, cls))(*args, **kwargs)
 
     return classmethod(apply)

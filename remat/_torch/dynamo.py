@@ -62,6 +62,21 @@ def dynamo_as_before() -> Generator[None]:
             del eval_frame.cached_backends[key]
 
 
+@contextlib.contextmanager
+def whole_graphs_in_parts() -> Generator[None]:
+    """Inside, what is compiled with `fullgraph=True` may run without a graph.
+
+    Dynamo leaves code alone that runs under a mode of ours, and then says that it found none.
+    flex attention asks for such a graph. Obsolete when a mode may ask for that.
+    """
+    eval_frame = _torch._dynamo.eval_frame
+    before = eval_frame.set_fullgraph_compiled_frame_count(0)
+    try:
+        yield
+    finally:
+        eval_frame.set_fullgraph_compiled_frame_count(before)
+
+
 def end_graph(why: str) -> None:
     """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
 

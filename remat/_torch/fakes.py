@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, _meta_registrations, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops import utils as taking_utils
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from remat._torch.dtensor import local_part
 from remat._torch.forward_ad import no_dual_level
 from remat._torch.levels import unwrapped
+from remat._torch.taking_functions import takes_functions
 from remat._torch.trees import map_tensors, tensor_leaves
 
 
@@ -58,6 +60,8 @@ def is_in_parts(tensor: Tensor) -> bool:
 
 
 _registrations: Any = _meta_registrations
+_taking: Any = taking_utils
+_functions_of_shapes: dict[Any, Any] = _taking.registered_hop_fake_fns
 
 
 class _FakeMode(FakeTensorMode):
@@ -72,6 +76,8 @@ class _FakeMode(FakeTensorMode):
     shape environment uses them by itself.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, home: torch.device, shape_env: Any) -> None:
         super().__init__(allow_non_fake_inputs=False, shape_env=shape_env)
         self._home = home
@@ -83,6 +89,8 @@ class _FakeMode(FakeTensorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if takes_functions(func):
+            return self._taking_functions(func, args, kwargs)
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
@@ -91,6 +99,14 @@ class _FakeMode(FakeTensorMode):
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             return self._as_laid_out_by_kernels(func, args, found)
+
+    def _taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that takes functions; torch's cache of results would hold these."""
+        function = _functions_of_shapes.get(op)
+        if function is None:
+            return op.python_key_table[FakeTensorMode](self, *args, **kwargs)
+        with self:
+            return function(*args, **kwargs)
 
     def _grouped_product(
         self,

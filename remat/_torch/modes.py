@@ -21,6 +21,8 @@ _torch: Any = torch
 class DispatchMode(TorchDispatchMode, abc.ABC):
     """The base of dispatch modes. Obsolete when torch annotates its own."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
 

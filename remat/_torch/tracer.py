@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat._torch.dynamo import dynamo_as_before
+from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.fakes import are_shapes_alone
 from remat._torch.modes import DispatchMode, is_watched
 from remat._torch.sizes import is_exact, is_open, symbol_expression
@@ -109,7 +109,11 @@ def _compiled_functions_as_written() -> Generator[None]:
     """
     load_tracer()
     config: Any = _torch._dynamo.config
-    with config.patch(error_on_nested_fx_trace=False), dynamo_as_before():
+    with (
+        config.patch(error_on_nested_fx_trace=False),
+        dynamo_as_before(),
+        whole_graphs_in_parts(),
+    ):
         yield
 
 
@@ -127,6 +131,11 @@ class _ShapesAside(DispatchMode):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         return op(*args, **kwargs)
+
+
+def shapes_aside() -> contextlib.AbstractContextManager[Any]:
+    """Such a mode for functions that an operator takes, which run below the trace's own."""
+    return _ShapesAside()
 
 
 class _SizesTracked(DispatchMode):
@@ -214,12 +223,3 @@ def own_parametrizations() -> Generator[None]:
         yield
     finally:
         parametrize._cache = before
-
-
-def takes_functions(error: Exception) -> str:
-    """The operator that takes functions, such as `torch.cond`, that a trace has met; or "".
-
-    Obsolete when such operators ask every mode as others do.
-    """
-    _, found, rest = str(error).partition("rule registered for HigherOrderOperator ")
-    return rest.split()[0] if found else ""

@@ -53,13 +53,13 @@ class Frame:
     is_leaf: bool  # whether the pytree is a tensor itself
 
     @classmethod
-    def of(cls, tree: Any) -> tuple[list[Tensor], Frame]:
-        """The tensors of a pytree, and what is around them."""
+    def of(cls, tree: Any, kind: type = Tensor) -> tuple[list[Any], Frame]:
+        """The tensors of a pytree, or what stands for these, and what is around them."""
         leaves, spec = flatten(tree)
-        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
-        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tensors, cls(spec, statics, is_tensor, isinstance(tree, Tensor))
+        is_tensor = tuple(isinstance(leaf, kind) for leaf in leaves)
+        statics = tuple(leaf for leaf in leaves if not isinstance(leaf, kind))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, kind)]
+        return tensors, cls(spec, statics, is_tensor, isinstance(tree, kind))
 
     def around(self, tensors: Sequence[Any]) -> Any:
         """The pytree with these tensors."""

@@ -20,8 +20,14 @@ from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
-from remat._torch import forward_ad, functionalization, schemas, sizes, tracer
-from remat._tracing import in_place_operators, naming
+from remat._torch import (
+    forward_ad,
+    functionalization,
+    sizes,
+    taking_functions,
+    tracer,
+)
+from remat._tracing import in_place_operators, naming, taken_functions
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -150,12 +156,17 @@ class Imported:
             if node.op == "placeholder":
                 self._input(node)
             elif node.op == "get_attr":
-                tensor = getattr(module, node.target)
-                self._add(node, operators.constant, (tensor,), {})
+                self._attribute(node, getattr(module, node.target))
             elif node.op == "output":
                 self.outputs = tuple(map(self._output, self._resolve(node.args[0])))
             else:
                 self._call(node)
+
+    def _attribute(self, node: fx.Node, found: Any) -> None:
+        if isinstance(found, fx.GraphModule):
+            self.env[node] = found
+        else:
+            self._add(node, operators.constant, (found,), {})
 
     def _output(self, ref: Ref | None) -> Ref | None:
         # Zeros without memory get some: forward mode cannot give them a tangent.
@@ -206,6 +217,11 @@ class Imported:
         if kwargs.get("device") == _META:
             # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
+        if taking_functions.takes_functions(target):
+            if self.is_template:
+                raise taken_functions.with_open_sizes(node)
+            refs, target = taken_functions.applied(node, args, kwargs)
+            args, kwargs = tuple(refs), {}
         args = self._that_count(target, args)
         if target is _aten.mul.Tensor and self._shares_evenly(*args):
             target, args = _aten.where.ScalarOther, (*args, 0.0)
@@ -407,8 +423,7 @@ def _is_cut_output(node: Any) -> bool:
             return True
         op: Any = node.target
         is_part = op is operator.getitem or op in operators.TRANSPARENT
-        is_view = isinstance(op, schemas.OpOverload) and operators.returns_view(op)
-        if not (is_part or is_view):
+        if not (is_part or operators.returns_view(op)):
             return False
         node = node.args[0]
     return False

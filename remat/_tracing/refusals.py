@@ -14,7 +14,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import tracer
+from remat._torch import taking_functions
 from remat._torch.fakes import (
     lacks_a_shape_function,
     met_a_tensor_outside,
@@ -26,7 +26,7 @@ from remat._user_lines import came_through, is_called_by_torch, line_of, user_li
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
-_TAKE_FUNCTIONS = torch.__path__[0] + "/_higher_order_ops/"
+_TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
 
@@ -279,19 +279,29 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
-    operator = tracer.takes_functions(error)
-    if operator or (needs_values(error) and came_through(error, _TAKE_FUNCTIONS)):
-        named = operator and f"`{operator}`, "
-        return _refused(
-            error,
-            f"{named}an operator that takes functions, as torch.cond does, cannot be "
-            "traced.",
-            "A region decides what to save value by value, and cannot look into "
-            "the functions of an operator.",
-            "Use torch.where for a branch, call the operator between two regions, or "
-            'use engine="rerun".',
-        )
+    if came_through(error, _TAKE_FUNCTIONS):
+        return takes_functions(line_of(error) or "the function", str(error))
     return of_values(error) if needs_values(error) else None
+
+
+def of_a_step(error: Exception, where: str) -> RematError | None:
+    """The error for a step of a program that cannot be traced again, made by this line."""
+    if came_through(error, _TAKE_FUNCTIONS):
+        return takes_functions(where or "the function", str(error))
+    return of_values(error, where) if needs_values(error) else None
+
+
+def takes_functions(where: str, why: str) -> TraceError:
+    """The error for an operator that takes functions, and what cannot be traced of it."""
+    return refusal(
+        TraceError,
+        where=where,
+        what="an operator that takes functions, as torch.cond does, cannot be traced "
+        "here.",
+        why=why.strip().partition("\n")[0].rstrip(".") + ".",
+        do="Use torch.where for a branch, call the operator between two regions, or "
+        f"use {_RERUN}.",
+    )
 
 
 def raises_in_its_trace(error: Exception) -> TraceError:

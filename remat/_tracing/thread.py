@@ -20,10 +20,19 @@ from remat._errors import RematError
 from remat._generators import streams, trackers
 from remat._graph.meta import TensorMeta
 from remat._switches.blocks import departing
-from remat._torch import autograd, dtensor, isolation, levels, modes, tracer, trees
+from remat._torch import (
+    autograd,
+    dtensor,
+    isolation,
+    levels,
+    modes,
+    taking_functions,
+    tracer,
+    trees,
+)
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, is_own_data, overrides_functions
-from remat._tracing import importing, refusals
+from remat._tracing import importing, naming, refusals, taken_functions
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
 from remat.policies._operators import function_name
@@ -49,6 +58,8 @@ class Running:
         #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
         self.is_custom = False
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
+        #: What stands for tensors in the functions of operators that run, the innermost last.
+        self.within: list[Callable[[Tensor], Tensor]] = []
         #: Which tensors in parts were met, "given" or "made"; never both.
         self.in_parts: set[str] = set()
         self.look_ups = LookUps()  # what `x[i]` gave where `i` is a number in a tensor
@@ -172,6 +183,8 @@ def lift(tensor: Tensor) -> Tensor:
     running = _thread.running
     if running is None:
         return tensor
+    if running.within:
+        return running.within[-1](tensor)
     is_own = is_fake_of(tensor, running.mode)
     if is_own or (wraps_fakes(tensor) and dtensor.placement(tensor) is None):
         if not is_own or is_in_parts(tensor):
@@ -250,6 +263,29 @@ def converter(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return convert
 
 
+class _Within:
+    """The running trace, as operators that take functions see it."""
+
+    def __init__(self, running: Running) -> None:
+        # A node of autograd that outlives the trace may hold this.
+        self._running = weakref.ref(running)
+        self.mode = running.mode  # under which tensors are fakes
+        #: Gives what stands for a tensor that the function around reaches.
+        self.lift = running.within[-1] if running.within else lift
+
+    @contextlib.contextmanager
+    def calls(self, stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Around a call of a function that an operator takes, in which others stand for tensors."""
+        running = self._running()
+        assert running is not None, "the trace has ended"
+        running.within.append(stand_in)
+        try:
+            with UserCalls(running), autograd.lifted_past_modes(lift):
+                yield
+        finally:
+            running.within.pop()
+
+
 class UserCalls(TorchFunctionMode):
     """Sees the torch calls of the traced function, and those alone."""
 
@@ -261,9 +297,12 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         running = self._running
         kwargs = kwargs or {}
-        if _thread.running is not running or not tracer.proxy_is_active():
-            # An inner region has a trace of its own; torch's internals are not recorded.
-            return func(*args, **kwargs)
+        if _thread.running is not running:
+            return func(*args, **kwargs)  # an inner region has a trace of its own
+        if not tracer.proxy_is_active():
+            if not running.within:
+                return func(*args, **kwargs)  # torch's internals are not recorded
+            return self._called(func, *trees.map_tensors(lift, (args, kwargs)))
         try:
             return self._recorded(func, args, kwargs)
         except Exception as error:
@@ -282,9 +321,11 @@ class UserCalls(TorchFunctionMode):
             raise refusals.sets_data(args[0])
         graph = tracer.active_graph()
         before = len(graph.nodes)
-        out = running.look_ups.call(func, args)
+        out = NotImplemented
+        if not taking_functions.indexes_by_tensors():
+            out = running.look_ups.call(func, args)
         if out is NotImplemented:
-            out = tracer.traceable(func)(*args, **kwargs)
+            out = self._called(func, args, kwargs)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)
             importing.annotate(graph, before, note)
@@ -292,6 +333,13 @@ class UserCalls(TorchFunctionMode):
             weakref.ref(each) for each in trees.tensor_leaves(out) if is_fake(each)
         )
         return out
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if taking_functions.takes_functions(func):
+            return taken_functions.call(_Within(self._running), func, args, kwargs)
+        if func is naming.MARK and self._running.within:
+            return taken_functions.warn_of_name(args[1])
+        return tracer.traceable(func)(*args, **kwargs)
 
 
 def placeholder(meta: TensorMeta, name: str) -> Tensor:

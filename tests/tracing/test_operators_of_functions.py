@@ -1,27 +1,128 @@
-"""Operators that take functions: refused by name and line, and as usable afterwards as before."""
+"""Operators that take functions (`torch.cond`, a scan): one value each, differentiated as torch does."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
-from remat import TraceError, remat
-from tests.support import assert_bitwise, seeded
+from remat import (
+    ImplicitRandomnessError,
+    RematWarning,
+    TraceError,
+    checkpoint_name,
+    policies,
+    random,
+    remat,
+)
+from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = [
     pytest.mark.contract,
     # Dynamo's own, of a scan.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 rows: Any = map_rows
-YES, KEPT = torch.tensor(True), seeded(3, seed=5)
+W = seeded(3, seed=5).requires_grad_()
+Function = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _without_graphs() -> None:
+    torch._dynamo.reset()
+
+
+class Scaled(torch.autograd.Function):
+    """A product with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b = ctx.saved_tensors
+        return 3 * grad * b, grad * a
+
+
+def own(x: Tensor) -> Tensor:
+    """What the function has made, and its argument, are captured."""
+    y = x * 2
+    return torch.cond(
+        x.sum() > 0, lambda z: x * y.sin() * z, lambda z: z.cos() + y, (x,)
+    )
+
+
+def several(x: Tensor) -> Tensor:
+    found: dict[str, Tensor] = torch.cond(
+        x.sum() > 0,
+        lambda x: {"a": x * W, "b": x.sin()},
+        lambda x: {"a": x.cos(), "b": x * 2},
+        (x,),
+    )
+    return found["a"] * found["b"]
+
+
+def nested(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return torch.cond(x.max() > 1, lambda x: x * W, torch.cos, (x,))
+
+    return torch.cond(x.sum() > 0, inner, lambda x: x.cos(), (x,))
+
+
+def in_place(x: Tensor) -> Tensor:
+    def write(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.mul_(2)
+        y[0] = 0
+        return y * W
+
+    z = x * 1
+    z.add_(1)
+    found = torch.cond(x.sum() > 0, write, lambda x: x.cos(), (z,)) * 1
+    return found.mul_(2)
+
+
+def custom(x: Tensor) -> Tensor:
+    y = x * 2
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: Scaled.apply(x, W),
+        lambda x: Scaled.apply(y, x),
+        (x,),
+    )
+
+
+inner_region = remat(lambda x: (x.sin() * W).cos())
+
+
+def cut(x: Tensor) -> Tensor:
+    def yes(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return y * x + x.detach() * x
+
+    return torch.cond(x.sum() > 0, yes, lambda x: x.cos(), (x,))
+
+
+def scanned(x: Tensor) -> Tensor:
+    y = x.sin().sum(0)
+    carry, found = scan(
+        lambda carry, row: (carry + row * W, {"a": (carry * row * y).clone()}),
+        x[0] * 1,
+        x,
+        reverse=True,
+    )
+    return found["a"] + carry
 
 
 def loop(x: Tensor) -> Tensor:
@@ -29,44 +130,227 @@ def loop(x: Tensor) -> Tensor:
     return while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y.sin()), (zero, x))[1]
 
 
-def scanned(x: Tensor) -> Tensor:
-    return scan(lambda carry, row: (carry + row, (carry * row).clone()), x[0] * 1, x)[1]
-
-
-CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "cond": lambda x: torch.cond(YES, torch.sin, torch.cos, (x,)),
-    "cond with a closure": lambda x: torch.cond(
-        YES, lambda x: x * KEPT, lambda x: x.cos(), (x,)
+CONDITIONS: dict[str, Function] = {
+    "plain": lambda x: torch.cond(
+        x.sum() > 0, lambda x: x.exp().tanh(), torch.sigmoid, (x,)
     ),
-    "map": lambda x: rows(lambda row: row.sin(), x),
+    "captured": lambda x: torch.cond(
+        x.sum() > 0, lambda x: x * W, lambda x: x.cos(), (x,)
+    ),
+    "no operands": lambda x: torch.cond(x.sum() > 0, lambda: x.sin(), lambda: x.cos()),
+    "constants": lambda x: torch.cond(
+        x.sum() > 0, lambda x: x * torch.tensor([1.0, 2.0, 3.0]), torch.cos, (x,)
+    ),
+    "own": own,
+    "several": several,
+    "nested": nested,
+    "in place": in_place,
+    "region inside": lambda x: torch.cond(
+        x.sum() > 0, lambda x: inner_region(x) * 2, lambda x: x.cos(), (x,)
+    ),
+}
+LOOPS: dict[str, Function] = {
+    "map": lambda x: rows(lambda row: row.sin() * W, x),
     "scan": scanned,
-    "while_loop": loop,
+}
+ALL = CONDITIONS | LOOPS | {"custom": custom, "cut": cut}
+
+
+def with_gradients(fun: Function, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = fun(x)
+    found = torch.autograd.grad(
+        (y * y.detach().cos()).sum(), [x, W], allow_unused=True, materialize_grads=True
+    )
+    return [y.detach(), *found]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", ALL)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, sign: int) -> None:
+    fun, x = ALL[name], sign * seeded(2, 3).abs()
+    expected = with_gradients(fun, x)
+    region = remat(fun)
+
+    assert_bitwise(with_gradients(region, x), expected)
+    assert_bitwise(with_gradients(region, x), expected)
+    weights = expected[0].cos()
+    found = torch.func.grad(lambda x: (region(x) * weights).sum())(x)
+    assert_bitwise(found, expected[1])
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_is_mapped(name: str) -> None:
+    """Where a predicate is mapped, both functions run, whatever either returns."""
+    fun, x = CONDITIONS[name], seeded(2, 3).abs()
+    both = torch.stack([x, -x])
+    region = remat(fun)
+
+    assert_close(torch.vmap(region)(both), torch.stack([fun(x), fun(-x)]))
+    found = torch.vmap(torch.func.grad(lambda x: region(x).sin().sum()))(both)
+    expected = [torch.func.grad(lambda x: remat(fun)(x).sin().sum())(x) for x in both]
+    assert_close(found, torch.stack(expected))
+
+
+def as_python(mask: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
+    return yes(*operands) if mask else no(*operands)
+
+
+@pytest.mark.parametrize("name", [*CONDITIONS, "cut"])
+def test_a_second_derivative_is_right_or_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's own condition it is zero, without a word."""
+    fun, x = ALL[name], seeded(2, 3).abs().requires_grad_()
+    second = torch.func.grad(
+        lambda x: torch.func.grad(lambda x: remat(fun)(x).sin().sum())(x).sin().sum()
+    )
+    if name in ("cut", "region inside"):
+        with pytest.raises(TraceError, match=r"functions\.py:\d+: .*twice.*rerun"):
+            second(x.detach())
+        return
+    found = second(x.detach())
+
+    monkeypatch.setattr(torch, "cond", as_python)
+    (once,) = torch.autograd.grad(fun(x).sin().sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(once.sin().sum(), x)
+    assert_close(found, expected)
+
+
+def test_a_graph_of_the_backward_is_refused() -> None:
+    """torch's own second derivative is wrong, without a word."""
+    x = seeded(2, 3).requires_grad_()
+    y = remat(CONDITIONS["plain"])(x).sum()
+
+    with pytest.raises(TraceError, match=r"functions\.py:\d+: .*differentiated twice"):
+        torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True)[0].sum(), x)
+
+
+def test_a_second_derivative_of_a_map() -> None:
+    def second(fun: Function) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            return torch.func.grad(lambda x: fun(x).sin().sum())(x).sin().sum()
+
+        return torch.func.grad(first)(seeded(3, 3))
+
+    assert_close(second(remat(LOOPS["map"])), second(lambda x: x.sin() * W))
+
+
+@pytest.mark.parametrize("name", ["map", "scan", "plain"])
+def test_a_transform_that_torch_lacks_names_the_line(name: str) -> None:
+    fun, x = ALL[name], seeded(2, 3)
+    gradient = torch.func.grad(lambda x: remat(fun)(x).sin().sum())
+
+    with pytest.raises(
+        TraceError, match=r"functions\.py:\d+: .*no rule for `\w+` under"
+    ):
+        torch.func.jvp(gradient, (x,), (x,))
+    if name == "map":
+        with pytest.raises(TraceError, match=r"no rule for `map_impl` under vmap"):
+            torch.vmap(gradient)(torch.stack([x, x]))
+
+
+def chained(x: Tensor) -> Tensor:
+    y = torch.cond(x.sum() > 0, lambda x: (x * W).exp(), torch.cos, (x,))
+    return checkpoint_name(y, "branch").sin().exp()
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved"),
+    [
+        (policies.nothing_saveable, []),
+        (policies.save_only_these_names("branch"), ["cond"]),
+        (policies.by_op("cond"), ["cond"]),
+        (policies.by_op(torch.ops.higher_order.cond), ["cond"]),
+        (
+            policies.from_callable(lambda v: v.op is torch.ops.higher_order.cond),
+            ["cond"],
+        ),
+    ],
+)
+def test_it_is_one_value(policy: policies.AbstractPolicy, saved: list[str]) -> None:
+    x = seeded(2, 3).requires_grad_()
+    region = remat(chained, policy=policy)
+
+    permitted = [r for r in region.saved_residuals(x) if "permitted" in r.reason]
+    assert [each.op for each in permitted] == saved
+    forward, backward = region.programs(x)
+    assert forward.operators.count("cond") == 1
+    # Its own backward, and the operator again unless its value is saved.
+    assert backward.operators.count("cond") == (1 if saved else 2)
+    assert_bitwise(with_gradients(region, x), with_gradients(chained, x))
+
+
+def test_a_name_inside_warns() -> None:
+    def yes(x: Tensor) -> Tensor:
+        return checkpoint_name(x.sin(), "inner").cos()
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, yes, torch.cos, (x,))
+
+    x = seeded(2, 3).requires_grad_()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        remat(fun)(x)
+
+    texts = [str(each.message) for each in found if each.category is RematWarning]
+    assert [text for text in texts if "the name 'inner' at test_operators" in text]
+    assert_bitwise(with_gradients(remat(fun), x), with_gradients(fun, x))
+
+
+@pytest.mark.parametrize("rng", ["keys", "preserve"])
+def test_a_draw_inside_is_refused(rng: Any) -> None:
+    def drop(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x)
+
+    with pytest.raises(
+        ImplicitRandomnessError, match=r"dropout at .*functions\.py:\d+"
+    ):
+        remat(lambda x: torch.cond(x.sum() > 0, drop, torch.cos, (x,)), rng=rng)(
+            seeded(3).requires_grad_()
+        )
+
+
+def test_a_draw_by_a_key_inside_is_drawn_again() -> None:
+    key = random.key(3)
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.cond(
+            x.sum() > 0, lambda x: random.dropout(key, x.sin(), 0.5), torch.cos, (x,)
+        )
+
+    def branch(x: Tensor) -> Tensor:
+        return random.dropout(key, x.sin(), 0.5)
+
+    x = seeded(2, 3).abs()
+    assert_bitwise(with_gradients(remat(fun), x), with_gradients(branch, x))
+
+
+def returned(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x, lambda x: x.cos(), (x,))
+
+
+def written(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = torch.cond(x.sum() > 0, lambda x: x.add_(1) * 2, torch.cos, (x * 1,))
+    return x * y
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "returns an operand": (returned, "asks for a clone"),
+    "writes to an operand": (written, "writes to what it is given"),
+    "loops": (loop, "`while_loop`"),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_by_name_and_line(name: str) -> None:
-    """In words of the user's: torch's error names a mode of the engine."""
-    x, named = seeded(2, 3).requires_grad_(), name.partition(" ")[0]
-    reason = f"`{named}\\w*`, an operator that takes functions|an operator that takes"
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_the_line(name: str) -> None:
+    fun, why = REFUSED[name]
 
-    with pytest.raises(
-        TraceError, match=rf"test_operators_of_functions\.py:\d+: ({reason}).*rerun"
-    ):
-        remat(CASES[name])(x)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_works_after_the_refusal(name: str) -> None:
-    """Dynamo compiled it under the modes of the trace, and is made to forget that."""
-    fun, x = CASES[name], seeded(2, 3)
-    expected = fun(x)
-    with pytest.raises(TraceError):
-        remat(fun)(x.clone().requires_grad_())
-
-    assert_bitwise(fun(x), expected)
-    for other in CASES.values():
-        assert other(x).shape == x.shape
+    with pytest.raises(TraceError, match=rf"functions\.py:\d+: .*{why}.*rerun"):
+        remat(fun)(seeded(2, 3).requires_grad_())
+    for other in CONDITIONS.values():
+        assert other(seeded(2, 3)).shape == (2, 3)
 
 
 def test_a_function_that_catches_the_refusal_is_refused() -> None:
@@ -74,29 +358,27 @@ def test_a_function_that_catches_the_refusal_is_refused() -> None:
 
     def fun(x: Tensor) -> Tensor:
         try:
-            return torch.cond(YES, torch.sin, torch.cos, (x,))
-        except NotImplementedError:
+            return loop(x)
+        except (NotImplementedError, TraceError):
             return x * 2
 
-    with pytest.raises(TraceError, match="`cond`, an operator that takes functions"):
+    with pytest.raises(TraceError, match="while_loop"):
         remat(fun)(seeded(3).requires_grad_())
 
 
-def associated(x: Tensor) -> Tensor:
-    return associative_scan(torch.mul, x, 0, combine_mode="generic")
+def scanned_alone(x: Tensor) -> Tensor:
+    return scan(lambda c, row: (c + row, (c * row).clone()), x[0] * 1, x)[1]
 
 
-@pytest.mark.parametrize(
-    ("engine", "fun"),
-    [("trace", associated), ("rerun", associated), ("rerun", scanned), ("rerun", loop)],
-)
-def test_where_it_works(engine: Any, fun: Callable[[Tensor], Tensor]) -> None:
-    """A scan that torch takes apart is traced; a function that runs again may loop."""
-    x = seeded(2, 3).requires_grad_()
+@pytest.mark.parametrize("fun", [CONDITIONS["plain"], scanned_alone, loop])
+def test_a_function_that_runs_again_may_take_functions(fun: Function) -> None:
+    x = seeded(2, 3)
 
-    found, expected = remat(fun, engine=engine)(x), fun(x)
+    found = with_gradients(remat(fun, engine="rerun"), x)
+    assert_bitwise(found, with_gradients(fun, x))
 
-    assert_bitwise(found, expected)
-    assert_bitwise(
-        torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x)
-    )
+
+def test_torch_compile_sees_a_region_with_one() -> None:
+    fun, x = CONDITIONS["captured"], seeded(2, 3)
+    compiled = torch.compile(remat(fun), backend="aot_eager", fullgraph=True)
+    assert_close(with_gradients(compiled, x), with_gradients(fun, x))

@@ -1,0 +1,165 @@
+"""Operators that take functions, such as `torch.cond`: which are known, and what they give them.
+
+Obsolete when such an operator tells which of its arguments are functions, which tensors these
+are given, and for which transforms it has a rule.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental import proxy_tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from remat._torch.levels import functorch, unwrapped
+from remat._torch.trees import Frame
+
+
+class Taking(NamedTuple):
+    """Where an operator that takes functions has them among its positional arguments."""
+
+    #: By the place of the tensors that come last to them, the places of functions, or of
+    #: tuples of which one is the last.
+    functions: Mapping[int, tuple[int, ...]]
+    returning: tuple[int, ...] = (
+        0,
+    )  # the functions that return what the operator does
+
+
+_KNOWN: dict[str, Taking] = {
+    "cond": Taking({3: (1, 2)}, returning=(1, 2)),
+    "scan": Taking({3: (0,)}),
+    "map_impl": Taking({2: (0,)}),
+    "associative_scan": Taking({2: (0,)}),
+    "flex_attention": Taking({7: (3,), 8: (4,)}, returning=()),
+}
+
+
+# A mode of flex attention's. Its module imports Dynamo, which takes a second.
+_BY_TENSORS = "torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex"
+
+
+def takes_functions(op: Any) -> bool:
+    """Whether an operator takes functions, known or not."""
+    return isinstance(op, torch._ops.HigherOrderOperator)
+
+
+def taking(op: Any) -> Taking:
+    """How an operator takes functions.
+
+    Raises:
+        NotImplementedError: if a trace does not know it.
+    """
+    if op.name() not in _KNOWN:
+        raise NotImplementedError(f"A trace does not know `{op}`")
+    return _KNOWN[op.name()]
+
+
+def returns_results(op: Any) -> bool:
+    """Whether what functions return becomes results of an operator, whose memory is its own."""
+    return op.name() in _KNOWN and bool(_KNOWN[op.name()].returning)
+
+
+def require_rule(op: Any) -> None:
+    """Raises a `NotImplementedError` if an operator has no rule for the innermost transform."""
+    top = functorch.peek_interpreter_stack()
+    if top is not None and top.key() not in op.functorch_table:
+        transform = top.key().name.lower()
+        raise NotImplementedError(f"torch has no rule for `{op}` under {transform}")
+
+
+def is_recorded(tensor: Tensor, tracer: Any) -> bool:
+    """Whether a tensor is a value of the graph that this tracer fills."""
+    found = proxy_tensor.get_proxy_slot(unwrapped(tensor), tracer, None)
+    return found is not None
+
+
+def look_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Runs an operator without data, so that each function that it takes runs.
+
+    Of flex attention no function would run. Obsolete when one does.
+    """
+    if op is not torch.ops.higher_order.flex_attention:
+        callable_for(op)(*args, **kwargs)
+        return
+    query, _, _, score, (*_, mask) = args[:5]
+    places = [query.new_zeros((), dtype=torch.int) for _ in range(4)]
+    module = importlib.import_module(_BY_TENSORS.rpartition(".")[0])
+    with module.TransformGetItemToIndex():
+        score(query.new_zeros(()), *places, *args[7])
+        mask(*places, *args[8])
+
+
+def indexes_by_tensors() -> bool:
+    """Whether a mode has `x[i]` read no number of a tensor `i`."""
+    kinds = map(type, _get_current_function_mode_stack())
+    return any(
+        f"{kind.__module__}.{kind.__qualname__}" == _BY_TENSORS for kind in kinds
+    )
+
+
+def callable_for(op: Any) -> Any:
+    """What to call for an operator: itself, or what does the same under each transform."""
+    return _cond if op is torch.ops.higher_order.cond else op
+
+
+def _cond(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
+    """`cond`, whose rule in torch gives one result alone where vmap maps the predicate.
+
+    Obsolete when it gives all.
+    """
+    if not functorch.is_batchedtensor(mask):
+        op: Any = torch.ops.higher_order.cond
+        return op(mask, yes, no, operands)
+    pairs: Any = zip(yes(*operands), no(*operands), strict=True)
+    return tuple(torch.where(mask, one, other) for one, other in pairs)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """An operator that takes functions, with those that it was given: one step of a graph.
+
+    Two are equal if they do the same to the tensors that they are called with.
+    """
+
+    operator: Any
+    #: The arguments around the tensors, the functions among them: graphs.
+    frame: Frame = dataclasses.field(compare=False)
+    #: What else tells it from others.
+    described: tuple[Any, ...]
+
+    @classmethod
+    def to(
+        cls, op: Any, args: Any, kwargs: Any, tensor: type
+    ) -> tuple[list[Any], Applied]:
+        """What stands for tensors among arguments, and the operator around these."""
+        tensors, frame = Frame.of((args, kwargs), tensor)
+        described = (str(frame.spec), *map(_described, frame.statics))
+        return tensors, cls(op, frame, described)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Runs the operator."""
+        require_rule(self.operator)
+        args, kwargs = self.frame.around(tensors)
+        return callable_for(self.operator)(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return str(self.operator)
+
+
+def _described(static: Any) -> Any:
+    """What tells an argument that is no tensor from others."""
+    if not isinstance(static, fx.GraphModule):
+        return (type(static), repr(static))
+    held = [
+        _described(getattr(static, str(node.target)))
+        for node in static.graph.find_nodes(op="get_attr")
+    ]
+    return (str(static.graph), *held)
