@@ -45,9 +45,10 @@ def is_differentiated_alike(
     has_regions = any(value.rank >= 0 for value in joint.graph.values)
     if joint.is_custom or has_regions or joint.mutations or joint.states:
         return False
-    if has_first_order_formulas(joint.graph):
+    forward_alone, _ = forward_graph(joint, ())
+    if has_first_order_formulas(forward_alone):
         return False
-    program = function.of_program(forward_graph(joint, ())[0])
+    program = function.of_program(forward_alone)
     try:
         again, *_ = program.traced(roots, operands, (), cotangents=joint.layout)
     except RuntimeError as error:

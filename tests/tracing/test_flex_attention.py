@@ -105,6 +105,8 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, policy: Any) -
     assert_bitwise(with_gradients(remat(fun, policy=policy)), with_gradients(fun))
 
 
+# That a policy permits nothing is told, and is what some of the cases are about.
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("policy", "is_saved"),
