@@ -147,7 +147,6 @@ class _Gradients:
     ) -> None:
         self.stack = stack
         self.wanted = wanted
-        self._wanted: dict[tuple[int, bool], tuple[bool, ...]] = {}
         self.state, rows = stack.parted(cotangents)
         self.rows = [None if each is None else each.unbind(0) for each in rows]
         self.slices: list[list[Tensor | None]] = [
@@ -178,15 +177,11 @@ class _Gradients:
 
     def _wanted_of(self, stage: int, link: Link) -> tuple[bool, ...]:
         """Which gradients of a stage's operands are wanted."""
-        key = id(link), stage == 0
-        found = self._wanted.get(key)
-        if found is not None:
-            return found
         count, entered = self.stack.num_state, self.stack.num_entered
         state = [True] * link.num_state if stage else self.wanted[:count]
         captured = [self.wanted[entered + place] for place in link.captured]
         wanted = [*state, *self.wanted[count:entered], *captured]
-        return self._wanted.setdefault(key, link.differentiable(wanted))
+        return link.differentiable(wanted)
 
     def found(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the stack's operands."""

@@ -212,8 +212,7 @@ class _Scan(NamedTuple):
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
         """Each step a region of one trace."""
-        args = self._arguments(stand_ins(self.metas()))
-        entry, roots, captured = region.entry_of(args, {})
+        entry, roots, captured = region.entry_of(self._stand_ins(), {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
         run = entry.call_quietly if guards.is_quiet() else entry.call
@@ -231,9 +230,8 @@ class _Scan(NamedTuple):
         self, region: DecoratedFunction[..., Any], schedule: AbstractSchedule
     ) -> tuple[Any, Any]:
         """All steps one region, which keeps what the schedule says."""
-        args = self._arguments(stand_ins(self.metas()))
         captured, count = _run_stack.Captured(), len(self.carry)
-        link, entry = _run_stack.link_of(region, args, count, captured)
+        link, entry = _run_stack.link_of(region, self._stand_ins(), count, captured)
         tensors = [*self.carry, *self.scanned, *captured.tensors]
         returned = link.returned()
         stack = Stack(
@@ -263,8 +261,8 @@ class _Scan(NamedTuple):
         ]
         return [meta.of_result() for meta in (*carry, *slices)]
 
-    def _arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
-        count = len(self.carry)
+    def _stand_ins(self) -> tuple[Any, Any]:
+        leaves, count = stand_ins(self.metas()), len(self.carry)
         carry = self.carry_tree.around(leaves[:count])
         return carry, self.xs_tree.around(leaves[count:])
 

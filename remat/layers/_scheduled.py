@@ -240,7 +240,7 @@ def scheduled(
         held.ledger.enter(action)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return stack.run(tensors, Numerics.current())
+        return parts.sweep(tensors, False, Numerics.current())[: len(flows)]
 
     def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
         region = scheduled(stack.batched(batch), actions, flows)

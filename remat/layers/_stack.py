@@ -17,9 +17,8 @@ from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat._regions.transforms import Batch, mapped
-from remat._switches.numerics import Numerics
 from remat._tracing.trace import Flat
-from remat.layers._links import Link, Pass, dense_stride, on_fakes
+from remat.layers._links import Link, dense_stride, on_fakes
 
 _T = TypeVar("_T")
 
@@ -73,20 +72,6 @@ class Stack:
         """The other results of the stages, one row each, in the order of the slices."""
         order = reversed(rows) if self.is_reversed else rows
         return [torch.stack(column) for column in zip(*order, strict=True)]
-
-    def run(self, operands: Sequence[Tensor], numerics: Numerics) -> list[Tensor]:
-        """The outputs: each link is a region, whatever records it."""
-        entered = self.entered(operands)
-        state, scanned = entered[: self.num_state], entered[self.num_state :]
-        captured = operands[self.num_entered :]
-        rows: list[list[Tensor]] = []
-        under = Pass(numerics)
-        for link, slices in zip(self.links, self.slices(scanned), strict=True):
-            own = [captured[place] for place in link.captured]
-            returned, _ = link.advance([*link.laid(state), *slices, *own], under)
-            state, row = self.parted(returned)
-            rows.append(row)
-        return [*state, *self.stacked(rows)]
 
     def parted(self, returned: Sequence[_T]) -> tuple[list[_T], list[_T]]:
         """The state among what a link or the stack returns, and the other results."""
