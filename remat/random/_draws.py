@@ -8,6 +8,7 @@ from torch import Tensor
 
 from remat.random import _ops
 from remat.random._keys import require_key
+from remat.random._philox import as_int64
 
 Shape = int | Sequence[int]
 
@@ -267,8 +268,7 @@ def _draw_integers(
     key: Tensor, shape: Shape, first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Operators take int64: numbers beyond go as the int64 with their bits.
-    bounds = [value - (1 << 64) * (value >= 1 << 63) for value in (first, last)]
-    return _ops.INTEGERS(key, as_shape(shape), *bounds, dtype)
+    return _ops.INTEGERS(key, as_shape(shape), as_int64(first), as_int64(last), dtype)
 
 
 def as_shape(shape: Shape) -> list[int]:

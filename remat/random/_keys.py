@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from remat.random import _ops
+from remat.random._philox import as_int64
 
 _LEAST, _END = -(1 << 63), 1 << 64
 
@@ -44,8 +45,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     number = _checked_seed("random.key(seed)", operator.index(seed))
     if torch.compiler.is_dynamo_compiling():
         # Inductor writes no constants of this dtype.
-        signed = number % _END - (_END if number % _END >= -_LEAST else 0)
-        return torch.tensor([signed, 0], device=device).view(torch.uint64)
+        signed = torch.tensor([as_int64(number), 0], device=device)
+        return signed.view(torch.uint64)
     return torch.tensor([number % _END, 0], dtype=torch.uint64, device=device)
 
 
@@ -123,7 +124,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
             "to be told apart, or fold in several numbers one after the other."
         )
     number = _checked_seed("random.fold_in(key, data)", operator.index(data))
-    return _ops.FOLD_IN_INT(key, number - _END if number >= 1 << 63 else number)
+    return _ops.FOLD_IN_INT(key, as_int64(number))
 
 
 def require_key(key: object, function: str) -> None:

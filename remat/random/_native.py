@@ -15,6 +15,7 @@ from torch import Tensor
 
 from remat._torch import schemas
 from remat.random import _portable
+from remat.random._philox import as_int64
 
 _aten = torch.ops.aten
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
@@ -88,9 +89,7 @@ def normal(out: Tensor, keys: Tensor, mean: float, std: float) -> Tensor:
 
 def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
     """Fills `out`, integers of shape (key, number), from low + [0, span) by torch's kernel."""
-    info = torch.iinfo(out.dtype)
     end = low + span
     # A bound goes as the int64 with its bits; None is the end of the dtype's range.
-    bounds = [value - (1 << 64) * (value >= 1 << 63) for value in (low, end)]
-    high = None if end == info.max + 1 else bounds[1]
-    return _aten._philox_randint_(out, keys[:, None], bounds[0], high)
+    high = None if end == torch.iinfo(out.dtype).max + 1 else as_int64(end)
+    return _aten._philox_randint_(out, keys[:, None], as_int64(low), high)

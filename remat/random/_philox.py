@@ -105,6 +105,11 @@ def tiles(num_keys: int, num_blocks: int, device: torch.device) -> Iterator[Tile
             yield slice(row, row + height), first, min(width, num_blocks - first)
 
 
+def as_int64(value: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def advanced(keys: Tensor, blocks: int | Tensor) -> Tensor:
     """The keys of the same streams, uint64 (..., 2), `blocks` blocks further on."""
     # torch 2.13 cannot add uint64 on a CPU; int64 wraps to the same bits.

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat.random._philox import Words, block, blocks, tiles
+from remat.random._philox import Words, as_int64, block, blocks, tiles
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _STEP = 2.0**-32
@@ -104,7 +104,7 @@ def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
         if is_full:
             return bits
         rest = _remainder(bits, span) if is_long else bits.remainder_(span)
-        return rest.add_(_signed(low))
+        return rest.add_(as_int64(low))
 
     return _fill(out, keys, sample)
 
@@ -112,23 +112,18 @@ def integers(out: Tensor, keys: Tensor, low: int, span: int) -> Tensor:
 def _remainder(bits: Tensor, span: int) -> Tensor:
     """Unsigned `bits % span` of int64 bit patterns."""
     if span & (span - 1) == 0:
-        return bits & _signed(span - 1)
+        return bits & as_int64(span - 1)
     if span > 1 << 63:
         # At most one span fits; comparing without sign is comparing with it flipped.
-        flipped = bits ^ _signed(1 << 63)
+        flipped = bits ^ as_int64(1 << 63)
         return torch.where(
-            flipped < _signed(span ^ (1 << 63)), bits, bits - _signed(span)
+            flipped < as_int64(span ^ (1 << 63)), bits, bits - as_int64(span)
         )
     rest = (bits & ((1 << 63) - 1)) % span
     carry = (1 << 63) % span
     # The sum rest + carry may not fit: go round the end before it is taken.
     wrapped = torch.where(rest >= span - carry, rest - (span - carry), rest + carry)
     return torch.where(bits < 0, wrapped, rest)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64, for arithmetic on words."""
-    return ((value + (1 << 63)) % (1 << 64)) - (1 << 63)
 
 
 def _pairs(words: Words) -> list[Tensor]:
