@@ -8,6 +8,7 @@ saves; nothing else is merged, so that inner regions still bound the peak (law 9
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any, cast, final
 
 from remat import policies
@@ -191,6 +192,12 @@ def _operands_for_policy(meta: Meta) -> Any:
     if isinstance(meta, TensorMeta):
         return policies.Operand(meta.hints, meta.dtype, meta.device)
     return None if meta is None else tuple(map(_operands_for_policy, meta))
+
+
+def bytes_of(graph: Graph, indices: Iterable[int]) -> int:
+    """Bytes of these values of a graph; what is no tensor has none."""
+    metas = [graph.values[index].meta for index in indices]
+    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
 
 
 def forward_flops(analysis: Analysis) -> int:

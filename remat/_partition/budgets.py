@@ -19,7 +19,7 @@ from remat._errors import BudgetError, refusal
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
 from remat._partition import free_memory
-from remat._partition.analysis import Analysis, Decisions
+from remat._partition.analysis import Analysis, Decisions, bytes_of
 from remat._partition.costs import Costs, by_flops, is_free
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import peak_bytes
@@ -172,18 +172,13 @@ def _fixed_bytes(analysis: Analysis) -> int:
     joint = analysis.joint
     states = [state.index for state in joint.states]
     changed = [operand for operand, _ in joint.mutations]
-    return _budgeted_bytes(analysis, [*states, *changed])
+    return bytes_of(joint.graph, [*states, *changed])
 
 
 def no_remat_bytes(analysis: Analysis) -> int:
     """Bytes of intermediate values that are saved where all may be."""
     whole = cut(analysis, _members_without_budget(analysis), analysis.joint.gradients)
-    return _budgeted_bytes(analysis, whole.saved)
-
-
-def _budgeted_bytes(analysis: Analysis, indices: Sequence[int]) -> int:
-    metas = [analysis.joint.graph.values[index].meta for index in indices]
-    return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+    return bytes_of(analysis.joint.graph, whole.saved)
 
 
 def solve(

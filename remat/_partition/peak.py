@@ -14,6 +14,7 @@ from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, last_uses, roots
+from remat._partition.analysis import bytes_of
 from remat._partition.cut import Cut
 from remat._partition.halves import backward_graph, forward_graph, unique_outputs
 
@@ -30,19 +31,12 @@ def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
     unique, *_ = unique_outputs(backward, len(found.saved))
-    outputs = sum(
-        meta.size_bytes
-        for ref in joint.outputs
-        if ref.index not in found.saved
-        and isinstance(meta := joint.graph.values[ref.index].meta, TensorMeta)
-    )
-    handed_out = {ref.index for ref in joint.outputs}
+    handed_out = [ref.index for ref in joint.outputs]
+    outputs = bytes_of(joint.graph, (k for k in handed_out if k not in found.saved))
     freed = {
-        place: meta.size_bytes
+        place: bytes_of(joint.graph, [index])
         for place, index in enumerate(found.saved)
-        if frees
-        and index not in handed_out
-        and isinstance(meta := joint.graph.values[index].meta, TensorMeta)
+        if frees and index not in handed_out
     }
     return max(peak_of_run(forward), held_bytes + outputs + peak_of_run(unique, freed))
 

@@ -12,9 +12,8 @@ import functools
 from typing import final
 
 from remat._graph.joint import Joint
-from remat._graph.meta import TensorMeta
 from remat._graph.values import label
-from remat._partition.analysis import Analysis, Decisions, analyze
+from remat._partition.analysis import Analysis, Decisions, analyze, bytes_of
 from remat._partition.budgets import no_remat_bytes
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.decide import decide
@@ -62,9 +61,7 @@ class Stages:
     @property
     def saved_bytes(self) -> int:
         """Bytes of the saved values, before their storages make them fewer."""
-        values = self.joint.graph.values
-        metas = [values[index].meta for index in self.cut.saved]
-        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+        return bytes_of(self.joint.graph, self.cut.saved)
 
     @functools.cached_property
     def plain_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._partition.analysis import forward_flops
+from remat._partition.analysis import bytes_of, forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all
 from remat._rerun.dependence import require_nothing_hidden
@@ -152,15 +152,9 @@ def _costs(link: Link) -> tuple[int, int]:
     """What a stage costs, by what it computes and writes, and the bytes of its record."""
     stages = link.region.stages(link.roots)
     analysis, roots = stages.analysis, stages.analysis.roots
-    values = analysis.joint.graph.values
-    own = {roots[ref.index] for ref in analysis.joint.outputs}
-
-    def size_bytes(indices: Iterable[int]) -> int:
-        metas = (values[index].meta for index in indices)
-        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
-
-    written = size_bytes(index for index in analysis.forward if roots[index] == index)
-    record = size_bytes(index for index in stages.cut.saved if roots[index] not in own)
+    graph, own = analysis.joint.graph, {roots[k.index] for k in analysis.joint.outputs}
+    written = bytes_of(graph, (k for k in analysis.forward if roots[k] == k))
+    record = bytes_of(graph, (k for k in stages.cut.saved if roots[k] not in own))
     return forward_flops(analysis) + FLOPS_A_BYTE * written, record
 
 
