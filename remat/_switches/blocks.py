@@ -11,6 +11,7 @@ will be no second derivative, and the cotangents are freed at once.
 import contextlib
 import os
 import threading
+import types
 from collections.abc import Generator
 from typing import final
 
@@ -19,17 +20,8 @@ import torch
 _DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 
-@final
-class _OpenBlocks:
-    """Counts the open blocks on all threads, so that the fast path tests one integer."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-departures = _OpenBlocks()
+# `count` is of the open blocks on all threads, so that the fast path tests one integer.
+departures = types.SimpleNamespace(count=0)
 _lock = threading.Lock()
 
 
