@@ -111,7 +111,7 @@ class Signature(NamedTuple):
     @property
     def general_key(self) -> Hashable:
         """The key without the sizes of tensors, but with their number of dimensions."""
-        return _Leaves(_key_without_sizes).read(self.arguments)
+        return _Leaves(keeps_sizes=False).read(self.arguments)
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
@@ -122,8 +122,6 @@ class Signature(NamedTuple):
 @final
 class _Static:
     """Keeps an argument from being walked."""
-
-    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -184,13 +182,8 @@ def _kind_of_argument(leaf: object) -> str:
 class _Leaves:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
-    __slots__ = (
-        *("_describe", "_places"),
-        *("has_unstrided", "objects", "overrides", "tensors", "wants_gradient"),
-    )
-
-    def __init__(self, describe: Callable[[Tensor], Hashable] | None = None) -> None:
-        self._describe = describe
+    def __init__(self, *, keeps_sizes: bool = True) -> None:
+        self._keeps_sizes = keeps_sizes
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
@@ -222,9 +215,9 @@ class _Leaves:
             layout = layout_of(tree)
             if layout[4]:
                 self.wants_gradient = True
-            if self._describe is not None:
-                return (self._describe(tree), layout[4])
-            return layout
+            if self._keeps_sizes:
+                return layout
+            return (tree.dim(), tree.dtype, tree.device, layout[4])
         kind = cast("type[Any]", type(tree))
         if kind is tuple or kind is list:
             return (kind, *map(self.read, tree))
@@ -240,10 +233,6 @@ class _Leaves:
             kind = cast("type[object]", type(tree))
             return (kind, tree) if isinstance(tree, type) else kind
         return (spec, *map(self.read, leaves))
-
-
-def _key_without_sizes(tensor: Tensor) -> Hashable:
-    return (tensor.dim(), tensor.dtype, tensor.device)
 
 
 def _with_wrapped_statics(
@@ -309,14 +298,14 @@ _BY_VALUE = frozenset(
 
 def static_key(leaf: object) -> Hashable | None:
     """What stands for a static leaf in the key; None if it must be looked into."""
+    is_whole = isinstance(leaf, _Static)
+    leaf = leaf.value if is_whole else leaf
     kind = type(leaf)
     if kind in (float, complex):
         # The text tells -0.0 from 0.0 and lets nan equal itself.
         return (kind, repr(leaf))
-    if kind in _BY_VALUE:
+    if is_whole or kind in _BY_VALUE:
         return (kind, leaf)
-    if isinstance(leaf, _Static):
-        return _key_of_static(leaf.value)
     if isinstance(leaf, type):
         # A class of the user may change.
         return None if _captures.user_bases(leaf) else (kind, leaf)
@@ -339,12 +328,6 @@ def _static_value(leaf: Any) -> Any:
     if isinstance(leaf, _Static):
         return leaf.value
     return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-def _key_of_static(value: object) -> Hashable:
-    if type(value) in (float, complex):
-        return (type(value), repr(value))
-    return (type(value), value)
 
 
 def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
