@@ -131,12 +131,6 @@ def library() -> Any:
     return torch.library.Library("remat", "DEF")
 
 
-def register_fake(name: str, function: Callable[..., Tensor]) -> None:
-    """Says what an operator of this package returns for tensors without data."""
-    api: Any = torch.library
-    api.register_fake(f"remat::{name}", function, lib=library())
-
-
 def define(
     name: str,
     schema: str,
@@ -147,7 +141,8 @@ def define(
     """Makes an operator of this package, the same for every device."""
     library().define(name + schema, tags=tags)
     library().impl(name, kernel, "CompositeExplicitAutograd")
-    register_fake(name, fake)
+    api: Any = torch.library
+    api.register_fake(f"remat::{name}", fake, lib=library())
     return getattr(torch.ops.remat, name).default
 
 
