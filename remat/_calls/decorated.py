@@ -108,14 +108,12 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
-        signature = site.signature
-        if has_open_sizes():
-            return self._call_inside(site)
+        signature, lookup, is_inside = site.signature, self._lookup, has_open_sizes()
         wants = signature.wants_gradient
-        if not wants and not self._lookup.reaches_gradient(site):
+        if not (wants or is_inside or lookup.reaches_gradient(site)):
             return _call_plainly(site)
         signature.require_traceable()
-        entry, captured = self._lookup.find(site)
+        entry, captured = lookup.find_inside(site) if is_inside else lookup.find(site)
         if tracer.is_in_compiler():
             torch_compile.require_recordable(entry, self._where)
         tensors = [*signature.tensors, *captured]
@@ -125,17 +123,9 @@ class DecoratedFunction(Generic[_P, _R]):
         if not wants and not any(map(levels.requires_grad_anywhere, tensors)):
             return _call_plainly(site)
         # A route tells objects apart by their type alone: too little for static arguments.
-        if not (signature.objects and self.settings.statics.are_given):
+        has_static_objects = signature.objects and self.settings.statics.are_given
+        if not (has_static_objects or is_inside):
             self._cache.learn(site)
-        return entry.call(site.roots, tensors, site.numerics)
-
-    def _call_inside(self, site: CallSite) -> Any:
-        """Makes a call inside a trace with open sizes."""
-        site.signature.require_traceable()
-        entry, captured = self._lookup.find_inside(site)
-        tensors = list(map(lift, [*site.signature.tensors, *captured]))
-        if not any(map(levels.requires_grad_anywhere, tensors)):
-            return _call_plainly(site)
         return entry.call(site.roots, tensors, site.numerics)
 
     @functools.cached_property
