@@ -41,7 +41,9 @@ class Stages:
         """Runs the stages; without a policy nothing may be saved."""
         analysis = analyze(joints[0])
         decisions = {} if policy is None else decide(analysis, policy)
-        return cls(joints, analysis, decisions, cut_by(analysis, decisions))
+        members = permitted_members(analysis, decisions)
+        found = cut(analysis, members, joints[0].gradients)
+        return cls(joints, analysis, decisions, found)
 
     @property
     def joint(self) -> Joint:
@@ -84,12 +86,6 @@ class Stages:
                 "cut: is recomputed", *_indented_stage(again),
             )
         )  # fmt: skip
-
-
-def cut_by(analysis: Analysis, decisions: Decisions) -> Cut:
-    """Where forward and backward part if these decisions are followed."""
-    members = permitted_members(analysis, decisions)
-    return cut(analysis, members, analysis.joint.gradients)
 
 
 def _indented_stage(lines: list[str]) -> list[str]:

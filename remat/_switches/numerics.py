@@ -81,14 +81,10 @@ class Numerics(NamedTuple):
                         cache_enabled=self.autocast_cache,
                     )
                 )
-            if not self.autocast:
-                yield
-                return
-            torch.clear_autocast_cache()
-            try:
-                yield
-            finally:
+            if self.autocast:
                 torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
+            yield
 
     @contextlib.contextmanager
     def settled(self) -> Generator[None]:
