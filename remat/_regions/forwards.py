@@ -117,6 +117,10 @@ class Calls:
         self.saved = Count()
         self.are_like_outputs: bool | None = None
 
+    def note(self, is_like_outputs: bool) -> None:
+        """Notes of a backward whether its cotangents are laid out as the function's outputs."""
+        self.are_like_outputs = is_like_outputs and self.are_like_outputs is not False
+
 
 @final
 @dataclasses.dataclass(frozen=True)

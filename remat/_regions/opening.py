@@ -45,10 +45,7 @@ def is_differentiated_alike(
     has_regions = any(value.rank >= 0 for value in joint.graph.values)
     if joint.is_custom or has_regions or joint.mutations or joint.states:
         return False
-    forward_alone, _ = forward_graph(joint, ())
-    if has_first_order_formulas(forward_alone):
-        return False
-    program = function.of_program(forward_alone)
+    program = function.of_program(forward_graph(joint, ())[0])
     try:
         again, *_ = program.traced(roots, operands, (), cotangents=joint.layout)
     except RuntimeError as error:
@@ -60,6 +57,11 @@ def is_differentiated_alike(
         for each in (joint, again)
     )
     return same_outputs(own, of_program)
+
+
+def may_read_constants(graph: Graph, operands: Sequence[TensorMeta]) -> bool:
+    """Whether `reads_constants` may be true of a program."""
+    return has_first_order_formulas(graph) or bool(parts_of_calls(graph, operands))
 
 
 def has_first_order_formulas(graph: Graph) -> bool:
@@ -76,6 +78,8 @@ def reads_constants(
     gradient that is to be differentiated, and the program has the one that reads them.
     """
     joint = stages.joint
+    if has_first_order_formulas(forward_graph(joint, ())[0]):
+        return True
     read = {k for value in joint.graph.values if value.is_backward for k in value.uses}
     parts = [k for k in parts_of_calls(joint.graph, operands) if k in read]
     if not parts:

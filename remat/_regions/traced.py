@@ -44,11 +44,10 @@ from remat._regions.derived_forwards import (
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Calls, Forward, own_forward, placements_of
 from remat._regions.opening import (
-    has_first_order_formulas,
     is_differentiated_alike,
+    may_read_constants,
     opened_origin,
     operands_of,
-    parts_of_calls,
     reads_constants,
     unmapped_outputs,
 )
@@ -318,18 +317,15 @@ class TracedRegion:
         function, operands = self.function, self.operands
         if function.is_program:
             graph = self.forward(roots, save=False).program.graph
-            if has_first_order_formulas(graph):
-                return False
-            if not parts_of_calls(graph, operands):
+            if not may_read_constants(graph, operands):
                 return True
         if not self.has_derivatives(roots):
             return False
         stages = self.stages(roots)
         if not function.is_program:
-            forward = self.forward(roots, save=True)
             is_more = self.states or self.inputs or self.verify or self._is_open
-            known = (function, roots, operands, forward, stages.joint)
-            if is_more or not is_differentiated_alike(*known):
+            known = function, roots, operands, self.forward(roots, save=True)
+            if is_more or not is_differentiated_alike(*known, stages.joint):
                 return False
         return not reads_constants(function, roots, operands, stages)
 
@@ -398,9 +394,7 @@ class TracedRegion:
     ) -> tuple[DerivedForward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
         if not (self.function.key or self.function.is_program):
-            is_like = asked.cotangents == self.stages(roots).joint.layout
-            known = self.calls.are_like_outputs
-            self.calls.are_like_outputs = is_like and known is not False
+            self.calls.note(asked.cotangents == self.stages(roots).joint.layout)
         analysis, saved = analysis_for(
             self.stages(roots),
             asked,
