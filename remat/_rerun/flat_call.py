@@ -166,6 +166,7 @@ class _FlatCall:
             if not is_again:
                 self.stored = _stored_with_gradient(self.reach.survey)
             stored = [_captures.look(*place) for place in self.stored]
+            returned: list[Tensor]
             returned, self.returned = trees.Frame.of((result, stored))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]

@@ -231,8 +231,9 @@ def _leaf_of(tensor: Tensor) -> Tensor:
 
 
 def _zeros_like_fake(fake: Tensor) -> Tensor:
-    kind = {"dtype": fake.dtype, "device": fake.device}
-    zeros = torch.empty_strided(fake.shape, fake.stride(), **kind).zero_()
+    zeros = torch.empty_strided(
+        fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+    ).zero_()
     return zeros.requires_grad_(fake.requires_grad)
 
 
