@@ -11,9 +11,8 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from remat._calls import decorated
 from remat._generators import device_states
-from tests.probe import Errors, nothing_left, use_torch_at_length
+from tests.probe import Errors, forget_retraces, nothing_left, use_torch_at_length
 from tests.support import FakeDevice
 
 # One thread: the tensors are small, and a sum is split in the same way on every machine.
@@ -115,9 +114,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_retraces_counted() -> None:
-    """Tests share the traces of functions that they share, but not how many there were."""
-    for cache in decorated._caches.values():
-        cache.histories.clear()
+    forget_retraces()
 
 
 @pytest.fixture

@@ -66,8 +66,9 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         >>> import torch
         >>> from torch import nn
         >>> from remat import modules, policies
-        >>> model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)))
-        >>> model = modules.apply(model, "*", policy=policies.save_attention_outputs)
+        >>> layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(4)]
+        >>> model, policy = nn.Sequential(*layers), policies.save_attention_outputs
+        >>> model = modules.apply(model, "*", policy=policy)
         >>> model(torch.ones(3, 1, 8, requires_grad=True)).sum().backward()
         >>> model[3].forward.cache_info().misses  # one trace serves four layers
         1

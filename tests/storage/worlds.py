@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.probe import forget_retraces
+
 ROOT = Path(__file__).parent.parent.parent
 
 Checks = dict[str, Callable[[Any], None]]
@@ -129,6 +131,7 @@ def _rank(rank: int, size: int, folder: Path, checks: Checks) -> None:
 
 def _ended(check: Callable[[Any], None], mesh: Any) -> str:
     torch.manual_seed(0)
+    forget_retraces()
     try:
         check(mesh)
     except BaseException:  # noqa: BLE001  the parent raises it
