@@ -27,9 +27,8 @@ class Taking(NamedTuple):
     #: By the place of the tensors that come last to them, the places of functions, or of
     #: tuples of which one is the last.
     functions: Mapping[int, tuple[int, ...]]
-    returning: tuple[int, ...] = (
-        0,
-    )  # the functions that return what the operator does
+    #: The functions that return what the operator does.
+    returning: tuple[int, ...] = (0,)
 
 
 _KNOWN: dict[str, Taking] = {

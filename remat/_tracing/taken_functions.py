@@ -50,10 +50,10 @@ class _Function:
 
     function: Callable[..., Any]
     within: Within
-    operands: list[
-        Tensor
-    ]  # what the operator was given for the last of its own tensors
-    returns_results: bool  # whether it returns what the operator does
+    #: What the operator was given for the last of its own tensors.
+    operands: list[Tensor]
+    #: Whether it returns what the operator does.
+    returns_results: bool
     #: The tensors that it reaches, which come after its own.
     captured: tuple[Tensor, ...] = ()
     stand_in: StandIn | None = None  # gives what stands for others
