@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.autograd_function import custom_function_call
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import _get_current_function_mode_stack
 
@@ -45,8 +46,12 @@ _BY_TENSORS = "torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIn
 
 
 def takes_functions(op: Any) -> bool:
-    """Whether an operator takes functions, known or not."""
-    return isinstance(op, torch._ops.HigherOrderOperator)
+    """Whether an operator takes functions, known or not.
+
+    By `custom_function_call` torch.func calls an `autograd.Function`, whose own rules apply.
+    """
+    is_operator = isinstance(op, torch._ops.HigherOrderOperator)
+    return is_operator and op is not custom_function_call
 
 
 def taking(op: Any) -> Taking:
