@@ -98,7 +98,9 @@ def state() -> dict[str, Any]:
         "nested traces": _torch._dynamo.config.error_on_nested_fx_trace,
         "module calls": nn.Module.__call__,
         "module attributes": nn.Module.__getattr__,
-        "module class": sorted(vars(nn.Module)),
+        "module conversions": nn.Module._apply,
+        # transformers adds a method when it makes its first model.
+        "module class": sorted(vars(nn.Module).keys() - {"smart_apply"}),
         "function calls": vars(torch.autograd.Function)["apply"],
         "parametrizations": (parametrize._cache_enabled, len(parametrize._cache)),
         "log level": logging.getLogger("torch._subclasses.fake_tensor").level,

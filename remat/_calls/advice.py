@@ -15,6 +15,8 @@ from remat.policies._as_policy import is_of_users
 from remat.policies._everything_or_nothing import idle_storage, saves_nothing
 from remat.policies._operators import bare_name
 
+_ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
+
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
 
@@ -97,13 +99,17 @@ def _unmet(stages: Stages, policy: AbstractPolicy) -> _Advice:
         made = dict.fromkeys(
             value.function or bare_name(value.op) for value in values.values()
         )
+        do = "Use nothing_saveable to mean that, or name what is to be saved (checkpoint_name)."
+        if not _ATTENTION_BY_HAND.isdisjoint(made):
+            do += (
+                " Attention is known by its call of scaled_dot_product_attention "
+                '(attn_implementation="sdpa").'
+            )
         yield (
             "unmet",
             f"the policy {policy!r} permits no value here: all is recomputed.",
-            f"The values are made by {', '.join(list(made)[:12])}. Attention is known by "
-            "its call of scaled_dot_product_attention.",
-            "Use nothing_saveable to mean that, name what is to be saved "
-            '(checkpoint_name), or call that function (attn_implementation="sdpa").',
+            f"The values are made by {', '.join(list(made)[:12])}.",
+            do,
         )
 
 

@@ -7,6 +7,7 @@ torch.fx nodes as values, notes, cuts by `detach`; `in_place_operators`: writes 
 as pure operators, or on copies; `aliases`: which returned tensors are outputs, and which made
 again; `collectives`: as pure operators; `engines`: of DDP and others; `indexing`: tensors as
 indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size;
-`like_numbers`: size symbols (no tensors) in user code; `refusals`: errors; `left_behind`: tensors
-of a trace in the objects of others; `side_effects`: what a trace leaves behind.
+`like_numbers`: size symbols (no tensors) in user code; `taken_functions`: those of `torch.cond` and
+its like; `refusals`: errors; `left_behind`: tensors of a trace in the objects of others;
+`side_effects`: what a trace leaves behind.
 """

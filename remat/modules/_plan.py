@@ -76,7 +76,7 @@ class ModulePlan:
 
         What is around the blocks (the logits, say) is not counted, nor are parameters.
         """
-        held = gradients = peak = 0
+        held = peak = 0
         gradients = sum(row.gradient_bytes for row in self.rows)
         for row in self.rows:
             gradients -= row.gradient_bytes
@@ -98,11 +98,11 @@ class ModulePlan:
             f"{row.plan.recompute_flops:.3g} FLOPs"
             for row in self.rows
         ]
-        total = f"{show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}"
+        saved = f"{show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}"
         held = f"{show_size(self.held_bytes)} with the inputs of blocks"
         peak = f"predicted peak {show_size(self.predicted_peak_bytes)}"
-        all_ = f"all: {total}, {self.recompute_flops:.3g} FLOPs"
-        return "\n".join([*lines, all_, f"held: {held}, {peak}"])
+        total = f"all: {saved}, {self.recompute_flops:.3g} FLOPs"
+        return "\n".join([*lines, total, f"held: {held}, {peak}"])
 
 
 def _saved_in_block(found: Plan) -> list[str]:
