@@ -91,7 +91,7 @@ class _Tags(HTMLParser):
 
 
 def test_the_page_is_whole(page: Path) -> None:
-    """Every tag is closed, nothing is fetched, and both drawings have a name."""
+    """Every tag is closed, nothing is fetched, and the drawing has a name."""
     parser = _Tags()
     text = page.read_text()
     parser.feed(text)
@@ -99,12 +99,12 @@ def test_the_page_is_whole(page: Path) -> None:
     assert parser.open == []
     assert parser.addresses == []
     assert "default-src 'none'" in text
-    assert text.count('role="img" aria-label=') == 2
-    assert parser.tags.count("table") == 2
+    assert text.count('role="img" aria-label=') == 1
+    assert parser.tags.count("table") == 3
 
 
 def test_the_page_has_the_figures(page: Path, found: Report) -> None:
-    """The text of the report, its regions and its values."""
+    """The text of the report, its regions, what saving more costs, and its values."""
     text = page.read_text()
 
     for part in ("wait for the backward", "next: ", "models.py:", "attn", "live bytes"):
@@ -112,6 +112,12 @@ def test_the_page_has_the_figures(page: Path, found: Report) -> None:
     polygons = re.findall(r"<polygon points=\"([^\"]*)\"", text)
     assert len(polygons) == len(found.timeline.groups)
     assert f'data-key="{found.values[0].size_bytes}"' in text
+    (rows,) = re.findall(
+        r'<table id="frontier">.*?<tbody>(.*?)</tbody>', text, re.DOTALL
+    )
+    assert rows.count("<tr>") == len(found.frontier)
+    for point in found.frontier:
+        assert f'data-key="{point.saved_bytes}"' in rows
 
 
 def test_words_are_escaped(tmp_path: Path) -> None:

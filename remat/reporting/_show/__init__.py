@@ -1,7 +1,6 @@
 """Shows figures: as text, as a page, and as drawings.
 
 It reads `remat.reporting._records`, and nothing of how the figures were measured. `text`: tables
-and words, sizes, times, differences of two reports; `html`: fills in `page.html`; `svg`: drawings as
-text on that page, without a library; `figures`: by matplotlib, on its axes; `progress`: a bar or
-lines.
+and words, sizes, times, differences of two reports; `html`: fills in `page.html`, with
+a drawing; `figures`: by matplotlib, on its axes; `progress`: a bar or lines.
 """

@@ -1,7 +1,8 @@
 """A report as one HTML page that needs no network and no library.
 
 Buttons in the heads of its tables sort them, and a search field filters them; both work
-with the keyboard. Without scripts they are plain tables.
+with the keyboard. Without scripts they are plain tables. The bytes over the step are drawn as
+SVG, of which `page.html` has the colors and patterns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,15 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from remat.reporting._records import Facts, HeldValue, RecomputedValue, RegionReport
-from remat.reporting._show.svg import frontier_svg, timeline_svg
+from remat.policies._sizes import show_size, unit_of
+from remat.reporting._records import (
+    Facts,
+    HeldValue,
+    RecomputedValue,
+    RegionReport,
+    SavingPoint,
+    Timeline,
+)
 from remat.reporting._show.text import (
     counted_size,
     heading,
@@ -26,6 +34,7 @@ _REGIONS = (
     "region", "calls", "held", "predicted", "working set", "predicted",
     "again (FLOP)", "again (time)",
 )  # fmt: skip
+_POINTS = ("saved as well", "saved bytes", "recomputed")
 _VALUES = ("value", "bytes", "waits", "again (FLOP)", "made by", "read by", "region")
 
 
@@ -37,13 +46,13 @@ def html_report(facts: Facts) -> str:
         rows = _html_table("regions", _REGIONS, map(_region_cells, facts.regions))
         regions = f"\n<h2>Regions</h2>\n{rows}\n"
         regions += "<h2>What saving more would cost and spare</h2>\n"
-        regions += frontier_svg(facts.frontier)
+        regions += _html_table("frontier", _POINTS, map(_point_cells, facts.frontier))
     held = map(_held_cells, facts.values)
     again = map(_recomputed_cells, facts.recomputed)
     return Template(page.rstrip()).substitute(
         title=escape(f"remat report: {facts.function}"),
         summary=escape("\n".join([*heading(facts), "", *notes(facts)])),
-        timeline=timeline_svg(facts.timeline),
+        timeline=_drawn_timeline(facts.timeline),
         regions=regions,
         values=_html_table("values", _VALUES, [*held, *again]),
     )
@@ -65,6 +74,12 @@ def _region_cells(region: RegionReport) -> Sequence[_Cell]:
     )
     sorted_by = ["" if key is None else str(key) for key in keys]
     return list(zip(row, [region.name, *sorted_by], strict=True))
+
+
+def _point_cells(point: SavingPoint) -> Sequence[_Cell]:
+    size, work = point.saved_bytes, point.recompute_work
+    added = point.added or "nothing"
+    return [(added, added), (show_size(size), str(size)), (show_flops(work), str(work))]
 
 
 def _held_cells(value: HeldValue) -> Sequence[_Cell]:
@@ -100,3 +115,51 @@ def _html_table(
         )
         lines.append(f"<tr>{cells}</tr>")
     return "\n".join([*lines, "</tbody></table>"])
+
+
+_WIDTH, _HEIGHT = 660, 240
+_LOOKS = 6  # of areas, by the patterns of `page.html`
+
+
+def _drawn_timeline(timeline: Timeline) -> str:
+    """The bytes over one step, stacked by owner, with figures and what they are beside it."""
+    end, most = timeline.times_s[-1], max(timeline.total_bytes)
+    times = [_WIDTH * time / (end or 1) for time in timeline.times_s]
+    below = [float(_HEIGHT)] * len(times)
+    areas: list[str] = []
+    legend: list[str] = []
+    for place, (owner, sizes) in enumerate(
+        zip(timeline.groups, timeline.size_bytes, strict=True)
+    ):
+        above = [
+            y - _HEIGHT * n / (most or 1) for y, n in zip(below, sizes, strict=True)
+        ]
+        edge = " ".join([*_corners(times, above), *reversed(_corners(times, below))])
+        look, name = f'class="look{place % _LOOKS}"', f"<title>{escape(owner)}</title>"
+        areas.append(f'<polygon points="{edge}" {look}>{name}</polygon>')
+        legend.append(f"<li><svg><rect {look}/></svg> {escape(owner)}</li>")
+        below = above
+    unit, unit_bytes = unit_of(most)
+    return (
+        f"<figure><figcaption>live bytes ({unit})</figcaption>{_ticks(most / unit_bytes)}"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="Live bytes over the time of one step, by owner">{"".join(areas)}'
+        f"</svg>{_ticks(end * 1e3 if timeline.is_timed else end)}"
+        f"<figcaption>{timeline.time_words}</figcaption></figure>"
+        f'<ul class="legend">{"".join(legend)}</ul>'
+    )
+
+
+def _corners(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+    """The corners of a line that keeps each value until the next place."""
+    return [
+        f"{x:.1f},{y:.1f}"
+        for place, x in enumerate(xs)
+        for y in (ys[max(place - 1, 0)], ys[place])
+    ]
+
+
+def _ticks(most: float) -> str:
+    """Five figures along an axis of the drawing, from 0 on."""
+    figures = "".join(f"<span>{most * k / 4:.3g}</span>" for k in range(5))
+    return f'<div class="ticks">{figures}</div>'
