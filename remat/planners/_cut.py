@@ -11,17 +11,14 @@ A larger budget never costs more: the two choices, their parts and the filling a
 same for all budgets in between, and the cheapest result that fits is taken.
 """
 
-import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from remat.planners._network import Network
 from remat.planners._problem import (
     Choice,
-    Option,
     Outcome,
     Problem,
     Solution,
@@ -32,8 +29,6 @@ from remat.planners._tally import Tally
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
-_SIZES = 12  # of values, which are left out in turn
-_SMALL = 1024  # steps times items of networks that are cut again for each item
 
 _Move = tuple[int, int | None]
 """An item, and how it is settled anew."""
@@ -78,7 +73,6 @@ def solve_cut(
         states = [*_exchanges(problem, left, right)]
         outcomes += states
         outcomes += _filled(problem, states, budget)
-        outcomes += _branched(problem, budget, left, right)
     return _solution(_cheapest_of(outcomes, budget), bound)
 
 
@@ -173,36 +167,6 @@ def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
     return list(parts.values())
 
 
-def _branched(
-    problem: Problem, budget: int, left: Outcome, right: Outcome
-) -> Iterator[Outcome]:
-    """The search repeated with one value forced out, or in; for small problems only."""
-    differing = [
-        item
-        for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
-        if one != other
-    ]
-    if len(problem.steps) * len(differing) > _SMALL:
-        return
-    for item in differing:
-        for option in (None, *range(len(problem.items[item]))):
-            branch = _settled(problem, item, option)
-            if branch.fixed_bytes <= budget:
-                found = list(_bracket(branch, budget)[0].choice)
-                found[item] = option
-                yield problem.outcome(found)
-
-
-def _settled(problem: Problem, item: int, option: int | None) -> Problem:
-    """The problem with the choice for one item fixed."""
-    options = () if option is None else (Option(0),)
-    items = (*problem.items[:item], options, *problem.items[item + 1 :])
-    held = 0 if option is None else problem.items[item][option].size_bytes
-    return dataclasses.replace(
-        problem, items=items, fixed_bytes=problem.fixed_bytes + held
-    )
-
-
 def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
     """Fills a budget from the two states around it: adds or drops values one by one.
 
@@ -219,22 +183,10 @@ def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Ou
         items = others if distance else every
         if distance <= below:
             start = states[below - distance]
-            for some in _without_one_size(problem, items):
-                yield from _walk(problem, start, high, some, adds=True)
+            yield from _walk(problem, start, high, items, adds=True)
         if below + 1 + distance < len(states):
             start = states[below + 1 + distance]
             yield from _walk(problem, start, low, items, adds=False)
-
-
-def _without_one_size(
-    problem: Problem, items: Sequence[int]
-) -> Iterator[Sequence[int]]:
-    """All items, and all but those of one size: the best ones may fit badly."""
-    yield items
-    sizes = Counter(problem.items[item] for item in items)
-    for size, count in sizes.most_common(_SIZES):
-        if count < len(items):
-            yield [item for item in items if problem.items[item] != size]
 
 
 def _walk(
