@@ -10,11 +10,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from remat._api import remat
 from remat._errors import BudgetError, refusal
-from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan, plan as plan_of
@@ -295,26 +294,6 @@ def _called_instead(module: nn.Module, forward: Callable[..., Any]) -> Generator
         own.update(before)
 
 
-def _call_block(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _generators_put_back(tensors: Sequence[Tensor]) -> Generator[None]:
-    """Inside, the generators of these tensors' devices may be drawn from."""
-    devices = {torch.device("cpu"), *(each.device for each in tensors)}
-    states = [
-        (each, device_states.get(each)) for each in devices if device_states.has(each)
-    ]
-    try:
-        yield
-    finally:
-        for device, state in states:
-            device_states.put(state, device)
-
-
 def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
     found = _largest_stack(model) if where is None else matching(model, where)
     names = [name for name, _ in found]
@@ -365,26 +344,26 @@ def _called(
     on fake tensors.
     """
     calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *trees.tensor_leaves((args, kwargs)),
-    ]
+    given = trees.tensor_leaves((args, kwargs))
+    tensors = [*model.parameters(), *model.buffers(), *given]
     has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
-    run = fakes.zeros_like_results if has_data else _call_block
 
     def stand_in(
         name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
     ) -> Any:
         calls[name].append(_BlockCall(name, module, args, kwargs))
-        return run(forward, args, kwargs)
+        if has_data:
+            return fakes.zeros_like_results(forward, args, kwargs)
+        return forward(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for name, module in named:
             instead = functools.partial(stand_in, name, module, module.forward)
             stack.enter_context(_called_instead(module, instead))
         if has_data:
-            stack.enter_context(_generators_put_back(tensors))
+            others = {each.device for each in tensors if each.device.type != "cpu"}
+            kind = next((each.type for each in others), "cuda")
+            stack.enter_context(torch.random.fork_rng(others, device_type=kind))  # pyright: ignore[reportUnknownMemberType]
             copies = {name: each.clone() for name, each in model.named_buffers()}
             torch.func.functional_call(model, copies, args, kwargs)
         else:
