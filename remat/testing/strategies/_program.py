@@ -178,11 +178,17 @@ class Program:
         source = repr(self)
         linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
         exec(compile(source, _FILE, "exec"), namespace)
-        made = namespace["plain"] = namespace["fun"]
+        namespace["plain"] = namespace["fun"]
         if "make" in namespace:
-            # Once more, with regions inside, over the same captures.
+            # Without regions inside and with them, over the same captures.
+            width = self.arguments[0].shape[-1]
+            cells = {
+                name: CELLS[name].format(width=width) for name in self._used(CELLS)
+            }
+            made = {name: eval(code, namespace) for name, code in cells.items()}
+            namespace["plain"] = namespace["make"](**made)
             namespace["remat"] = _api.remat
-            namespace["fun"] = namespace["make"](**_cells_of(made))
+            namespace["fun"] = namespace["make"](**made)
         return namespace
 
     def _used(self, names: Iterable[str]) -> list[str]:
@@ -232,18 +238,6 @@ class Program:
 
 def _no_region(**_: Any) -> Callable[[Any], Any]:
     return lambda fun: fun
-
-
-def _cells_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The captured tensors in a generated function and in the ones that it calls."""
-    found: dict[str, Any] = {}
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
-        if name in CELLS:
-            found[name] = cell.cell_contents
-        else:
-            found |= _cells_of(cell.cell_contents)
-    return found
 
 
 def _indented_source(lines: Iterable[str]) -> list[str]:
