@@ -7,7 +7,6 @@ forward, and the step of the backward that repeats it, have the same rank.
 
 import contextlib
 import dataclasses
-import functools
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -104,9 +103,10 @@ class _NameWatcher(StepListener):
         self, graph: Graph, inputs: Sequence[Tensor], /
     ) -> Generator[Callable[[int], None]]:
         """Keeps what each step gives until the run ends, then copies what has a name."""
-        with self.running(graph) as run:
+        with super().following(graph, inputs) as take_step:
+            run = self.stack[-1]
             self._results[id(run)] = dict(enumerate(inputs))
-            yield functools.partial(setattr, run, "step")
+            yield take_step
         results = self._results.pop(id(run))
         for index, value in enumerate(graph.values):
             if value.op is operator.getitem and value.args[0].index in results:

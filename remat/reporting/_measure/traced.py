@@ -102,7 +102,7 @@ class RegionTrace:
         self.found = stages.cut  # where forward and backward part
         self._decisions = stages.decisions
         self._model = model_of(self.analysis, lambda _: (Keep(),), work_of)
-        self._held: dict[tuple[AbstractStorage, TensorMeta], Held] = {}
+        self._held_in = functools.cache(_held_in)
 
     @property
     def outcome(self) -> Effect:
@@ -151,12 +151,6 @@ class RegionTrace:
             storage = self.region.inputs.get(operand, Keep())
             held = self._held_in(storage, self.region.operands[operand])
         return None if held.is_bound else Waits(held.size_bytes, held.elsewhere_bytes)
-
-    def _held_in(self, storage: AbstractStorage, meta: TensorMeta) -> Held:
-        key = storage, meta
-        if key not in self._held:
-            self._held[key] = storage.held(meta)
-        return self._held[key]
 
     def _saved(self, index: int) -> Held:
         """What a value of the joint graph holds, also if it is not saved now."""
@@ -331,6 +325,10 @@ def work_of(graph: Graph, index: int) -> int:
     return step_flops(graph, value) or sum(
         meta.size_bytes // meta.dtype.itemsize for meta in metas if meta is not None
     )
+
+
+def _held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
+    return storage.held(meta)
 
 
 def _maker(graph: Graph, index: int) -> tuple[int, int]:

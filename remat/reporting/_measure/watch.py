@@ -97,13 +97,15 @@ class StepListener(Watcher):
         self.node = node
 
     @contextlib.contextmanager
-    def running(self, graph: Graph) -> Generator[ProgramRun]:
-        """Around a run of a program, which it notes."""
+    def following(
+        self, graph: Graph, inputs: Sequence[Tensor], /
+    ) -> Generator[Callable[[int], None]]:
+        """Notes a run of a program, and its steps as they come."""
         run = ProgramRun(graph, self.phase, self.node)
         self.runs.append(run)
         self.stack.append(run)
         try:
-            yield run
+            yield functools.partial(setattr, run, "step")
         finally:
             self.stack.pop()
 
@@ -130,14 +132,6 @@ class StepWatcher(StepListener):
         self.events: list[Event] = []
         self.by_key: dict[int, Allocation] = {}  # what lives
         self._references: dict[weakref.ref[torch.UntypedStorage], Allocation] = {}
-
-    @contextlib.contextmanager
-    def following(
-        self, graph: Graph, inputs: Sequence[Tensor], /
-    ) -> Generator[Callable[[int], None]]:
-        """Notes a run of a program, and its steps as they come."""
-        with self.running(graph) as run:
-            yield functools.partial(setattr, run, "step")
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator, measures it, and counts what it returns."""
