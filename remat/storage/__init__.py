@@ -3,21 +3,25 @@
 In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graphs nor policies. A
 class a file: `_keep`, `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros),
 `_offload` (to a device or file), `_shard` (a rank's part). `_contract`: what each promises,
-chains; `_storing`: what it stores and restores, checked against that, or rehearsed;
-`_argument_checks`: its arguments; `_stored`: the parts that wait, their joints, their place;
-`_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes and pools;
+checked where it stores and restores, or rehearsed; chains; `_argument_checks`: its arguments;
+`_stored`: the parts that wait, their joints, their place; `_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes and pools;
 `_replicated`: whether ranks hold the same value, by hash.
 """
 
 from remat.storage._cast import Cast
-from remat.storage._contract import AbstractStorage, Chain, links_of
+from remat.storage._contract import (
+    AbstractStorage,
+    Chain,
+    densely,
+    links_of,
+    stored_in,
+)
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
 from remat.storage._shard import Shard
 from remat.storage._sparse import Sparse
 from remat.storage._stored import Held, Place, Restoration, Stored
-from remat.storage._storing import densely, stored_in
 from remat.storage._transfer import release_host_memory
 
 __all__ = [

@@ -21,9 +21,8 @@ from remat._graph.meta import TensorMeta
 from remat.random import fold_in, uniform
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._bits import pack, unpack
-from remat.storage._contract import AbstractStorage
+from remat.storage._contract import AbstractStorage, rehearsed
 from remat.storage._stored import FIRST, Held, Place, Stored
-from remat.storage._storing import rehearsed
 
 _BITS = (8, 4, 2)
 

@@ -31,10 +31,9 @@ from remat._torch import distributed, dtensor
 from remat._user_lines import warn
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
-from remat.storage._contract import AbstractStorage
+from remat.storage._contract import AbstractStorage, rehearsed
 from remat.storage._replicated import require_replicated
 from remat.storage._stored import FIRST, Held, Place, Stored
-from remat.storage._storing import rehearsed
 
 if TYPE_CHECKING:  # a torch built without distributed has no such module
     from torch.distributed.device_mesh import DeviceMesh
