@@ -64,25 +64,19 @@ def initial_parameters(shape: GPTShape, generator: torch.Generator) -> Parameter
 
 
 def block(
-    parameters: Mapping[str, Tensor], x: Tensor, key: Tensor, heads: int
+    parameters: Mapping[str, Tensor], x: Tensor, key: Tensor | None, heads: int
 ) -> Tensor:
     """One layer: attention, then a perceptron, each dropped out and added to its input.
 
     It takes and gives (b, t, c). The weights are norm1 (c,), qkv (c, 3c), out (c, c),
-    norm2 (c,), up (c, 4c), down (4c, c); the key decides what is dropped.
+    norm2 (c,), up (c, 4c), down (4c, c); the key decides what is dropped, None nothing.
     """
-    mixed = _attention(parameters, x, heads)
-    x = x + random.dropout(random.fold_in(key, 0), mixed, DROPOUT)
-    thought = _perceptron(parameters, x)
-    return x + random.dropout(random.fold_in(key, 1), thought, DROPOUT)
+    x = x + _dropped(_attention(parameters, x, heads), key, 0)
+    return x + _dropped(_perceptron(parameters, x), key, 1)
 
 
-def block_without_dropout(
-    parameters: Mapping[str, Tensor], x: Tensor, heads: int
-) -> Tensor:
-    """`block` without dropout, so that every library computes the same."""
-    x = x + _attention(parameters, x, heads)
-    return x + _perceptron(parameters, x)
+def _dropped(x: Tensor, key: Tensor | None, place: int) -> Tensor:
+    return x if key is None else random.dropout(random.fold_in(key, place), x, DROPOUT)
 
 
 def _attention(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tensor:
@@ -99,14 +93,14 @@ def _perceptron(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def one_layer(device: str) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """`block_without_dropout` and arguments for it, on a device, by keyword."""
+    """`block` and arguments by keyword, without dropout: every library computes the same."""
     shape = GPTShape()
     generator = torch.Generator().manual_seed(0)
     own = initial_parameters(shape, generator)["block0"]
     x = torch.randn(shape.batch, shape.time, shape.width, generator=generator)
     tensors = {name: each.to(device) for name, each in own.items()}
-    kwargs = {"parameters": tensors, "x": x.to(device), "heads": shape.heads}
-    return block_without_dropout, kwargs
+    given = {"parameters": tensors, "x": x.to(device)}
+    return block, given | {"key": None, "heads": shape.heads}
 
 
 def make_loss(shape: GPTShape, block: Block) -> Loss:

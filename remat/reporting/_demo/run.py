@@ -35,6 +35,11 @@ from remat.reporting._show.progress import progress
 from remat.reporting._show.text import show_ratio, table
 
 _LEARNING_RATE = 1e-3
+_POLICIES = (
+    policies.nothing_saveable,
+    policies.save_matmul_outputs,
+    policies.save_only_these_names("attn"),
+)
 _HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
 
 
@@ -77,7 +82,8 @@ def run_demo(
     all rows share.
     """
     shape = shape or GPTShape()
-    trainers = [_Trainer(name, b, shape, seed) for name, b in _blocks().items()]
+    blocks = {"no remat": block, **{repr(p): remat(block, policy=p) for p in _POLICIES}}
+    trainers = [_Trainer(name, b, shape, seed) for name, b in blocks.items()]
     batches = draw_batches(shape, num_steps, seed)
     key = random.key(seed)
     with progress("training each policy", num_steps, sys.stderr) as advance:
@@ -106,27 +112,13 @@ def english_text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _blocks() -> dict[str, Block]:
-    """Returns the model's layer under each policy, by the name of its row."""
-    rows = (
-        policies.nothing_saveable,
-        policies.save_matmul_outputs,
-        policies.save_only_these_names("attn"),
-    )
-    return {"no remat": block, **{repr(row): remat(block, policy=row) for row in rows}}
-
-
 def _step(trainer: _Trainer, batch: Tensor, key: Tensor) -> None:
     """Takes one step of training, and records its loss and its time."""
     start = time.perf_counter()
     grad = torch.func.grad_and_value(trainer.loss)
     gradients, loss = grad(trainer.parameters, batch, key)
-    leaves = zip(
-        trees.tensor_leaves(trainer.parameters),
-        trees.tensor_leaves(gradients),
-        strict=True,
-    )
-    for parameter, gradient in leaves:
+    leaves = map(trees.tensor_leaves, (trainer.parameters, gradients))
+    for parameter, gradient in zip(*leaves, strict=True):
         parameter.grad = gradient
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()

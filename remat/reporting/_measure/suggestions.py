@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import final
 
 from remat.policies._sizes import show_size
@@ -63,15 +63,12 @@ class _Change:
     work: int = 0  # by how much it changes what is recomputed, see `work_of`
 
 
-def _changes(
-    traces: Sequence[RegionTrace],
-    ask: Callable[[RegionTrace], Iterator[tuple[Described, Effect]]],
-) -> list[_Change]:
+def _changes(traces: Sequence[RegionTrace], *, saves: bool) -> list[_Change]:
     """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
     for trace in traces:
         name, now = trace.calls[0].name, trace.outcome
-        for value, then in ask(trace):
+        for value, then in trace.changes(saves=saves):
             change = found.setdefault((name, value.key), _Change(name, value))
             change.size_bytes += then.saved_bytes - now.saved_bytes
             change.work += then.work - now.work
@@ -80,7 +77,7 @@ def _changes(
 
 def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
     """Of the values that save much work, the one that saves most per byte."""
-    found = _changes(traces, RegionTrace.saving)
+    found = _changes(traces, saves=True)
     most = max((-each.work for each in found), default=0)
     everything = sum(trace.forward_work for trace in traces)
     if most <= 0 or most < _LEAST_FRACTION * everything:
@@ -120,7 +117,7 @@ def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
     everything = sum(trace.forward_work for trace in traces)
     found = [
         each
-        for each in _changes(traces, RegionTrace.dropping)
+        for each in _changes(traces, saves=False)
         if each.size_bytes < 0 and each.work < _LEAST_FRACTION * everything
     ]
     if not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 from remat import _captures, policies
@@ -231,26 +231,20 @@ class RegionTrace:
         members = permitted_members(self.analysis, every)
         return {self._root_number(member): member for member in members}
 
-    def saving(self) -> Iterator[tuple[Described, Effect]]:
-        """For recomputed values of each key, what saving them too would give."""
-        permitted = {*self._decisions}
-        for alike in self._alike({*self._again} - permitted):
-            yield self.described(alike[0]), self.at(permitted.union(alike))
+    def changes(self, *, saves: bool) -> Iterator[tuple[Described, Effect]]:
+        """What saving recomputed values too would give, or recomputing saved ones.
 
-    def dropping(self) -> Iterator[tuple[Described, Effect]]:
-        """For saved values of each key, what recomputing them would give."""
+        Values of one key change together; they come in the order of the forward.
+        """
         permitted = {*self._decisions}
         saved = {self._root_number(index) for index in self.found.saved}
-        for alike in self._alike(saved & permitted):
-            yield self.described(alike[0]), self.at(permitted.difference(alike))
-
-    def _alike(self, numbers: Set[int]) -> Iterable[list[int]]:
-        """Some classes by their keys, in the order of the forward."""
-        found: dict[Hashable, list[int]] = {}
-        for number in self.analysis.views:
-            if number in numbers:
-                found.setdefault(self.described(number).key, []).append(number)
-        return found.values()
+        numbers = {*self._again} - permitted if saves else saved & permitted
+        alike: dict[Hashable, list[int]] = {}
+        for number in filter(numbers.__contains__, self.analysis.views):
+            alike.setdefault(self.described(number).key, []).append(number)
+        for several in alike.values():
+            then = self.at(permitted.symmetric_difference(several))
+            yield self.described(several[0]), then
 
     def described(self, number: int) -> Described:
         """What one class is in words."""
