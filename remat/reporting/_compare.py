@@ -115,11 +115,14 @@ class Comparison:
                 why="Nothing is computed on meta tensors.",
                 do="Pass tensors on a real device.",
             )
-        own: dict[str, tuple[int, float]] = {}
-        peers: dict[str, tuple[int, float]] = {}
-        for row in self.rows:
-            points = peers if row.is_peer else own
-            points[row.name] = row.held_bytes, row.step_s or 0.0
+        own, peers = (
+            {
+                r.name: (r.held_bytes, r.step_s or 0.0)
+                for r in self.rows
+                if r.is_peer is k
+            }
+            for k in (False, True)
+        )
         return comparison_figure(own, peers, title=self.function)
 
 

@@ -214,15 +214,12 @@ def _recomputed_by_key(
     several: Sequence[_Seen], calls: RegionCalls
 ) -> dict[Hashable, deque[tuple[Tensor, RegionCall]]]:
     """What the calls of regions computed again, by what it shares with the forward's."""
-    by_node: dict[int | None, list[_Seen]] = {}
-    for seen in several:
-        if seen.phase == "backward":
-            by_node.setdefault(seen.node, []).append(seen)
     found: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
     for node, call in calls.at.items():
-        for seen in by_node.get(node, ()):
-            row = found.setdefault(_key_of_named(seen, call), deque())
-            row.append((seen.tensor, call))
+        for seen in several:
+            if seen.phase == "backward" and seen.node == node:
+                row = found.setdefault(_key_of_named(seen, call), deque())
+                row.append((seen.tensor, call))
     return found
 
 
