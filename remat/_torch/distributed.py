@@ -79,15 +79,24 @@ def ranks_of(group: Any) -> list[int]:
     return _dist.get_process_group_ranks(group)
 
 
-def picked_as_a_whole(policy: Any, model: Any) -> dict[Any, dict[str, Any]] | None:
+def picked_by(policy: Any, model: Any) -> dict[Any, dict[str, Any]]:
     """The modules, and options for each, that a policy of FSDP's picks out of a model.
 
-    None for a policy that is asked about one module after the other. Obsolete when torch
-    has a public way to ask `torch.distributed.fsdp.wrap.CustomPolicy`.
+    The model itself is not among them where the policy is asked about one module after the
+    other. Obsolete when torch has a public way to ask a policy.
     """
-    if callable(policy) or not hasattr(policy, "_run_policy"):
-        return None
-    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    if not callable(policy):
+        return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    from torch.distributed.fsdp import wrap
+
+    chosen: dict[Any, dict[str, Any]] = {}
+
+    def pick(module: Any) -> Any:
+        chosen[module] = {}
+        return module
+
+    wrap._recursive_wrap(model, policy, pick, set(), set(), only_wrap_children=True)
+    return chosen
 
 
 def is_fsdp_idle(module: Any) -> bool:

@@ -201,31 +201,7 @@ def _modules_to_wrap(
     if policy is None:
         below = (each for each in model.modules() if each is not model)
         return {each: {} for each in below if check_fn(each)}
-    picked = distributed.picked_as_a_whole(policy, model)
-    return _picked_to_wrap(model, policy) if picked is None else picked
-
-
-def _picked_to_wrap(
-    model: nn.Module, policy: Callable[..., bool]
-) -> dict[nn.Module, dict[str, Any]]:
-    """Those that a policy of FSDP's picks by its protocol, from the innermost outwards."""
-    chosen: dict[nn.Module, dict[str, Any]] = {}
-
-    def visit(module: nn.Module) -> int:
-        """How many elements its parameters have that are in a chosen module."""
-        total = sum(parameter.numel() for parameter in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
-            return 0
-        inside = sum(map(visit, module.children()))
-        if module is model or not policy(
-            module=module, recurse=False, nonwrapped_numel=total - inside
-        ):
-            return inside
-        chosen[module] = {}
-        return total
-
-    visit(model)
-    return chosen
+    return distributed.picked_by(policy, model)
 
 
 def _require_no_torch_wrapper(wrapper: Callable[..., Any]) -> None:
