@@ -12,7 +12,7 @@ from remat._programs.program import Program
 from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
-from remat.policies._everything_or_nothing import idle_storage, saves_nothing
+from remat.policies._by_kind import idle_storage, saves_nothing
 from remat.policies._operators import bare_name
 
 _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})

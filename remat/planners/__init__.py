@@ -1,9 +1,9 @@
 """Planners: which values to save within a budget. They never see a tensor.
 
 In comes a `Problem`, out comes a `Solution`. `_problem`: both, options and outcomes; `_cut`: the
-core solver, which sweeps prices, then exchanges and fills; `_network`: the minimum cuts
-at one price; `_tally`: a choice changed item by item; `_milp`: the exact solver, by `_scipy`,
-untyped; `_shared_budget`: one budget for several programs.
+core solver, which sweeps prices, then exchanges and fills, changing a choice item by item;
+`_network`: the minimum cuts at one price; `_milp`: the exact solver; `_scipy`: untyped;
+`_shared_budget`: one budget for several programs.
 """
 
 from remat.planners._cut import solve_cut

@@ -15,6 +15,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any, final
+
+import numpy as np
 
 from remat.planners._network import Network
 from remat.planners._problem import (
@@ -24,8 +27,7 @@ from remat.planners._problem import (
     Solution,
     require_feasible,
 )
-from remat.planners._scipy import components
-from remat.planners._tally import Tally
+from remat.planners._scipy import sparse
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
@@ -159,12 +161,20 @@ def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
             ties += [(place, use) for use in step.uses if differs[use]]
             if step.item is not None:
                 ties.append((place, first.setdefault(step.item, place)))
-    part_of = components(ties, len(problem.steps))
+    part_of = _components(ties, len(problem.steps))
     parts: dict[int, list[int]] = {}
     for item, place in first.items():
         if left[item] != right[item]:
             parts.setdefault(part_of[place], []).append(item)
     return list(parts.values())
+
+
+def _components(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int]:
+    """For each node the number of the connected part that it is in."""
+    heads, tails = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    ones: Any = np.ones(len(edges), dtype=np.int8)
+    graph = sparse.coo_array((ones, (heads, tails)), shape=(num_nodes, num_nodes))
+    return sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
 
 
 def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
@@ -238,3 +248,84 @@ def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
     if more >= 0 or reached <= limit:
         return -math.inf
     return spared / -more
+
+
+@final
+class Tally:
+    """The bytes and cost of a choice, while its items are changed one by one.
+
+    It counts for each step how many others need it, so a change takes time only in
+    proportion to the part of the closure that it affects.
+    """
+
+    def __init__(self, problem: Problem, choice: Sequence[int | None]) -> None:
+        self._problem = problem
+        self._choice: list[int | None] = [None] * len(problem.items)
+        self._needs = [0] * len(problem.steps)
+        self._readers = [0] * len(problem.items)
+        self._steps_of: list[list[int]] = [[] for _ in problem.items]
+        for place, step in enumerate(problem.steps):
+            if step.item is not None:
+                self._steps_of[step.item].append(place)
+        self.saved_bytes, self.cost = problem.fixed_bytes, problem.base_cost
+        self._move(list(problem.wanted), 1)
+        for item, option in enumerate(choice):
+            self.settle(item, option)
+
+    def settle(self, item: int, option: int | None) -> int | None:
+        """Saves an item in an option, or recomputes it; returns the previous choice."""
+        before = self._choice[item]
+        if before == option:
+            return before
+        self._count(item, -1)
+        self._choice[item] = option
+        self._count(item, 1)
+        if (before is None) != (option is None):
+            sign = 1 if option is None else -1
+            for place in self._steps_of[item]:
+                if self._needs[place]:
+                    self._move(self._run(place, sign), sign)
+        return before
+
+    def outcome(self) -> Outcome:
+        """The choice without values that nothing reads, which are forgotten."""
+        for item, readers in enumerate(self._readers):
+            if not readers:
+                self._choice[item] = None
+        return Outcome(tuple(self._choice), self.saved_bytes, self.cost)
+
+    @property
+    def running(self) -> list[bool]:
+        """Which steps run under the choice."""
+        return [
+            needs > 0 and (step.item is None or self._choice[step.item] is None)
+            for needs, step in zip(self._needs, self._problem.steps, strict=True)
+        ]
+
+    def _count(self, item: int, sign: int) -> None:
+        """Adds or takes away what the item's option holds and costs, if it is read."""
+        option = self._choice[item]
+        if option is not None and self._readers[item]:
+            self.saved_bytes += sign * self._problem.items[item][option].size_bytes
+            self.cost += sign * self._problem.items[item][option].cost
+
+    def _run(self, place: int, sign: int) -> list[int]:
+        step = self._problem.steps[place]
+        self.cost += sign * step.cost
+        return list(step.uses)
+
+    def _move(self, places: list[int], sign: int) -> None:
+        """Adds or removes one need of each of these steps, and what follows."""
+        while places:
+            place = places.pop()
+            before = self._needs[place]
+            self._needs[place] += sign
+            if before and self._needs[place]:
+                continue
+            item = self._problem.steps[place].item
+            if item is not None:
+                self._count(item, -1)
+                self._readers[item] += sign
+                self._count(item, 1)
+            if item is None or self._choice[item] is None:
+                places += self._run(place, sign)

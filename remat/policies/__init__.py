@@ -2,9 +2,9 @@
 
 In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file. `_contract`: the base
 classes, what a policy sees and answers, unions and other combinations; `_as_policy`: what a user
-passes, as a policy, or why not; `_everything_or_nothing`: policies without parameters; `_names`:
-globs of names; `_by_op`: operators or torch functions as targets; `_by_kind`: matrix products,
-attention; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading;
+passes, as a policy, or why not; `_by_kind`: policies without parameters, of everything, nothing,
+matrix products, attention; `_names`: globs of names; `_by_op`: operators or torch functions as
+targets; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading;
 `_budget`: a number of bytes; `_planned`: a plan's decisions; `_operators`: how operators and
 functions are named; `_sizes`: sizes shown and parsed.
 """
@@ -14,6 +14,8 @@ from remat.policies._budget import Budget, budget
 from remat.policies._by_kind import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
     save_attention_outputs,
     save_matmul_outputs,
     save_matmul_outputs_no_batch,
@@ -29,7 +31,6 @@ from remat.policies._contract import (
     WholeProgram,
     decide,
 )
-from remat.policies._everything_or_nothing import everything_saveable, nothing_saveable
 from remat.policies._names import (
     save_any_names_but_these,
     save_anything_except_these_names,

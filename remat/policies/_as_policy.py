@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 from remat._errors import PolicyError, refusal
+from remat.policies._by_kind import nothing_saveable
 from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, policy_name
-from remat.policies._everything_or_nothing import nothing_saveable
 from remat.storage import AbstractStorage
 
 
