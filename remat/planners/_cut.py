@@ -177,79 +177,6 @@ def _components(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int]:
     return sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
 
 
-def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
-    """Fills a budget from the two states around it: adds or drops values one by one.
-
-    Also from a few states before and behind: what one part takes may be better used for
-    other values.
-    """
-    below = max(k for k, each in enumerate(states) if each.saved_bytes <= budget)
-    if below + 1 == len(states):
-        return
-    low, high = states[below].saved_bytes, states[below + 1].saved_bytes
-    every = range(len(problem.items))
-    others = [k for k in every if states[0].choice[k] == states[-1].choice[k]]
-    for distance in range(_AROUND):
-        items = others if distance else every
-        if distance <= below:
-            start = states[below - distance]
-            yield from _walk(problem, start, high, items, adds=True)
-        if below + 1 + distance < len(states):
-            start = states[below + 1 + distance]
-            yield from _walk(problem, start, low, items, adds=False)
-
-
-def _walk(
-    problem: Problem, start: Outcome, limit: int, items: Sequence[int], *, adds: bool
-) -> Iterator[Outcome]:
-    """Adds the values that spare most a byte, or drops those that spare least."""
-    tally, room = Tally(problem, start.choice), limit - start.saved_bytes
-    found = _additions(problem, items, room) if adds else _drops(start, items)
-    moves: list[_Move] = [*found]
-    rank = dict.fromkeys(moves, math.inf)
-    while moves:
-        best: tuple[float, _Move] | None = None
-        # One move seldom makes another worth more: most need no second look.
-        for move in sorted(moves, key=lambda each: -rank[each]):
-            if best is not None and rank[move] <= best[0]:
-                break
-            rank[move] = _worth(tally, move, limit, adds=adds)
-            if rank[move] > -math.inf and (best is None or rank[move] > best[0]):
-                best = rank[move], move
-        if best is None:
-            return
-        tally.settle(*best[1])
-        yield tally.outcome()
-        moves = [each for each in moves if rank[each] > -math.inf]
-
-
-def _additions(problem: Problem, items: Sequence[int], room: int) -> Iterator[_Move]:
-    for item in items:
-        for option, way in enumerate(problem.items[item]):
-            if way.size_bytes < room:
-                yield item, option
-
-
-def _drops(start: Outcome, items: Sequence[int]) -> Iterator[_Move]:
-    return ((item, None) for item in items if start.choice[item] is not None)
-
-
-def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
-    """Cost saved per added byte; -inf for a move that saves nothing or does not fit."""
-    size_bytes, cost = tally.saved_bytes, tally.cost
-    before = tally.settle(*move)
-    reached = tally.saved_bytes
-    spared, more = cost - tally.cost, reached - size_bytes
-    tally.settle(move[0], before)
-    if adds:
-        if spared <= 0 or reached >= limit:
-            return -math.inf
-        return math.inf if more <= 0 else spared / more
-    if more >= 0 or reached <= limit:
-        return -math.inf
-    return spared / -more
-
-
 @final
 class Tally:
     """The bytes and cost of a choice, while its items are changed one by one.
@@ -329,3 +256,76 @@ class Tally:
                 self._count(item, 1)
             if item is None or self._choice[item] is None:
                 places += self._run(place, sign)
+
+
+def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
+    """Fills a budget from the two states around it: adds or drops values one by one.
+
+    Also from a few states before and behind: what one part takes may be better used for
+    other values.
+    """
+    below = max(k for k, each in enumerate(states) if each.saved_bytes <= budget)
+    if below + 1 == len(states):
+        return
+    low, high = states[below].saved_bytes, states[below + 1].saved_bytes
+    every = range(len(problem.items))
+    others = [k for k in every if states[0].choice[k] == states[-1].choice[k]]
+    for distance in range(_AROUND):
+        items = others if distance else every
+        if distance <= below:
+            start = states[below - distance]
+            yield from _walk(problem, start, high, items, adds=True)
+        if below + 1 + distance < len(states):
+            start = states[below + 1 + distance]
+            yield from _walk(problem, start, low, items, adds=False)
+
+
+def _walk(
+    problem: Problem, start: Outcome, limit: int, items: Sequence[int], *, adds: bool
+) -> Iterator[Outcome]:
+    """Adds the values that spare most a byte, or drops those that spare least."""
+    tally, room = Tally(problem, start.choice), limit - start.saved_bytes
+    found = _additions(problem, items, room) if adds else _drops(start, items)
+    moves: list[_Move] = [*found]
+    rank = dict.fromkeys(moves, math.inf)
+    while moves:
+        best: tuple[float, _Move] | None = None
+        # One move seldom makes another worth more: most need no second look.
+        for move in sorted(moves, key=lambda each: -rank[each]):
+            if best is not None and rank[move] <= best[0]:
+                break
+            rank[move] = _worth(tally, move, limit, adds=adds)
+            if rank[move] > -math.inf and (best is None or rank[move] > best[0]):
+                best = rank[move], move
+        if best is None:
+            return
+        tally.settle(*best[1])
+        yield tally.outcome()
+        moves = [each for each in moves if rank[each] > -math.inf]
+
+
+def _additions(problem: Problem, items: Sequence[int], room: int) -> Iterator[_Move]:
+    for item in items:
+        for option, way in enumerate(problem.items[item]):
+            if way.size_bytes < room:
+                yield item, option
+
+
+def _drops(start: Outcome, items: Sequence[int]) -> Iterator[_Move]:
+    return ((item, None) for item in items if start.choice[item] is not None)
+
+
+def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
+    """Cost saved per added byte; -inf for a move that saves nothing or does not fit."""
+    size_bytes, cost = tally.saved_bytes, tally.cost
+    before = tally.settle(*move)
+    reached = tally.saved_bytes
+    spared, more = cost - tally.cost, reached - size_bytes
+    tally.settle(move[0], before)
+    if adds:
+        if spared <= 0 or reached >= limit:
+            return -math.inf
+        return math.inf if more <= 0 else spared / more
+    if more >= 0 or reached <= limit:
+        return -math.inf
+    return spared / -more
