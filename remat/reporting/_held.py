@@ -23,15 +23,10 @@ from remat._torch import autograd
 class Node:
     """One node of autograd's graph, with what it saved."""
 
-    raw: Any  # autograd's object
+    raw: Any  # autograd's object, whose `name()` is that of the backward operator
     call: Call | None  # the call of a region that it is; None for an operator of torch
     # the tensors that it saved, by the order or the name in which it did
     saved: tuple[Tensor, ...]
-
-    @property
-    def name(self) -> str:
-        """The backward operator, "MulBackward0"."""
-        return str(self.raw.name())
 
 
 def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor, ...]]:

@@ -121,7 +121,7 @@ class _Measurement:
 
     def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
-        self.names = [node.name for node in nodes]
+        self.names = [str(node.raw.name()) for node in nodes]
         self.calls = RegionCalls(nodes)
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
@@ -152,20 +152,18 @@ class _Measurement:
             if allocation is None:
                 continue  # an argument
             self.readers.setdefault(allocation.key, []).append((place, position))
-            if self._comes_first(place, allocation.key):
+            # It counts with the first region that holds it, else with the first node.
+            first = self.held.get(allocation.key)
+            regions = self.calls.at
+            if first is None or (place in regions and first.node not in regions):
                 size = allocation.size_bytes
-                is_elsewhere = is_away or allocation.is_in_file
+                is_in_file = allocation.maker is torch.ops.aten.from_file.default
+                is_elsewhere = is_away or is_in_file
                 waits = Waits(0, size) if is_elsewhere else Waits(size)
                 shape = tuple(tensor.shape)
                 self.held[allocation.key] = _Held(
                     place, position, allocation, waits, shape, tensor.dtype
                 )
-
-    def _comes_first(self, place: int, key: int) -> bool:
-        """Whether a node counts as the one that holds a storage: the first region's."""
-        known = self.held.get(key)
-        is_region = place in self.calls.at
-        return known is None or (is_region and known.node not in self.calls.at)
 
     def _allocations(self, tensors: Sequence[Tensor | None]) -> frozenset[Allocation]:
         found = [
@@ -238,13 +236,17 @@ class _Measurement:
         again = {key: repeated_flops(graph) for key, graph in graphs.items()}
         traced = calls[0].traced
         flops = [again[id(run.graph)] if run and traced else None for run in runs]
+        kinds = list(zip(held, flops, strict=True))  # equal layers are one
         backward_s = sum(sum(run.times_s.values()) for run in known)
         is_timed = bool(traced) and self.is_timed
         return RegionReport(
             name=calls[0].name,
             policy=calls[0].policy,
             calls=len(calls),
-            layers=_folded(held, flops),
+            layers=tuple(
+                Layer(kinds.index(kind), count, *kind)
+                for kind, count in Counter(kinds).items()
+            ),
             held_bytes=sum(held),
             predicted_held_bytes=predicted.held_bytes if traced else None,
             elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
@@ -469,14 +471,6 @@ def _reported_bytes(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> i
         key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
     }
     return sum(size for key, size in found.items() if key not in others)
-
-
-def _folded(held: Sequence[int], flops: Sequence[int | None]) -> tuple[Layer, ...]:
-    """Equal layers of a report as one."""
-    kinds = list(zip(held, flops, strict=True))
-    return tuple(
-        Layer(kinds.index(kind), count, *kind) for kind, count in Counter(kinds).items()
-    )
 
 
 def _reported_repeat_s(run: ProgramRun) -> float:

@@ -123,21 +123,15 @@ class _NameWatcher(StepListener):
                 self._see(args[1], user_line(), args[0])
         elif self.stack:
             run = self.stack[-1]
-            if _is_wanted(run.graph, run.step):
+            value = run.graph.values[run.step] if run.step >= 0 else None
+            # It has a name, or what is taken of its outputs may have one.
+            if value is not None and (value.names or isinstance(value.meta, tuple)):
                 self._results[id(run)][run.step] = result
         return result
 
     def _see(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:
         copy = levels.unwrapped(tensor).detach().clone()
         self.seen.append(_Seen(name, source, copy, self.phase, self.node, *of_run))
-
-
-def _is_wanted(graph: Graph, step: int) -> bool:
-    """Whether a step, or what is taken of its outputs, has a name."""
-    if step < 0:
-        return False
-    value = graph.values[step]
-    return bool(value.names) or isinstance(value.meta, tuple)
 
 
 def named_values(

@@ -162,12 +162,17 @@ def first_loss_difference(rows: Sequence[DemoRow]) -> str | None:
 
 def demo_table(rows: Sequence[DemoRow]) -> str:
     """Returns the rows as aligned text; the ratios are to the first row, no remat."""
+    losses, difference = rows[0].losses, first_loss_difference(rows)
+    verdict = (
+        f"All {len(losses)} losses are equal in every row to the last bit; "
+        f"the final one is {losses[-1].hex()}."
+    )
     lines = [
         *table(_HEADINGS, [_cells_of_demo(row, rows[0]) for row in rows]),
         "",
         "held: bytes that live between forward and backward; peak: the most in one step;",
         "both measured, beyond parameters and batch. Ratios are to no remat.",
-        _verdict(rows),
+        verdict if difference is None else f"NOT EQUAL: {difference}.",
     ]
     return "\n".join(lines)
 
@@ -199,15 +204,4 @@ def _cells_of_demo(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
         show_ratio(row.peak_bytes, plain.peak_bytes),
         f"{row.step_time_s * 1000:.1f} ms",
         show_ratio(row.step_time_s, plain.step_time_s),
-    )
-
-
-def _verdict(rows: Sequence[DemoRow]) -> str:
-    difference = first_loss_difference(rows)
-    if difference is not None:
-        return f"NOT EQUAL: {difference}."
-    losses = rows[0].losses
-    return (
-        f"All {len(losses)} losses are equal in every row to the last bit; "
-        f"the final one is {losses[-1].hex()}."
     )

@@ -62,11 +62,6 @@ class Allocation:
         """The operator's short name."""
         return operators.short_name(self.maker)
 
-    @property
-    def is_in_file(self) -> bool:
-        """Whether it is mapped into memory from a file."""
-        return self.maker is torch.ops.aten.from_file.default
-
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)

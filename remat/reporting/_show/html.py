@@ -47,14 +47,13 @@ def html_report(facts: Facts) -> str:
         regions = f"\n<h2>Regions</h2>\n{rows}\n"
         regions += "<h2>What saving more would cost and spare</h2>\n"
         regions += _html_table("frontier", _POINTS, map(_point_cells, facts.frontier))
-    held = map(_held_cells, facts.values)
-    again = map(_recomputed_cells, facts.recomputed)
+    values = [*facts.values, *facts.recomputed]
     return Template(page.rstrip()).substitute(
         title=escape(f"remat report: {facts.function}"),
         summary=escape("\n".join([*heading(facts), "", *notes(facts)])),
         timeline=_drawn_timeline(facts.timeline),
         regions=regions,
-        values=_html_table("values", _VALUES, [*held, *again]),
+        values=_html_table("values", _VALUES, map(_value_cells, values)),
     )
 
 
@@ -82,19 +81,13 @@ def _point_cells(point: SavingPoint) -> Sequence[_Cell]:
     return [(added, added), (show_size(size), str(size)), (show_flops(work), str(work))]
 
 
-def _held_cells(value: HeldValue) -> Sequence[_Cell]:
-    waits = "held" if value.storage == "Keep()" else value.storage
-    return _value_cells(value, waits, ("", "0"), value_row(value)[3])
-
-
-def _recomputed_cells(value: RecomputedValue) -> Sequence[_Cell]:
-    work = (show_flops(value.flops), str(value.flops))
-    return _value_cells(value, "recomputed", work, "")
-
-
-def _value_cells(
-    value: HeldValue | RecomputedValue, waits: str, work: _Cell, read: str
-) -> Sequence[_Cell]:
+def _value_cells(value: HeldValue | RecomputedValue) -> Sequence[_Cell]:
+    if isinstance(value, HeldValue):
+        waits = "held" if value.storage == "Keep()" else value.storage
+        work, read = ("", "0"), value_row(value)[3]
+    else:
+        waits, read = "recomputed", ""
+        work = (show_flops(value.flops), str(value.flops))
     name, made, region = title(value), made_by(value), value.region or "none"
     size = (counted_size(value), str(value.size_bytes))
     words = [(each, each) for each in (made, read, region)]
