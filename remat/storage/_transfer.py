@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,8 +44,7 @@ class Lease:
     buffer: Buffer
 
 
-def _size_of_buffer(buffer: Buffer) -> int:
-    return buffer.memory.nbytes
+_size_of_buffer = operator.attrgetter("memory.nbytes")
 
 
 @final
