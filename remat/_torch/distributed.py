@@ -95,7 +95,8 @@ def picked_by(policy: Any, model: Any) -> dict[Any, dict[str, Any]]:
         chosen[module] = {}
         return module
 
-    wrap._recursive_wrap(model, policy, pick, set(), set(), only_wrap_children=True)
+    walk: Any = wrap._recursive_wrap  # pyright: ignore[reportUnknownMemberType]
+    walk(model, policy, pick, set(), set(), only_wrap_children=True)
     return chosen
 
 

@@ -60,15 +60,13 @@ _WITHOUT_EFFECT = {
         "The programs of a region read nothing from the device.",
         "Call torch.accelerator.synchronize() where you measure.",
     ),
+    "partition_activations": (  # unless there is an `mpu_`
+        "Without `mpu_` nothing says which ranks hold the same activations.",
+        "Pass mpu_=..., an object with get_model_parallel_group().",
+    ),
     "profile": (
         "Forward and backward programs take their time like any other operators.",
         "Use torch.profiler.",
-    ),
-}
-_NEEDS_MPU = {
-    "partition_activations": (
-        "Without `mpu_` nothing says which ranks hold the same activations.",
-        "Pass mpu_=..., an object with get_model_parallel_group().",
     ),
 }
 
@@ -191,12 +189,11 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
     options |= {name: each for name, each in named if each is not None}
     last = _Current.value
     mpu = last.mpu if mpu_ is None and last is not None else mpu_
-    idle = _WITHOUT_EFFECT | (_NEEDS_MPU if mpu is None else {})
-    for name, (why, do) in idle.items():
-        if options.get(name):
+    is_parted = mpu is not None and bool(options.get("partition_activations"))
+    for name, (why, do) in _WITHOUT_EFFECT.items():
+        if options.get(name) and not (is_parted and name == "partition_activations"):
             where = f"interop.deepspeed.configure({name}={options[name]!r})"
             warn_without_effect(where, why, do)
-    is_parted = mpu is not None and bool(options.get("partition_activations"))
     if is_parted:
         _group_getter(mpu)
     in_cpu = bool(options.get("checkpoint_in_cpu"))

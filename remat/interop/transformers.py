@@ -179,27 +179,22 @@ def _set(
     every_n_layers: int = 1,
 ) -> None:
     """Stands before the model's own hook: sets our function, whatever is passed."""
-    if enable:
-        _warn_of_hook_options(gradient_checkpointing_func, every_n_layers)
-    hook = getattr(type(owner), _HOOK)
-    layers = {} if every == 1 else {"every_n_layers": every}
-    hook(owner, enable=enable, gradient_checkpointing_func=function, **layers)
-
-
-def _warn_of_hook_options(function: Callable[..., Any] | None, every: int) -> None:
-    """Says what of another's wish is not followed; either variant of torch's is ours."""
-    given: dict[str, Any] = dict(getattr(function, "keywords", {}))
-    given.pop("use_reentrant", None)
-    if every != 1:
-        given["every_n_layers"] = every
-    if given:
+    # What of another's wish is not followed; either variant of torch's is ours.
+    wishes: dict[str, Any] = dict(getattr(gradient_checkpointing_func, "keywords", {}))
+    wishes.pop("use_reentrant", None)
+    if every_n_layers != 1:
+        wishes["every_n_layers"] = every_n_layers
+    if enable and wishes:
         warn(
             where="the model's activation_checkpointing_enable",
-            what=f"asks for {given}, which has no effect.",
+            what=f"asks for {wishes}, which has no effect.",
             why="interop.transformers.enable has already set the options of its "
             "layers.",
             do="Pass the options to enable, or call interop.transformers.disable first.",
         )
+    hook = getattr(type(owner), _HOOK)
+    layers = {} if every == 1 else {"every_n_layers": every}
+    hook(owner, enable=enable, gradient_checkpointing_func=function, **layers)
 
 
 def _owner_of(model: nn.Module) -> nn.Module:

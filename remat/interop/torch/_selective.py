@@ -109,14 +109,14 @@ def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
 
     match thing:
         case types.FunctionType():
-            cells = (cell.cell_contents for cell in thing.__closure__ or ())
-            defaults = (thing.__defaults__ or (), thing.__kwdefaults__ or {})
-            return (thing.__code__, inside(cells), inside(defaults))
+            cells = tuple(cell.cell_contents for cell in thing.__closure__ or ())
+            return thing.__code__, inside(
+                [cells, thing.__defaults__, thing.__kwdefaults__]
+            )
         case types.MethodType():
-            return (_meaning(thing.__func__, seen), _meaning(thing.__self__, seen))
+            return inside([thing.__func__, thing.__self__])
         case functools.partial():
-            parts = (thing.func, thing.args, thing.keywords)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            return inside(parts)
+            return inside([thing.func, thing.args, thing.keywords])  # pyright: ignore[reportUnknownMemberType]
         case dict():
             return (dict, inside(thing.items()))  # pyright: ignore[reportUnknownMemberType]
         case list() | tuple():

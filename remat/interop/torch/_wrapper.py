@@ -175,7 +175,11 @@ def apply_activation_checkpointing(
         [True, False, True]
     """
     _require_no_torch_wrapper(checkpoint_wrapper_fn)
-    chosen = _modules_to_wrap(model, check_fn, auto_wrap_policy)
+    if auto_wrap_policy is None:
+        below = (each for each in model.modules() if each is not model)
+        chosen = {each: dict[str, Any]() for each in below if check_fn(each)}
+    else:
+        chosen = distributed.picked_by(auto_wrap_policy, model)
     places = [
         (owner, name, child)
         for owner in model.modules()
@@ -192,16 +196,6 @@ def apply_activation_checkpointing(
             done[child] = checkpoint_wrapper_fn(child, **chosen[child])
         if done[child] is not child:
             setattr(owner, name, done[child])
-
-
-def _modules_to_wrap(
-    model: nn.Module, check_fn: Callable[[nn.Module], bool], policy: Any
-) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that are meant, with the options of each."""
-    if policy is None:
-        below = (each for each in model.modules() if each is not model)
-        return {each: {} for each in below if check_fn(each)}
-    return distributed.picked_by(policy, model)
 
 
 def _require_no_torch_wrapper(wrapper: Callable[..., Any]) -> None:
