@@ -1,7 +1,7 @@
 """Planners: which values to save within a budget. They never see a tensor.
 
-In comes a `Problem`, out comes a `Solution`. `_problem`: both, options and outcomes; `_cut`: the
-core solver, which sweeps prices, then exchanges and fills, changing a choice item by item;
+In comes a `Problem`, out comes a `Solution`. `_problem`: both, options and outcomes, a choice
+changed item by item; `_cut`: the core solver, which sweeps prices, then exchanges and fills;
 `_network`: the minimum cuts at one price; `_milp`: the exact solver; `_scipy`: untyped;
 `_shared_budget`: one budget for several programs.
 """

@@ -21,7 +21,7 @@ from typing import Any, final
 
 import numpy as np
 
-from remat.planners._problem import Choice, Problem, cheapest
+from remat.planners._problem import Choice, Problem, Tally, cheapest
 from remat.planners._scipy import sparse
 
 # scipy counts in 32 bits: all costs together are scaled to fit.
@@ -41,7 +41,9 @@ class Network:
             step.item if step.item is not None and problem.items[step.item] else None
             for step in problem.steps
         ]
-        self.candidates = self._reached()
+        # The steps that may run: all that lead to what the backward needs.
+        runs = Tally(problem, problem.nothing).running
+        self.candidates = [place for place, each in enumerate(runs) if each]
         self._node: dict[int, tuple[int, int]] = {}
         self._lay_out()
         self._edges = [*self._fixed_edges()]
@@ -49,17 +51,6 @@ class Network:
         items = (self._items[place] for place in self.candidates)
         self._shares = Counter(item for item in items if item is not None)
         self._sum = sum(problem.steps[place].cost for place in self.candidates)
-
-    def _reached(self) -> list[int]:
-        """The steps that may run: all that lead to what the backward needs."""
-        seen: set[int] = set()
-        pending = list(self.problem.wanted)
-        while pending:
-            place = pending.pop()
-            if place not in seen:
-                seen.add(place)
-                pending += self.problem.steps[place].uses
-        return sorted(seen)
 
     def _lay_out(self) -> None:
         """Numbers the nodes: two for a step that can be avoided, else one."""

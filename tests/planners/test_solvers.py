@@ -13,7 +13,7 @@ import pytest
 
 from remat import BudgetError
 from remat.planners import Option, Problem, Solution, Step, solve_cut, solve_milp
-from remat.planners._cut import Tally
+from remat.planners._problem import Tally
 from tests.planners.problems import (
     budgets,
     least_costs,
