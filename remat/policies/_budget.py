@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, final
@@ -184,17 +183,14 @@ def _checked_peak(peak: Any) -> Peak:
 
 
 def _checked_budget(size: Any) -> int | float:
-    where = "budget(size)"
-    match size:
-        case float():
-            if not (math.isfinite(size) and 0.0 < size <= 1.0):
-                raise refusal(
-                    ValueError,
-                    where=where,
-                    what=f"the fraction {size} is not in (0, 1].",
-                    why="A float is a fraction of what is saved without remat.",
-                    do="Pass bytes as an int, or a float in (0, 1].",
-                )
-            return size
-        case _:
-            return parse_size(size, where)
+    if not isinstance(size, float):
+        return parse_size(size, "budget(size)")
+    if 0.0 < size <= 1.0:
+        return size
+    raise refusal(
+        ValueError,
+        where="budget(size)",
+        what=f"the fraction {size} is not in (0, 1].",
+        why="A float is a fraction of what is saved without remat.",
+        do="Pass bytes as an int, or a float in (0, 1].",
+    )

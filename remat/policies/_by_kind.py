@@ -34,20 +34,18 @@ _MATMULS = _BATCHED.union(
     _OF_MATRICES.split(), _WITH_A_VECTOR.split(), _CONVOLUTIONS.split()
 )
 _ATTENTION_FUNCTIONS = frozenset({"scaled_dot_product_attention", "flex_attention"})
-_ATTENTION_OPERATORS = frozenset(
-    {
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-        "_cudnn_attention_forward",
-        "flex_attention",
-    }
-)
+_ATTENTION_OPERATORS = [
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+    "flex_attention",
+]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class ParameterFreePolicy(AbstractPolicy):
-    """A policy without parameters; made by `parameter_free`.
+    """A policy without parameters; stands as a decorator above its rule.
 
     Laws: it is equal to itself only, prints as its name, and copies and pickles to the
     same object. Its rule is a function at the top of its module.
@@ -71,12 +69,7 @@ class ParameterFreePolicy(AbstractPolicy):
         return self.rule.__name__
 
 
-def parameter_free(rule: Callable[[Value], bool]) -> AbstractPolicy:
-    """Makes the policy of a rule; stands as a decorator above it."""
-    return ParameterFreePolicy(rule)
-
-
-@parameter_free
+@ParameterFreePolicy
 def nothing_saveable(_value: Value, /) -> bool:
     """Saves nothing: everything is recomputed from the inputs. The default.
 
@@ -94,7 +87,7 @@ def nothing_saveable(_value: Value, /) -> bool:
     return False
 
 
-@parameter_free
+@ParameterFreePolicy
 def everything_saveable(_value: Value, /) -> bool:
     """Permits every value: what the backward reads is saved, as without remat.
 
@@ -124,7 +117,7 @@ def saves_nothing(policy: AbstractPolicy) -> bool:
     return bare is nothing_saveable
 
 
-@parameter_free
+@ParameterFreePolicy
 def save_matmul_outputs(value: Value, /) -> bool:
     """Saves the outputs of matrix products and convolutions, as the user wrote them.
 
@@ -146,7 +139,7 @@ def save_matmul_outputs(value: Value, /) -> bool:
     return _is_matmul(value)
 
 
-@parameter_free
+@ParameterFreePolicy
 def save_matmul_outputs_no_batch(value: Value, /) -> bool:
     """Saves what `save_matmul_outputs` does, without products that have a batch.
 
@@ -169,7 +162,7 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
     return _is_matmul(value) and not is_batched
 
 
-@parameter_free
+@ParameterFreePolicy
 def save_attention_outputs(value: Value, /) -> bool:
     """Saves the outputs of attention, with the helpers that its backward reads.
 

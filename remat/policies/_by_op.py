@@ -6,6 +6,7 @@ ATen operator or the torch function that the user called. An operator that torch
 a trace sees it, such as `aten.linear`, stands for the function.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -113,10 +114,9 @@ def _is_op_name(name: str) -> bool:
 
 def _target_in_torch_ops(path: Sequence[str]) -> Any:
     """What a target of `by_op` names below `torch.ops`, or None."""
-    operator: Any = torch.ops
-    for name in path:
-        operator = getattr(operator, name, None)
-    return operator
+    return functools.reduce(
+        lambda each, name: getattr(each, name, None), path, torch.ops
+    )
 
 
 def _is_taken_apart(name: str) -> bool:
