@@ -22,7 +22,7 @@ the schedule that holds least, are also tried in exact bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -92,7 +92,9 @@ class Budget(AbstractSchedule):
         """See the base class."""
         if not stages:
             return ()
-        whole, where = _all_bytes(stages), f"Budget({self.size!r})"
+        # All records, and all states but the first.
+        whole = sum(stage.record_bytes + stage.output_bytes for stage in stages)
+        where = f"Budget({self.size!r})"
         if isinstance(self.size, float):
             limit = int(self.size * whole)
         else:
@@ -113,20 +115,9 @@ class Budget(AbstractSchedule):
             smallest,
             *(Every(k).actions(stages) for k in range(1, len(stages) + 1)),
         ]
-        return _cheapest_within(candidates, stages, limit)
-
-
-def _all_bytes(stages: Sequence[Stage]) -> int:
-    """What all records and all states but the first hold."""
-    return sum(stage.record_bytes + stage.output_bytes for stage in stages)
-
-
-def _cheapest_within(
-    candidates: Iterable[tuple[do.Action, ...]], stages: Sequence[Stage], limit: int
-) -> tuple[do.Action, ...]:
-    replays = [(actions, replay(actions, stages)) for actions in candidates]
-    fitting = [pair for pair in replays if pair[1].peak_bytes <= limit]
-    return min(fitting, key=lambda pair: pair[1].cost)[0]
+        replays = [(actions, replay(actions, stages)) for actions in candidates]
+        fitting = [pair for pair in replays if pair[1].peak_bytes <= limit]
+        return min(fitting, key=lambda pair: pair[1].cost)[0]
 
 
 Choice = Callable[[int, int, int], int]
