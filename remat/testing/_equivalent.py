@@ -16,7 +16,6 @@ from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
     USUAL,
     Cotangents,
-    Flat,
     apply,
     contiguous_cotangents,
     gradients,
@@ -194,9 +193,7 @@ class _Pair:
         self, function: Callable[..., Any], parts: tuple[str, ...], given: Cotangents
     ) -> _Result:
         with self.call.run(function) as flat:
-            if parts[-1] == "functional_call":
-                rows = self._functional(flat, parts[:-1])
-            elif parts[0] == "backward":
+            if parts[0] == "backward":
                 rows = self._backward(flat, parts[1:], given)
             else:
                 rows = self._transformed(flat, parts)
@@ -238,19 +235,16 @@ class _Pair:
         return [*_rows(names, outputs, bits), *_rows(labels, found, alone)]
 
     def _transformed(self, flat: FlatFunction, parts: tuple[str, ...]) -> list[_Row]:
-        found = apply(parts, flat)(*flat.wanted)
-        if parts == ("grad",):
+        function, tensors = flat, flat.wanted
+        if parts[-1] == "functional_call":
+            if not isinstance(flat.function, nn.Module):
+                raise TypeError("functional_call takes modules")
+            named = dict(flat.function.named_parameters())
+            tensors = [*(each.detach().clone() for each in named.values()), *tensors]
+            function, parts = flat.with_parameters(tuple(named)), parts[:-1]
+        found = apply(parts, function)(*tensors)
+        if function is flat and parts == ("grad",):
             return _rows(_gradient_labels(self.call.wanted_labels), found, self.exact)
-        return _rows(_numbered_labels(found), found, False)
-
-    def _functional(self, flat: FlatFunction, parts: tuple[str, ...]) -> list[_Row]:
-        module = flat.function
-        if not isinstance(module, nn.Module):
-            raise TypeError("functional_call takes modules")
-        named = dict(module.named_parameters())
-        given = [parameter.detach().clone() for parameter in named.values()]
-        function: Flat = flat.with_parameters(tuple(named))
-        found = apply(parts, function)(*given, *flat.wanted)
         return _rows(_numbered_labels(found), found, False)
 
 
