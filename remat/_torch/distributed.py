@@ -95,7 +95,7 @@ def picked_by(policy: Any, model: Any) -> dict[Any, dict[str, Any]]:
         chosen[module] = {}
         return module
 
-    walk: Any = wrap._recursive_wrap  # pyright: ignore[reportUnknownMemberType]
+    walk: Any = wrap._recursive_wrap  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     walk(model, policy, pick, set(), set(), only_wrap_children=True)
     return chosen
 

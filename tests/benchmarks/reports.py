@@ -7,11 +7,7 @@ from collections.abc import Callable
 import torch
 
 from remat import policies, remat, report
-from remat.reporting._demo.gpt import (
-    GPTShape,
-    block_without_dropout,
-    initial_parameters,
-)
+from remat.reporting._demo.gpt import GPTShape, block, initial_parameters
 
 LAYERS = 24
 ROUNDS = 5
@@ -50,7 +46,7 @@ def main(threads: int, shapes: tuple[GPTShape, ...] = SHAPES) -> None:
 
 
 def _row(shape: GPTShape) -> tuple[str, ...]:
-    layer = remat(block_without_dropout, policy=policies.save_only_these_names("attn"))
+    layer = remat(block, policy=policies.save_only_these_names("attn"))
     groups = initial_parameters(shape, torch.Generator().manual_seed(0))
     given = [groups[f"block{k}"] for k in range(shape.layers)]
     leaves = [each.requires_grad_() for own in given for each in own.values()]
@@ -59,7 +55,7 @@ def _row(shape: GPTShape) -> tuple[str, ...]:
 
     def loss(given: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
         for own in given:
-            x = layer(own, x, shape.heads)
+            x = layer(own, x, None, shape.heads)
         return x.square().mean()
 
     def step() -> None:
