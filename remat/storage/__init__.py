@@ -9,13 +9,7 @@ checked where it stores and restores, or rehearsed; chains; `_argument_checks`: 
 """
 
 from remat.storage._cast import Cast
-from remat.storage._contract import (
-    AbstractStorage,
-    Chain,
-    densely,
-    links_of,
-    stored_in,
-)
+from remat.storage._contract import AbstractStorage, Chain, densely, links_of, stored_in
 from remat.storage._keep import Keep
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
