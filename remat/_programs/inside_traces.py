@@ -5,6 +5,7 @@ that users' code is taken apart into, and those that replace writes in place. So
 by others that torch can map.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,8 +59,7 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     elif value.op is device_states.STATE:
         out = _state_around(*args)
     else:
-        run = _made_of_others(value.op, args) or _batchable(value.op)
-        out = run(*args, **dict(kwargs))
+        out = _run(value.op, args, dict(kwargs))
     note = importing.Note(
         value.source,
         value.function,
@@ -192,19 +192,53 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def _made_of_others(op: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """For a derivative that an operator itself lacks, what it is made of; None if it has it."""
+def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator; where it lacks the derivative that is recorded, with that of its parts."""
+    run, is_mapped = _batchable(op)
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
     )
-    if is_recorded or dual_level_is_active():
-        return schemas.made_of_others(op)
-    return None
+    if not is_recorded and not dual_level_is_active():
+        return run(*args, **kwargs)
+    parts = schemas.made_of_others(op)
+    if parts is None:
+        return run(*args, **kwargs)
+    made: Any = parts(*args, **kwargs)
+    if (
+        is_mapped
+    ):  # to rounding is enough, and vmap has no rules for some of these operators
+        return made
+    whole = functools.partial(run, **kwargs)
+    return _apply_whole(whole, args, *(made if isinstance(made, tuple) else (made,)))
 
 
-def _batchable(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, or under vmap one that does the same for any layout of examples."""
+class _Whole(torch.autograd.Function):
+    """An operator, with the derivatives of equal values that its parts have made."""
+
+    @staticmethod
+    def forward(run: Callable[..., Any], args: Sequence[Any], *made: Any) -> Any:
+        return run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return None, None, *grad_outputs
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        _, _, *tangents = grad_inputs
+        return tuple(tangents) if len(tangents) > 1 else tangents[0]
+
+
+_apply_whole: Callable[..., Any] = _Whole.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _batchable(op: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """The operator, or under vmap one for any layout of examples; and whether vmap is on."""
     active = levels.current_interpreter()
     if active is None or active[0] != "vmap":
-        return op
-    return _BATCHABLE.get(op, op)
+        return op, False
+    return _BATCHABLE.get(op, op), True

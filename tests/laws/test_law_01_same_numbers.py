@@ -72,6 +72,31 @@ def test_func_grad_gives_backward_bits(name):
     assert_bitwise(list(found), [expected[i] for i in wanted])
 
 
+@pytest.mark.parametrize("policy", ["everything", *swept(["nothing", "matmuls"])])
+@pytest.mark.parametrize("name", contract(NAMES))
+def test_func_grad_gives_the_same_bits_where_levels_below_may_differentiate(
+    name, policy
+):
+    """Where an argument needs a gradient of its own, and nobody asks for it now.
+
+    So the backward saves what its own derivative will read, of which torch has another
+    formula than that which `.backward()` runs, such as for silu.
+    """
+    fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
+    plain, tensors = on_tensors(scalar_loss(fun), make_args())
+    region, _ = on_tensors(
+        scalar_loss(remat(fun, policy=POLICIES[policy])), make_args()
+    )
+    expected = run(plain, tensors, torch.ones_like)[1]
+    wanted = tuple(i for i, gradient in enumerate(expected) if gradient is not None)
+    needed = [
+        each.detach().requires_grad_(i in wanted) for i, each in enumerate(tensors)
+    ]
+
+    for k in wanted:
+        assert_bitwise(torch.func.grad(region, k)(*needed).detach(), expected[k])
+
+
 def expanded(output: Tensor) -> Tensor:
     """The cotangent of `.sum()`: one number, every stride 0."""
     return torch.ones((), dtype=output.dtype).expand(output.shape)

@@ -127,11 +127,13 @@ FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
 }
 
 #: torch differentiates another formula than the backward that it runs in first order, and so
-#: do programs: that backward runs first, and torch's decomposition of it has these.
+#: do programs: that backward gives the numbers, and torch's decomposition of it the derivative,
+#: which a third order takes of both.
 OTHER_FORMULA = {
-    "silu": "silu_backward",
-    "gated": "silu_backward",
-    "mish": "mish_backward softplus softplus_backward sigmoid_backward lt _to_copy",
+    "silu": "silu_backward sigmoid_backward neg add",
+    "gated": "silu_backward sigmoid_backward neg add",
+    "mish": "mish_backward softplus softplus_backward sigmoid_backward tanh_backward neg add "
+    "lt _to_copy",
     "group_norm": "native_group_norm_backward addcmul neg add _to_copy",
     # How a diagonal is written without a write in place.
     "jacfwd": "diagonal_scatter",
