@@ -1,10 +1,12 @@
-"""The process in which JAX runs: `python jax_child.py FOLDER`, by an interpreter that has it.
+"""The process in which JAX runs: `python -m tests.benchmarks.jax_child FOLDER`.
 
-It finds parameters and batch in the folder, compiles one gradient for each policy, and writes
-what these gave and need. After that it reads the name of a policy from each line of its input,
-takes a step, and answers with the seconds of its processor, or those of the wall.
+By an interpreter that has JAX, from the root of a checkout; torch is not needed. It finds
+parameters and batch in the folder, compiles one step for each policy, and writes what these gave
+and need. After that it reads the name of a policy from each line of its input, takes a step, and
+answers with the seconds of its processor, or those of the wall.
 """
 
+import functools
 import json
 import sys
 import time
@@ -15,8 +17,20 @@ from typing import Any
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax.ad_checkpoint import (  # pyright: ignore[reportMissingImports]
+    checkpoint_name,
+)
+
+from tests.benchmarks import nests
+from tests.laws.nests import Library
 
 PLAIN = "jax"
+LIBRARY = Library(jax, jnp, jax.tree.leaves, jax.tree.map)
+
+#: A function -> what runs in its place.
+Wrap = Callable[[Any], Any]
+#: What is compiled: of a wrap, the parameters and a batch.
+Step = Callable[[Wrap, Any, Any], Any]
 
 
 def block(p: Any, x: Any, heads: int) -> Any:
@@ -37,25 +51,34 @@ def layer_norm(x: Any, scale: Any, bias: Any) -> Any:
     return (x - mean) / (variance + 1e-5) ** 0.5 * scale + bias
 
 
-def compiled(params: Any, x: Any, heads: int, policy: str | None) -> Any:
+def of_blocks(heads: int) -> Step:
     """The gradient of the blocks' sum by their parameters."""
 
-    def unit(p: Any, x: Any) -> Any:
-        return block(p, x, heads)
+    def step(wrap: Wrap, params: Any, x: Any) -> Any:
+        unit = wrap(functools.partial(block, heads=heads))
 
-    if policy is not None:
-        unit = jax.checkpoint(unit, policy=getattr(jax.checkpoint_policies, policy))
+        def loss(params: Any) -> Any:
+            return functools.reduce(lambda x, own: unit(own, x), params, x).sum()
 
-    def loss(params: Any, x: Any) -> Any:
-        for own in params:
-            x = unit(own, x)
-        return x.sum()
+        return jax.grad(loss)(params)
 
-    return jax.jit(jax.grad(loss)).lower(params, x).compile()
+    return step
+
+
+def of_nest(name: str) -> Step:
+    """A nested row."""
+    network = nests.network(LIBRARY, checkpoint_name)
+    return lambda wrap, p, x: nests.STEPS[name](LIBRARY, wrap(network), p, x)
+
+
+def checkpointed(policy: str, *args: str) -> Wrap:
+    """`jax.checkpoint` with a policy of JAX, or with what one of these arguments makes."""
+    found = getattr(jax.checkpoint_policies, policy)
+    return functools.partial(jax.checkpoint, policy=found(*args) if args else found)
 
 
 def peak_bytes(program: Any) -> int:
-    """By XLA's own analysis: temporaries, and the gradients."""
+    """By XLA's own analysis: temporaries, and what is returned."""
     found = program.memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes
 
@@ -69,12 +92,16 @@ def main(folder: Path) -> None:
         for k in range(given["layers"])
     ]
     x = jnp.asarray(arrays["x"])
-    programs = {
-        name: compiled(params, x, given["heads"], policy)
-        for name, policy in {PLAIN: None, **given["policies"]}.items()
+    step = of_nest(given["nest"]) if "nest" in given else of_blocks(given["heads"])
+    wraps: dict[str, Wrap] = {PLAIN: lambda unit: unit} | {
+        name: checkpointed(*policy) for name, policy in given["policies"].items()
     }
-    grads = jax.tree.leaves(programs[PLAIN](params, x))
-    np.savez(folder / "grads.npz", *map(np.asarray, grads))
+    programs = {
+        name: jax.jit(functools.partial(step, wrap)).lower(params, x).compile()
+        for name, wrap in wraps.items()
+    }
+    found = jax.tree.leaves(programs[PLAIN](params, x))
+    np.savez(folder / "found.npz", *map(np.asarray, found))
     sizes = {name: peak_bytes(each) for name, each in programs.items()}
     clock: Callable[[], float] = getattr(time, given["clock"])
     print(json.dumps(sizes), flush=True)

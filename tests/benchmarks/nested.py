@@ -3,28 +3,31 @@
 Each row is a network of tanh layers, one region as a whole, under a nest of transforms as it
 is used: by plain torch and under four policies. A line has the time over plain torch's, the
 most that a step had allocated, and how many matrix products and operators (views aside) it
-runs. No peer runs there but JAX, which is not measured here.
+runs. No peer runs there but `jax.checkpoint`, whose lines stand where JAX is installed: its time
+over plain torch's, and what XLA's own analysis says that a step needs.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from remat import checkpoint_name, policies, remat
+from tests.benchmarks import jax_peer
 from tests.benchmarks.contenders import PLAIN, POLICIES
 from tests.benchmarks.memory import allocated
+from tests.benchmarks.nests import STEPS, network
 from tests.benchmarks.tables import heading
 from tests.benchmarks.timing import Pace, Ratio, clock, interleaved, paired
+from tests.laws.derivatives import TORCH
 from tests.support import ALIASING, PRODUCTS, count_operators
 
 Params = list[dict[str, Tensor]]
-Network = Callable[[Params, Tensor], Tensor]
 
 KEPT = {
     "nothing": POLICIES["nothing"],
@@ -65,13 +68,11 @@ class Row:
 
     Attributes:
         title: what it computes.
-        step: runs it on a network.
         sizes: each is a table.
         quick: small enough for a test.
     """
 
     title: str
-    step: Callable[[Network, Params, Tensor], Any]
     sizes: tuple[Sizes, ...]
     quick: Sizes
 
@@ -83,22 +84,29 @@ class Line:
     Attributes:
         ratio: its time, and that over plain torch's.
         peak_bytes: the most that a step had allocated.
-        products: how many products of matrices and vectors it runs.
-        operators: how many operators it runs, without views.
+        products: how many products of matrices and vectors it runs, None if nobody counts them.
+        operators: how many operators it runs, without views, None like those.
     """
 
     ratio: Ratio
     peak_bytes: int
-    products: int
-    operators: int
+    products: int | None = None
+    operators: int | None = None
 
-
-def network(params: Params, x: Tensor) -> Tensor:
-    """Dense layers, each output named, for an example (d,) or a batch (b, d)."""
-    *hidden, last = params
-    for own in hidden:
-        x = checkpoint_name(torch.tanh(x @ own["w"] + own["b"]), "layer")
-    return x @ last["w"] + last["b"]
+    @property
+    def cells(self) -> str:
+        """Those of the columns of a table."""
+        ratio = self.ratio
+        counts = ("" if n is None else n for n in (self.products, self.operators))
+        return " | ".join(
+            [
+                f"{ratio.time_s * 1e3:.2f}",
+                f"{ratio.median:.3f}",
+                f"{ratio.low:.3f} to {ratio.high:.3f}",
+                f"{self.peak_bytes / 2**20:.3f}",
+                *map(str, counts),
+            ]
+        )
 
 
 def parameters(sizes: Sizes) -> Params:
@@ -111,106 +119,70 @@ def parameters(sizes: Sizes) -> Params:
     ]
 
 
-def pinn(f: Network, params: Params, x: Tensor) -> Any:
-    """The gradient of the mean squared residual of Poisson's equation."""
-
-    def residual(params: Params, point: Tensor) -> Tensor:
-        return torch.trace(hessian(lambda z: f(params, z).sum())(point)) - 1
-
-    return grad(lambda params: vmap(lambda z: residual(params, z))(x).square().mean())(
-        params
-    )
-
-
-def maml(f: Network, params: Params, x: Tensor, num_steps: int = 5) -> Any:
-    """The gradient through inner steps of gradient descent, over eight tasks."""
-
-    def loss(params: Params, x: Tensor) -> Tensor:
-        return (f(params, x) - x.sin().sum(-1, keepdim=True)).square().mean()
-
-    def adapted(own: Params, x: Tensor) -> Tensor:
-        seen, unseen = x.chunk(2)
-        for _ in range(num_steps):
-            gradient = grad(loss)(own, seen)
-            own = tree_map(lambda p, g: p - 0.01 * g, own, gradient)
-        return loss(own, unseen)
-
-    tasks = x.unflatten(0, (8, -1))
-    return grad(lambda params: vmap(lambda x: adapted(params, x))(tasks).mean())(params)
-
-
-def hessians(f: Network, params: Params, x: Tensor) -> Any:
-    """The Hessian by each point."""
-    return vmap(jacfwd(jacrev(lambda z: f(params, z).sum())))(x)
-
-
-def penalty(f: Network, params: Params, x: Tensor) -> Any:
-    """The gradient of the mean squared Jacobian."""
-
-    def size(params: Params) -> Tensor:
-        return vmap(jacrev(lambda z: f(params, z)))(x).square().mean()
-
-    return grad(size)(params)
-
-
-def third(f: Network, params: Params, x: Tensor) -> Any:
-    """The third derivative by each point, as of the Korteweg-de Vries equation."""
-    return vmap(grad(grad_sum(grad_sum(lambda z: f(params, z).sum()))))(x)
-
-
-def grad_sum(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The sum of a gradient."""
-    return lambda z: grad(f)(z).sum()
-
-
 ROWS = {
     "pinn": Row(
         "The gradient of a Laplacian",
-        pinn,
         (Sizes(4, 64, 4096), Sizes(8, 256, 4096)),
         Sizes(3, 4, 8),
     ),
     "maml": Row(
         "MAML with five inner steps, eight tasks",
-        maml,
         (Sizes(4, 64, 2048, inputs=16),),
         Sizes(3, 4, 32),
     ),
     "hessian": Row(
         "A Hessian by jacfwd(jacrev)",
-        hessians,
         (Sizes(4, 64, 512, inputs=16),),
         Sizes(3, 4, 8),
     ),
     "penalty": Row(
         "The gradient of a Jacobian penalty",
-        penalty,
         (Sizes(4, 64, 1024, inputs=16, outputs=8),),
         Sizes(3, 4, 8, outputs=2),
     ),
-    "third": Row(
-        "A third derivative", third, (Sizes(4, 64, 4096, inputs=1),), Sizes(3, 4, 8)
-    ),
+    "third": Row("A third derivative", (Sizes(4, 64, 4096, inputs=1),), Sizes(3, 4, 8)),
 }
 
 
-def measured(row: Row, sizes: Sizes, quick: bool) -> dict[str, Line]:
+def measured(name: str, sizes: Sizes, quick: bool) -> dict[str, Line]:
     """Every contender: its result held against plain torch's, counted, and timed in turn."""
     torch.manual_seed(0)
     params, x = parameters(sizes), torch.randn(sizes.points, sizes.inputs)
-    regions = {f"remat, {name}": remat(network, policy=p) for name, p in KEPT.items()}
-    units: dict[str, Network] = {PLAIN: network, **regions}
+    plain = network(TORCH, checkpoint_name)
+    regions = {f"remat, {keeps}": remat(plain, policy=p) for keeps, p in KEPT.items()}
     steps = {
-        name: lambda unit=unit: row.step(unit, params, x)
-        for name, unit in units.items()
+        each: lambda unit=unit: STEPS[name](TORCH, unit, params, x)
+        for each, unit in {PLAIN: plain, **regions}.items()
     }
     expected = tree_leaves(steps[PLAIN]())
     for step in steps.values():
-        torch.testing.assert_close(tree_leaves(step()), expected, rtol=1e-3, atol=1e-4)
-    pace = Pace.quick() if quick else Pace.of(steps)
-    times = interleaved(steps, pace.rounds, pace.turns, pace.lead, clock())
+        _require_close(tree_leaves(step()), expected)
+    with _of_jax(name, params, x, expected) as answer:
+        timed: dict[str, Callable[[], object]] = {**steps, **answer.steps}
+        pace = Pace.quick() if quick else Pace.of(timed)
+        times = interleaved(timed, pace.rounds, pace.turns, pace.lead, clock())
     ratios = paired(times, times[PLAIN])
-    return {name: _line(ratios[name], step) for name, step in steps.items()}
+    own = {each: _line(ratios[each], step) for each, step in steps.items()}
+    return own | {each: Line(ratios[each], n) for each, n in answer.peaks.items()}
+
+
+def _require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@contextlib.contextmanager
+def _of_jax(
+    name: str, params: Params, x: Tensor, expected: Sequence[Tensor]
+) -> Generator[jax_peer.Answer]:
+    """JAX's steps of a row; none where it is not installed."""
+    task = jax_peer.Task({"nest": name}, params, x, tuple(KEPT))
+    with jax_peer.answered(task) as answer:
+        if answer is not None:
+            # Its leaves are sorted by name, `b` before `w`, and torch's are not.
+            order = sorted(range(len(expected)), key=lambda k: (k // 2, -k))
+            right = [expected[k] for k in order] if len(order) > 1 else expected
+            _require_close(answer.values, right)
+        yield answer or jax_peer.Answer((), {}, {})
 
 
 def _line(ratio: Ratio, step: Callable[[], Any]) -> Line:
@@ -230,12 +202,7 @@ def table(title: str, lines: Mapping[str, Line]) -> str:
         "| | ms | over no remat | quartiles | peak MiB | products | operators |",
         "|---|--:|--:|---|--:|--:|--:|",
     ]
-    found += [
-        f"| {name} | {each.ratio.time_s * 1e3:.2f} | {each.ratio.median:.3f} | "
-        f"{each.ratio.low:.3f} to {each.ratio.high:.3f} | "
-        f"{each.peak_bytes / 2**20:.3f} | {each.products} | {each.operators} |"
-        for name, each in lines.items()
-    ]
+    found += [f"| {name} | {each.cells} |" for name, each in lines.items()]
     return "\n".join(found) + "\n"
 
 
@@ -246,5 +213,5 @@ def main(threads: int, names: Collection[str] = (), quick: bool = False) -> None
     for name, row in ROWS.items():
         sizes: Sequence[Sizes] = (row.quick,) if quick else row.sizes
         for each in sizes if not names or name in names else ():
-            lines = measured(row, each, quick)
+            lines = measured(name, each, quick)
             print(table(f"{name}: {row.title}; {each}", lines), flush=True)

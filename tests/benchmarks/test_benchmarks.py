@@ -73,10 +73,11 @@ def test_another_process_times_its_own_steps():
 
 #: What a process with JAX answers, without JAX.
 STAND_IN = """
-import json, pathlib, sys
+import json, numpy, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 given = json.loads((folder / "given.json").read_text())
 names = ["jax", *given["policies"]]
+numpy.savez(folder / "found.npz", numpy.ones(2))
 print(json.dumps({name: 9 - (k == 1) for k, name in enumerate(names)}), flush=True)
 for line in sys.stdin:
     print(0.5 if line.strip() == "jax" else 0.25, flush=True)
@@ -89,7 +90,7 @@ def test_jax_takes_its_steps_in_a_process_of_its_own(
     """A policy's line stands only where it needs less memory than without."""
     child = tmp_path / "child.py"
     child.write_text(STAND_IN)
-    monkeypatch.setattr(jax_peer, "CHILD", child)
+    monkeypatch.setattr(jax_peer, "CHILD", (str(child),))
     monkeypatch.setattr(jax_peer, "interpreter", lambda: sys.executable)
     monkeypatch.setattr(jax_peer, "_check", lambda *_: None)
     steps, peaks, missing = {}, {}, {}
@@ -107,7 +108,7 @@ def test_jax_is_handed_all_that_a_step_reads(tmp_path: Path) -> None:
     """Each parameter of each block by its name, and the input."""
     made = work.blocks(2, 1, 2, 8)
 
-    jax_peer._hand_over(tmp_path, made)
+    jax_peer.Task({}, made.params, made.x, ()).write(tmp_path)
 
     found = dict(np.load(tmp_path / "arrays.npz"))
     right = {

@@ -21,13 +21,13 @@ class Library:
         transforms: has `grad`, `vmap`, `jvp`, `hessian`, `jacrev` and `jacfwd`.
         numbers: has `tanh`, `sin`, `exp`, `log`, `ones`, `ones_like` and `trace`.
         leaves: of a pytree.
-        map: a function over a pytree.
+        map: a function over pytrees of one structure.
     """
 
     transforms: Any
     numbers: Any
     leaves: Callable[[Any], list[Any]]
-    map: Callable[[Callable[[Any], Any], Any], Any]
+    map: Callable[..., Any]
 
 
 Nest = Callable[[Library, Function, Any, Any], Any]
