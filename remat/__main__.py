@@ -2,13 +2,15 @@
 
 Standard output holds the result alone, as plain text unless it is a terminal; progress,
 warnings and errors go to standard error, each on one line. Exit codes: 0, success; 1, the
-command met an error or its claim did not hold; 2, wrong usage; 130, interrupted.
+command met an error or its claim did not hold; 2, wrong usage; 130, interrupted; 141, nobody
+reads what it prints any more.
 """
 
 import argparse
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 import threading
 import warnings
@@ -16,11 +18,13 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+from remat._api import remat
+from remat._calls.options import ENGINES
 from remat._errors import RematError
 from remat._plans.plan import plan
 from remat._user_lines import line_of
 from remat.reporting import checklist, compare, report
-from remat.reporting._arguments import keywords, load_target
+from remat.reporting._arguments import keywords, load_target, policy_of_word
 from remat.reporting._demo.gpt import one_layer
 from remat.reporting._demo.run import (
     demo_json,
@@ -39,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _command_parser().parse_args(arguments)
     try:
         with _one_line_warnings():
-            return options.run(options)
+            code = options.run(options)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        # What is left to print would be flushed at exit, and raise again.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
+        return 141
     # By the user's code: the result is missing all the same.
     except SystemExit as error:
         return _fail_command(
@@ -80,7 +90,7 @@ def _report(options: argparse.Namespace) -> int:
 def _checklist(options: argparse.Namespace) -> int:
     with _printing_apart(), patience("running some steps"):
         function, kwargs = _call(options)
-        result = checklist(function, **kwargs)
+        result = checklist(function, tokens_of=options.tokens_of, **kwargs)
     _give(result, options)
     return 0 if result.is_passed else 1
 
@@ -102,19 +112,29 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that a command line names, and its keyword arguments."""
-    return load_target(options.function), keywords(options.arguments, options.device)
+    """The function that a command line names, as it is to run, and its keyword arguments."""
+    function = load_target(options.function, options.device)
+    chosen = {
+        name: getattr(options, name, None) for name in ("policy", "rng", "engine")
+    }
+    given = {name: each for name, each in chosen.items() if each is not None}
+    function = remat(function, **given) if given else function
+    return function, keywords(options.arguments, options.device)
 
 
 def _give(result: Any, options: argparse.Namespace) -> int:
     """Writes a command's result where it is wanted: to a file, a terminal, or a pipe."""
-    is_figure = options.out is not None and options.out.suffix.lower() in _DRAWN
-    if is_figure and hasattr(result, "figure"):
+    kind = "" if options.out is None else options.out.suffix.lower()
+    if kind in _DRAWN:
+        if not hasattr(result, "figure"):
+            return _fail_command(
+                f"{options.out}: there is no figure of this; write .txt"
+            )
         result.figure().savefig(options.out)
         return 0
     if options.out is None and not options.json and _show_richly(result):
         return 0
-    text = result.to_json() if options.json else str(result)
+    text = result.to_json() if options.json or kind == ".json" else str(result)
     if options.out is None:
         print(text.encode(_encoding(), "backslashreplace").decode(_encoding()))
     else:
@@ -192,6 +212,22 @@ def _path_option(text: str) -> Path:
     return path
 
 
+def _out_option(text: str) -> Path:
+    path = _path_option(text)
+    kinds = (*_DRAWN, *_WRITTEN)
+    if path.suffix.lower() not in kinds:
+        known = ", ".join(filter(None, kinds))
+        raise argparse.ArgumentTypeError(f"{text}: what can be written is {known}")
+    return path
+
+
+def _policy_option(text: str) -> Any:
+    try:
+        return policy_of_word(text)
+    except (RematError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(" ".join(str(error).split())) from error
+
+
 def _budget_option(text: str) -> int | float | str:
     if text.isdecimal():
         return int(text)
@@ -209,7 +245,8 @@ def _whole_option(text: str, least: int) -> int:
     return int(text)
 
 
-_DRAWN = (".svg", ".png")
+_DRAWN = (".svg", ".png", ".pdf")
+_WRITTEN = (".txt", ".json", ".md", "")
 #: What a command runs, and what it says of itself.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "demo": (
@@ -258,12 +295,16 @@ def _command_parser() -> argparse.ArgumentParser:
         own[name].add_argument("--json", action="store_true", help=text)
         if name != "demo":
             _take_call(own[name], nargs="?" if name == "compare" else None)
+    for each in (own["report"], own["checklist"]):
+        _take_options(each)
     count = functools.partial(_whole_option, least=1)
     seed = functools.partial(_whole_option, least=0)
     text = "training steps under each policy (default: %(default)s)"
     own["demo"].add_argument("--steps", type=count, default=120, metavar="N", help=text)
     text = "decides initial parameters, batches and dropout (default: %(default)s)"
     own["demo"].add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    text = "count the tokens in this argument, not examples"
+    own["checklist"].add_argument("--tokens-of", metavar="NAME", help=text)
     text = "also write the report to this file as a page"
     own["report"].add_argument("--html", type=_path_option, metavar="FILE", help=text)
     text = "2GiB, a number of bytes, 0.5 for a fraction of what is held without remat, or auto"
@@ -298,13 +339,28 @@ def _take_call(own: argparse.ArgumentParser, nargs: str | None) -> None:
         "literal, params.w=3,4 goes into a dict"
     )
     own.add_argument("arguments", metavar="NAME=SIZES", nargs="*", help=text)
-    text = "where the tensors are; on meta nothing is computed (default: %(default)s)"
+    text = (
+        "where the tensors are, and a class of modules is made; on meta nothing is computed "
+        "(default: %(default)s)"
+    )
     own.add_argument("--device", default="cpu", help=text)
     text = (
-        "write to this file instead of printing; .svg and .png hold the figure, where there "
-        "is one"
+        "write to this file instead of printing; .svg, .png and .pdf hold the figure, where "
+        "there is one, and .json the JSON"
     )
-    own.add_argument("--out", type=_path_option, metavar="FILE", help=text)
+    own.add_argument("--out", type=_out_option, metavar="FILE", help=text)
+
+
+def _take_options(own: argparse.ArgumentParser) -> None:
+    """Has a command make one region of what it runs."""
+    text = (
+        "run the function as one region under this policy: one of remat.policies, "
+        "'save_only_these_names(\"h\")', 'budget(\"20MiB\")', or MODULE:POLICY"
+    )
+    own.add_argument("--policy", type=_policy_option, metavar="POLICY", help=text)
+    for name, values in (("rng", ("keys", "preserve")), ("engine", ENGINES)):
+        text = "as one region, with this option of remat"
+        own.add_argument(f"--{name}", choices=values, help=text)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from remat import policies
 from remat._errors import RematError, refusal
+from remat.policies import AbstractPolicy, as_policy
 
 _TENSOR = re.compile(r"([\w.]+)=(\d+(?:,\d+)*|)(?::(\w+))?(?:<(\d+))?")
 _LITERAL = re.compile(r"([\w.]+)==(.+)")
 
 
-def load_target(target: str) -> Callable[..., Any]:
+def load_target(target: str, device: str = "cpu") -> Callable[..., Any]:
     """The function, module or region that "package.module:name" or "file.py:name" names.
 
-    A class of modules is made one without arguments.
+    A class of modules is made one without arguments, on a device: on "meta" without memory.
 
     Raises:
         RematError: there is no such thing.
@@ -38,8 +40,29 @@ def load_target(target: str) -> Callable[..., Any]:
     if not callable(thing):
         raise _refused_word(target, "cannot be called.", "Name a function or a module.")
     found: Any = thing
-    is_class = isinstance(thing, type) and issubclass(thing, nn.Module)
-    return found() if is_class else found
+    if not (isinstance(thing, type) and issubclass(thing, nn.Module)):
+        return found
+    with torch.device(device):
+        return found()
+
+
+def policy_of_word(word: str) -> AbstractPolicy:
+    """The policy that a word names: `nothing_saveable`, `budget("20MiB")`, `policies.py:mine`.
+
+    Raises:
+        RematError: there is no such policy.
+    """
+    if ":" in word.partition("(")[0]:
+        return as_policy(load_target(word), word)
+    name, called, rest = word.partition("(")
+    if name not in policies.__all__:
+        what = f"`remat.policies` has no `{name}`."
+        do = "Write save_matmul_outputs, for example, or MODULE:POLICY."
+        raise _refused_word(word, what, do)
+    found: Any = getattr(policies, name)
+    if called:
+        found = found(*_literal_of_word(f"({rest.removesuffix(')')},)", word))
+    return as_policy(found, word)
 
 
 def _import_target(place: str, target: str) -> Any:

@@ -1,6 +1,7 @@
 """The checklist: what to check before trusting a step's recomputation."""
 
 import dataclasses
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from remat._errors import RematError, refusal
 from remat._graph import operators
 from remat._regions.waiting import storages
 from remat._switches.blocks import disabled
@@ -22,7 +24,8 @@ from remat.reporting._records import Facts, to_json
 from remat.reporting._report import Report
 from remat.reporting._show.text import table
 
-PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not applicable"
+PASS, FAIL = "pass", "fail"
+NOT_APPLICABLE, NOT_MEASURED = "not applicable", "not measured"
 
 
 @final
@@ -32,7 +35,8 @@ class Check:
 
     Attributes:
         question: what is asked.
-        verdict: "pass", "fail" or "not applicable".
+        verdict: "pass", "fail", "not applicable", or "not measured" for a figure that
+            cannot be known here.
         figure: the measurement, and what it is compared with.
     """
 
@@ -65,14 +69,16 @@ class Checklist:
         return "\n".join(table(("verdict", self.function, "measured"), rows))
 
     def to_json(self) -> str:
-        """The rows as JSON; the schema is "remat.checklist/1"."""
-        return to_json("remat.checklist/1", self)
+        """The rows as JSON; the schema is "remat.checklist/2"."""
+        return to_json("remat.checklist/2", self)
 
 
-def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
+def checklist(
+    f: Callable[..., Any], *args: Any, tokens_of: str | None = None, **kwargs: Any
+) -> Checklist:
     """Measures what reviewers of activation recomputation ask about.
 
-    Seven rows, each "pass", "fail" or "not applicable":
+    Seven rows, each "pass", "fail", "not applicable" or "not measured":
 
     - activation bytes by layer: regions hold less than the same step without remat;
     - parameters apart: no copy of a parameter (a cast, a transposed copy) is held as an
@@ -81,7 +87,8 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
     - determinism: two backwards of one forward give the same bits;
     - attention once: no region computes an attention again in its backward;
     - throughput and largest batch: with remat more fits into the device's memory; both
-      that batch, extrapolated from this one, and the tokens per second are given;
+      that batch, extrapolated from this one, and the examples or tokens per second are
+      given;
     - gradients: those of the undecorated function, to the last bit, or to rounding where
       sums are taken in another order, such as those of a weight that two calls share.
 
@@ -91,13 +98,17 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
         f: a loss, a module or a region, as in `report`.
         *args: its arguments. The batch is the largest tensor that needs no gradient, or,
             where all do, the last one; its first dimension counts examples.
+        tokens_of: the name of the argument that holds tokens, if these are to be counted
+            instead of examples: whole numbers are one each, other numbers one for each
+            vector along the last axis.
         **kwargs: likewise.
 
     Returns:
         The rows, which print as a table.
 
     Raises:
-        RematError: `f` returns nothing that requires grad.
+        RematError: `f` returns nothing that requires grad, or has no tensor of the name
+            `tokens_of`.
 
     Example:
         >>> import torch
@@ -107,6 +118,7 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
         'pass'
     """
     step = MeasuredStep(f, args, kwargs)
+    tokens = None if tokens_of is None else _named(f, tokens_of, args, kwargs)
     with disabled():
         plain = report(f, *args, **kwargs)
     found = report(f, *args, **kwargs)
@@ -116,11 +128,29 @@ def checklist(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Checklist:
         "recompute overhead": _overhead(found),
         "determinism": _determinism(step, found),
         "attention not run twice": _attention_once(step),
-        "tokens per second, and largest batch": _throughput(step, found, plain),
+        "throughput, and largest batch": _throughput(step, tokens, found, plain),
         "gradients equal to undecorated": _gradients(step, found, plain),
     }
     checks = [Check(question, *answer) for question, answer in answers.items()]
     return Checklist(step.name, tuple(checks))
+
+
+def _named(
+    f: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """The tensor that a call gives to an argument."""
+    call = inspect.signature(getattr(f, "forward", f)).bind(*args, **kwargs)
+    given = {**call.arguments, **kwargs}
+    tensor = given.get(name)
+    if isinstance(tensor, Tensor):
+        return tensor
+    raise refusal(
+        RematError,
+        where=f"checklist(tokens_of={name!r})",
+        what=f"the call gives no tensor of this name, but {', '.join(given) or 'nothing'}.",
+        why="Tokens are counted in one argument.",
+        do="Name the argument that holds them, or leave `tokens_of` out.",
+    )
 
 
 _Answer = tuple[str, str]  # the verdict, and the figure
@@ -141,11 +171,13 @@ def _by_layer(found: Report, plain: Report) -> _Answer:
     return _pass_or_fail(found.held_bytes < plain.held_bytes), figure
 
 
-def _why_without_numbers(found: Facts) -> str:
-    """Why a step has no numbers of regions to compare; "" where it has some."""
+def _without_numbers(found: Facts) -> _Answer | None:
+    """The answer for a step that has no numbers of regions to compare; None where it has some."""
     if not found.regions:
-        return "no region ran"
-    return "nothing is computed on meta tensors" if found.device == "meta" else ""
+        return NOT_APPLICABLE, "no region ran"
+    if found.device == "meta":
+        return NOT_MEASURED, "nothing is computed on meta tensors"
+    return None
 
 
 def _pass_or_fail(is_good: bool) -> str:
@@ -196,18 +228,19 @@ def _overhead(found: Facts) -> _Answer:
     if not found.regions:
         return NOT_APPLICABLE, "no region ran"
     if found.recompute_flops is None:
-        return NOT_APPLICABLE, "unknown: some region does not tell"
+        return NOT_MEASURED, "some region does not tell"
+    if not found.forward_flops:
+        return NOT_MEASURED, "torch has no formula for the FLOPs of these operators"
     forward, whole = found.forward_flops, found.forward_flops + found.backward_flops
     once = whole - found.recompute_flops
-    share = found.recompute_flops / forward if forward else 0.0
-    part = found.recompute_flops / once if once else 0.0
+    share, part = found.recompute_flops / forward, found.recompute_flops / once
     figure = f"{share:.0%} of a forward, {part:.0%} of the step without it, in FLOPs"
     return _pass_or_fail(share <= 1.0), figure
 
 
 def _determinism(step: MeasuredStep, found: Report) -> _Answer:
-    if reason := _why_without_numbers(found):
-        return NOT_APPLICABLE, reason
+    if answer := _without_numbers(found):
+        return answer
     with step.kept():
         outputs = step.forward()
         leaves = leaves_of(outputs)
@@ -238,25 +271,29 @@ def _fused_attentions(counts: Counter[str]) -> int:
     )
 
 
-def _throughput(step: MeasuredStep, found: Report, plain: Report) -> _Answer:
+def _throughput(
+    step: MeasuredStep, tokens: Tensor | None, found: Report, plain: Report
+) -> _Answer:
     if not step.data:
         return NOT_APPLICABLE, "there is no batch"
-    if reason := _why_without_numbers(found):
-        return NOT_APPLICABLE, reason
+    if answer := _without_numbers(found):
+        return answer
     data = max(step.data, key=lambda each: each.nbytes)
-    # Of (batch, time, width) the first two count; of whole numbers, each is a token.
-    is_embedded = data.is_floating_point()
     if data.numel() == 0:
         return NOT_APPLICABLE, "the batch is empty"
-    tokens = data[..., 0].numel() if is_embedded else data.numel()
+    count, unit = data.shape[0], "examples"
+    if tokens is not None:
+        is_embedded = tokens.is_floating_point()
+        count = tokens[..., 0].numel() if is_embedded else tokens.numel()
+        unit = "tokens"
     with_remat = _second_time_s(step)
     with disabled():
         without = _second_time_s(step)
     memory = memory_bytes(data.device)
     largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
     figure = (
-        f"{tokens / with_remat:.0f} tokens/s, largest batch {largest}; "
-        f"without remat {tokens / without:.0f} and {largest_plain}"
+        f"{count / with_remat:.0f} {unit}/s, largest batch {largest}; "
+        f"without remat {count / without:.0f} and {largest_plain}"
     )
     return _pass_or_fail(largest > largest_plain), figure
 
@@ -300,8 +337,8 @@ def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
 
 
 def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answer:
-    if reason := _why_without_numbers(found):
-        return NOT_APPLICABLE, reason
+    if answer := _without_numbers(found):
+        return answer
     with disabled():
         leaves, plain = step.gradients()
     _, region = step.gradients(leaves)

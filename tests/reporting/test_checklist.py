@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import Checklist, checklist, policies, remat, storage
+from remat import Checklist, RematError, checklist, policies, remat, storage
+from remat.reporting._measure.step import MeasuredStep
 from tests.reporting.models import batch, block, loss_of, parameters
 
 pytestmark = [
@@ -22,7 +23,7 @@ APART = "parameters apart"
 OVERHEAD = "recompute overhead"
 DETERMINISM = "determinism"
 ATTENTION = "attention not run twice"
-THROUGHPUT = "tokens per second, and largest batch"
+THROUGHPUT = "throughput, and largest batch"
 GRADIENTS = "gradients equal to undecorated"
 
 
@@ -50,7 +51,7 @@ def test_a_good_model_passes() -> None:
     assert found.is_passed, str(found)
     assert {check.verdict for check in found.checks} == {"pass"}
     assert "block: 1 x" in verdict(found, LAYERS)[1]
-    assert "tokens/s" in verdict(found, THROUGHPUT)[1]
+    assert "examples/s" in verdict(found, THROUGHPUT)[1]
     assert verdict(found, GRADIENTS)[1] == "all 12 to the last bit"
 
 
@@ -166,12 +167,46 @@ def test_sums_in_another_order_are_no_fault(autocast: bool) -> None:
 
 
 def test_on_meta_tensors_nothing_is_computed() -> None:
-    """Bytes are checked there; bits and seconds do not apply."""
+    """Bytes are checked there; bits and seconds are not known."""
     found = checklist(remat(sines), torch.empty(64, 8, device="meta"))
 
     assert verdict(found, LAYERS)[0] == "pass"
     for question in (DETERMINISM, THROUGHPUT, GRADIENTS):
-        assert verdict(found, question)[0] == "not applicable"
+        assert verdict(found, question)[0] == "not measured"
+
+
+def test_operators_without_a_formula_have_no_overhead() -> None:
+    """Not one of 0 % either."""
+    found = checklist(remat(sines), torch.linspace(0, 1, 64))
+
+    assert verdict(found, OVERHEAD)[0] == "not measured"
+
+
+@pytest.mark.parametrize(("shape", "count"), [((4, 16), 64), ((4, 16, 8), 64)])
+def test_tokens_are_counted_in_what_is_named(
+    shape: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers are one each, vectors too; a label is an example's."""
+    monkeypatch.setattr(MeasuredStep, "seconds", lambda _: 0.5)
+    is_embedded = len(shape) > 2
+    ids = torch.ones(shape) if is_embedded else torch.ones(shape, dtype=torch.int64)
+    labels = torch.zeros(4, dtype=torch.int64)
+
+    def loss(w: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        return remat(sines)(w).sum() * ids.sum() + labels.sum()
+
+    arguments: dict[str, Any] = {"w": torch.ones(4, requires_grad=True), "ids": ids}
+    found = checklist(loss, **arguments, labels=labels, tokens_of="ids")
+    unnamed = checklist(loss, **arguments, labels=labels)
+
+    assert f"{2 * count} tokens/s" in verdict(found, THROUGHPUT)[1]
+    assert "8 examples/s" in verdict(unnamed, THROUGHPUT)[1]
+
+
+def test_tokens_of_no_argument_are_refused() -> None:
+    """The error lists what there is."""
+    with pytest.raises(RematError, match=r"no tensor of this name, but x\."):
+        checklist(remat(sines), torch.ones(3), tokens_of="ids")
 
 
 def test_an_empty_batch_has_no_tokens() -> None:
@@ -198,5 +233,5 @@ def test_text_and_json() -> None:
 
     assert str(found).splitlines()[0].split()[:2] == ["verdict", "sines"]
     plain = json.loads(found.to_json())
-    assert plain["schema"] == "remat.checklist/1"
+    assert plain["schema"] == "remat.checklist/2"
     assert plain["checks"][0]["question"] == LAYERS

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import Plan
+from remat import Plan, policies
 from remat.__main__ import main, patience
-from remat.reporting._arguments import keywords, load_target
+from remat.reporting._arguments import keywords, load_target, policy_of_word
 
 MODEL = """
 import torch
@@ -51,6 +52,19 @@ def fails_oddly(x):
 class Line(torch.nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
+
+
+class Wide(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(10**6, 10**6, bias=False)
+
+
+def plain(params, x):
+    return (torch.tanh(x @ params["up"]).sin() @ params["down"]).sum()
+
+
+def keeps_products(value):
+    return "mm" in str(value.op)
 
 
 number = 3
@@ -105,20 +119,78 @@ def test_report_on_meta_tensors(model: str, capsys: pytest.CaptureFixture[str]) 
     assert found["recompute_s"] is None
 
 
-@pytest.mark.parametrize("name", ["r.txt", "r.json", "r.svg", "r.png"])
+@pytest.mark.parametrize("name", ["r.txt", "r.json", "r.svg", "r.png", "r.pdf"])
 def test_out(
     name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--out writes a file, by its suffix a figure, and prints nothing."""
     path = tmp_path / name
-    words = ["--json"] if name.endswith("json") else []
 
-    assert main(["report", f"{model}:loss", *SIZES, "--out", str(path), *words]) == 0
+    assert main(["report", f"{model}:loss", *SIZES, "--out", str(path)]) == 0
 
     assert capsys.readouterr().out == ""
     start = path.read_bytes()[:100]
-    expected = {"txt": b"loss on", "json": b"{", "svg": b"<?xml", "png": b"\x89PNG"}
+    expected = {
+        "txt": b"loss on",
+        "json": b"{",
+        "svg": b"<?xml",
+        "png": b"\x89PNG",
+        "pdf": b"%PDF",
+    }
     assert start.startswith(expected[name.partition(".")[2]])
+
+
+def test_a_figure_of_what_has_none(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No text is written under the name of a figure."""
+    path = tmp_path / "c.pdf"
+
+    assert main(["checklist", f"{model}:loss", *SIZES, "--out", str(path)]) == 1
+
+    assert "there is no figure of this" in capsys.readouterr().err
+    assert not path.exists()
+
+
+POLICIES = {
+    "nothing_saveable": policies.nothing_saveable,
+    "budget('20KiB')": policies.budget("20KiB"),
+    "save_only_these_names('a', 'b')": policies.save_only_these_names("a", "b"),
+}
+
+
+@pytest.mark.parametrize("word", POLICIES)
+def test_a_word_names_a_policy(word: str) -> None:
+    """By its name, or by a call with literals."""
+    assert policy_of_word(word) == POLICIES[word]
+
+
+def test_a_function_is_run_as_one_region(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the policy, the generators' rule and the engine that are named."""
+    words = ["report", f"{model}:plain", "params.up=8,32", "params.down=32,8", "x=4,8"]
+    policy = ["--policy", f"{model}:keeps_products"]
+
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["regions"] == []
+    assert main([*words, *policy, "--json"]) == 0
+    (region,) = json.loads(capsys.readouterr().out)["regions"]
+    assert "keeps_products" in region["policy"]
+    assert main([*words, "--rng", "preserve", "--engine", "auto", "--json"]) == 0
+    (region,) = json.loads(capsys.readouterr().out)["regions"]
+    assert region["policy"] == "nothing_saveable"
+
+
+def test_a_class_is_made_on_meta(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of any size needs no memory there."""
+    words = ["report", f"{model}:Wide", "input=8,1000000", "--device", "meta", "--json"]
+
+    assert main(words) == 0
+
+    assert json.loads(capsys.readouterr().out)["parameter_bytes"] == 4 * 10**12
 
 
 def test_a_terminal_gets_tables(
@@ -373,6 +445,18 @@ WRONG_CALLS = {
     "no command": ([], "the following arguments are required: command"),
     "unknown": (["paint"], "invalid choice: 'paint'"),
     "no budget": (["plan", "m.py:f"], "arguments are required: --budget"),
+    "no policy": (
+        ["report", "m.py:f", "--policy", "best"],
+        "`remat.policies` has no `best`",
+    ),
+    "no size": (
+        ["report", "m.py:f", "--policy", "budget('much')"],
+        "the size 'much' cannot be read",
+    ),
+    "no kind of file": (
+        ["report", "m.py:f", "--out", "r.jpg"],
+        "r.jpg: what can be written is .svg, .png, .pdf, .txt, .json, .md",
+    ),
     "no folder": (["report", "m.py:f", "--out", "no/r.txt"], "there is no folder no"),
     "a folder": (
         ["report", "m.py:f", "--html", "."],
@@ -402,7 +486,7 @@ def test_the_checklist_is_a_command(
     code = main(["checklist", f"{model}:loss", *SIZES, "--json"])
 
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "remat.checklist/1"
+    assert found["schema"] == "remat.checklist/2"
     assert len(found["checks"]) == 7
     assert code == any(check["verdict"] == "fail" for check in found["checks"])
 
@@ -432,6 +516,23 @@ def test_the_command_runs_as_a_program(model: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "wait for the backward" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_closed_pipe_ends_the_command_quietly(model: str) -> None:
+    """Its reader has gone: there is nobody to complain to."""
+    read, write = os.pipe()
+    os.close(read)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "remat", "report", f"{model}:loss", *SIZES],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+
+    assert (done.returncode, said(done.stderr)) == (141, [])
 
 
 def test_plan_prints_what_to_save(
