@@ -71,6 +71,30 @@ def test_readme_says_how_to_run_the_demo():
     assert command in (ROOT / "README.md").read_text().splitlines()
 
 
+def test_the_version_is_told_once_for_all():
+    """Its release notes exist; CITATION.cff and the site name it too."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    notes = re.findall(
+        r"^## (\S+) \(.+\)$", (ROOT / "docs/CHANGELOG.md").read_text(), re.M
+    )
+    site = re.findall(r'^version = "(.*)"$', (ROOT / "docs/conf.py").read_text(), re.M)
+
+    assert notes[0] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert version.startswith(f"{site[0]}.")
+
+
+def test_nothing_is_installed_from_a_registry_that_does_not_have_it():
+    """Until the package is published, its name is a clone's."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("remat/**/*.py"),
+    ]
+
+    assert [path for path in pages if "install 'remat" in path.read_text()] == []
+
+
 def test_ci_tests_the_oldest_torch_that_is_promised():
     """The lower bound in pyproject.toml is the version that .ci/run installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

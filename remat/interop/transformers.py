@@ -27,8 +27,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "remat.interop.transformers needs transformers, which is not installed. Run "
-        "pip install 'remat[transformers]'. The rest of remat.interop works without."
+        "remat.interop.transformers needs transformers, which is not installed. In a clone, "
+        "python -m pip install '.[transformers]'. The rest of remat.interop works without."
     ) from error
 
 _M = TypeVar("_M", bound=nn.Module)

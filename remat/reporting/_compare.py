@@ -217,7 +217,7 @@ def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 def _left_out(has_peers: bool) -> tuple[str, ...]:
     found: list[str] = []
     if importlib.util.find_spec(_PEER) is None:
-        found.append(f"{_PEER} is not installed: pip install 'remat[bench]'.")
+        found.append(f"{_PEER} is not installed; it comes with the extra `bench`.")
     if not has_peers:
         found.append(
             "torch.utils.checkpoint rests on hooks, which this package never sets: name a "

@@ -528,6 +528,6 @@ def test_without_the_package(monkeypatch):
     name = "remat.interop.transformers"
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"pip install 'remat\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[transformers\]'"):
         importlib.import_module(name)
     assert Counter(sys.modules)[name] == 0

@@ -122,7 +122,7 @@ def test_without_matplotlib_the_extra_is_named(
     """The error says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(RematError, match=r"pip install 'remat\[cli\]'"):
+    with pytest.raises(RematError, match=r"pip install '\.\[cli\]'"):
         reports[0].figure()
 
 

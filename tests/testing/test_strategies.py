@@ -205,6 +205,6 @@ def test_strategies_without_hypothesis_say_what_to_install():
     )
 
     assert done.stdout.strip() == (
-        "remat.testing.strategies needs hypothesis, which is not installed. Run "
-        "pip install 'remat[testing]'. The rest of remat.testing works without."
+        "remat.testing.strategies needs hypothesis, which is not installed. In a clone, "
+        "python -m pip install '.[testing]'. The rest of remat.testing works without."
     )

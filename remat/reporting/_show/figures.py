@@ -199,7 +199,7 @@ def _axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
             where="a figure",
             what="needs matplotlib, which is not installed.",
             why="It comes with the extra `cli`.",
-            do="pip install 'remat[cli]'",
+            do="In a clone, run python -m pip install '.[cli]'.",
         )
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """Hypothesis strategies: random functions, tensors, cotangents, policies, transforms.
 
 A random function prints as Python, so that a failing test shows its source. This module needs
-hypothesis: `pip install 'remat[testing]'`. `_draw_programs`: random functions, and strategies for
+hypothesis: the extra `testing`. `_draw_programs`: random functions, and strategies for
 policies and transforms; `_program`: a function that was drawn; `_operators`: its statements;
 `_tensors`: tensors, shapes, layouts, cotangents.
 """

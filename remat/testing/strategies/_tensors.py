@@ -13,8 +13,8 @@ try:
     from hypothesis import strategies as st
 except ImportError as error:
     raise ImportError(
-        "remat.testing.strategies needs hypothesis, which is not installed. Run "
-        "pip install 'remat[testing]'. The rest of remat.testing works without."
+        "remat.testing.strategies needs hypothesis, which is not installed. In a clone, "
+        "python -m pip install '.[testing]'. The rest of remat.testing works without."
     ) from error
 
 
