@@ -5,6 +5,7 @@ that failed says which regions have not run their backward yet, and what each sa
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, final
@@ -41,6 +42,8 @@ def is_shortage(error: BaseException) -> bool:
 def name_of(function: Any) -> str:
     """The qualified name of a function, or that of its type."""
     found = inspect.unwrap(function)
+    while isinstance(found, functools.partial):
+        found = inspect.unwrap(found.func)
     return getattr(found, "__qualname__", None) or type(found).__name__
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import torch
@@ -192,6 +192,7 @@ class _Measurement:
         return Report(
             function=self.step.name,
             device=self.device,
+            arguments=self.step.described,
             held_bytes=self.held_bytes,
             elsewhere_bytes=held.elsewhere_bytes,
             outside_bytes=self._waiting(outside).held_bytes,
@@ -236,16 +237,14 @@ class _Measurement:
         again = {key: repeated_flops(graph) for key, graph in graphs.items()}
         traced = calls[0].traced
         flops = [again[id(run.graph)] if run and traced else None for run in runs]
-        kinds = list(zip(held, flops, strict=True))  # equal layers are one
         backward_s = sum(sum(run.times_s.values()) for run in known)
         is_timed = bool(traced) and self.is_timed
         return RegionReport(
             name=calls[0].name,
             policy=calls[0].policy,
             calls=len(calls),
-            layers=tuple(
-                Layer(kinds.index(kind), count, *kind)
-                for kind, count in Counter(kinds).items()
+            layers=_folded(
+                held, flops, [call.module for call in calls], self.step.paths
             ),
             held_bytes=sum(held),
             predicted_held_bytes=predicted.held_bytes if traced else None,
@@ -471,6 +470,29 @@ def _reported_bytes(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> i
         key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
     }
     return sum(size for key, size in found.items() if key not in others)
+
+
+def _folded(
+    held: Sequence[int],
+    flops: Sequence[int | None],
+    modules: Sequence[object],
+    paths: Mapping[int, str],
+) -> tuple[Layer, ...]:
+    """Equal layers of a report as one, by their paths where all are modules of the model."""
+    kinds = list(zip(held, flops, strict=True))
+    names: dict[Any, list[str]] = {}
+    for kind, module in zip(kinds, modules, strict=True):
+        names.setdefault(kind, []).append(paths.get(id(module), ""))
+    return tuple(
+        Layer(
+            kinds.index((size, work)),
+            len(own),
+            size,
+            work,
+            tuple(own) if all(own) else (),
+        )
+        for (size, work), own in names.items()
+    )
 
 
 def _reported_repeat_s(run: ProgramRun) -> float:

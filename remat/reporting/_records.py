@@ -51,6 +51,17 @@ class Layer:
     count: int  # how many there are
     held_bytes: int  # what each holds
     recompute_flops: int | None  # again in each; None if unknown (engine="rerun")
+    # their paths in the model that ran; () where the regions are no modules of one
+    modules: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What tables call them."""
+        if not self.modules:
+            return f"each, x {self.count}"
+        ends = dict.fromkeys([self.modules[0], self.modules[-1]])
+        several = f", x {self.count}" if self.count > 1 else ""
+        return f"{' ... '.join(ends)}{several}"
 
 
 @final
@@ -114,9 +125,20 @@ class Timeline:
     is_timed: bool  # whether the times are seconds
 
     @property
-    def time_words(self) -> str:
-        """What the times count, for an axis."""
-        return "time in operators (ms)" if self.is_timed else "storages made and freed"
+    def axis(self) -> tuple[str, float]:
+        """What the times count, in words, and how many of it are one on an axis."""
+        if not self.is_timed:
+            return "storages made and freed", 1.0
+        units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+        reached = [each for each in units if self.times_s[-1] >= each[1]]
+        name, unit = (reached or units[-1:])[0]
+        return f"time in operators ({name})", unit
+
+    @property
+    def turn_s(self) -> float | None:
+        """Where the backward begins; None if one of the two is empty."""
+        is_inside = 0 < self.num_forward < len(self.times_s)
+        return self.times_s[self.num_forward] if is_inside else None
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
@@ -159,6 +181,7 @@ class Facts:
 
     function: str
     device: str
+    arguments: tuple[str, ...]  # tensors by their paths: "x: float32[8, 256]"
     held_bytes: int
     elsewhere_bytes: int
     outside_bytes: int

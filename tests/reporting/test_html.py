@@ -4,18 +4,25 @@
 structure alone is looked at.
 """
 
+import functools
+import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from remat import Report, policies, remat, report
+from remat import Report, modules, policies, remat, report
 from remat.__main__ import main
+from remat.reporting._show.html import _ticks
 from tests.reporting.models import batch, block, loss_of, parameters
 
 BROWSER = shutil.which("chromium")
@@ -46,6 +53,15 @@ seen.count = document.querySelector("output").textContent;
 field.value = "";
 field.dispatchEvent(new Event("input"));
 seen.again = rows().length;
+seen.beyond = [400, 1280].map((width) => {
+  document.documentElement.style.width = `${width}px`;  // no window is narrower than 500
+  return [...document.querySelectorAll("body *:not(.wide *)")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.left < 0 || box.right > width;
+  }).map((each) => each.outerHTML.slice(0, 80));
+});
+seen.paper = getComputedStyle(document.body).backgroundColor;
+seen.sortable = getComputedStyle(heads[2], "::after").content;
 seen.requests = performance.getEntriesByType("resource").length;
 document.body.dataset.seen = JSON.stringify(seen);
 }
@@ -120,6 +136,59 @@ def test_the_page_has_the_figures(page: Path, found: Report) -> None:
         assert f'data-key="{point.saved_bytes}"' in rows
 
 
+def test_the_head_says_how_the_page_was_made(page: Path) -> None:
+    """Shapes, versions, device and command, and where the backward begins."""
+    text = html.unescape(page.read_text())
+
+    parts = [
+        "1: float32[",
+        f"torch {torch.__version__}",
+        "on cpu",
+        shlex.join(["python", *sys.orig_argv[1:]]),
+        "<span>forward</span>",
+        '<line class="turn"',
+    ]
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("most", "figures"),
+    [
+        (6.2, ["0", "2", "4", "6"]),
+        (5, ["0", "1", "2", "3", "4", "5"]),
+        (0.0312, ["0", "0.01", "0.02", "0.03"]),
+        (0, ["0"]),
+    ],
+)
+def test_figures_along_an_axis_are_round(most: float, figures: list[str]) -> None:
+    """None lies beyond what is drawn."""
+    ticks = _ticks(most, "left")
+
+    assert re.findall(r">([\d.]+)<", ticks) == figures
+    places = [float(each) for each in re.findall(r"left:([\d.]+)%", ticks)]
+    assert places == sorted(places)
+    assert max(places) <= 100
+
+
+def test_layers_have_their_names_in_the_model() -> None:
+    """And a partial function that of what it calls."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    model = modules.apply(nn.Sequential(*layers), lambda path, _: len(path) == 1)
+
+    def scaled(scale: float, x: torch.Tensor) -> torch.Tensor:
+        return (x * scale).sin().exp()
+
+    partial = remat(functools.partial(scaled, 2.0))
+
+    found = report(model, torch.ones(2, 4))
+    of_partial = report(lambda x: partial(x).sin(), torch.ones(3))
+
+    names = [each.modules for each in found.regions[0].layers]
+    assert [name for own in names for name in own] == ["0", "1", "2"]
+    assert [region.name for region in of_partial.regions] == [scaled.__qualname__]
+
+
 def test_words_are_escaped(tmp_path: Path) -> None:
     """The name of a lambda, with its brackets, is no tag."""
     path = tmp_path / "r.html"
@@ -142,28 +211,55 @@ def test_the_command_writes_the_page(
     assert "one forward and its backward" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_the_page_in_a_browser(page: Path, found: Report, tmp_path: Path) -> None:
-    """Sorted by a button in the head, filtered by words, and nothing is requested."""
-    visited = tmp_path / "visited.html"
+def seen_in(page: Path, folder: Path, *flags: str) -> dict[str, Any]:
+    """What a reader sees who uses the page in a browser."""
+    visited = folder / "visited.html"
     visited.write_text(page.read_text().replace("</body>", f"{VISIT}</body>"))
     assert BROWSER is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-
+    common = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--dump-dom",
+    ]
+    user = f"--user-data-dir={folder / 'user'}"
     dom = subprocess.run(
-        [BROWSER, *flags, f"--user-data-dir={tmp_path / 'user'}", visited.as_uri()],
+        [BROWSER, *common, *flags, user, visited.as_uri()],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     ).stdout
-
     (said,) = re.findall(r'data-seen="([^"]*)"', dom)
-    seen = json.loads(said.replace("&quot;", '"'))
+    return json.loads(said.replace("&quot;", '"'))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    ("scheme", "paper"), [(1, "rgb(255, 255, 255)"), (0, "rgb(22, 24, 28)")]
+)
+def test_the_page_fits_light_and_dark(
+    scheme: int, paper: str, page: Path, tmp_path: Path
+) -> None:
+    """On 400 and 1280 pixels nothing reaches beyond, and the paper is as the reader likes it."""
+    preferred = f"--blink-settings=preferredColorScheme={scheme}"
+    seen = seen_in(page, tmp_path, preferred, "--window-size=1280,900")
+
+    assert seen["beyond"] == [[], []]
+    assert seen["paper"] == paper
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_the_page_in_a_browser(page: Path, found: Report, tmp_path: Path) -> None:
+    """Sorted by a button in the head, filtered by words, and nothing is requested."""
+    seen = seen_in(page, tmp_path)
+
     values = sorted([*found.values, *found.recomputed], key=lambda v: -v.size_bytes)
     sizes = [value.size_bytes for value in values]
     assert len(seen["first"]) == len(sizes)
     assert seen["focused"]
+    assert "\u2195" in seen["sortable"]
     assert seen["sort"] == "descending"
     assert seen["bytes"] == sizes
     assert seen["up"] == sizes[::-1]

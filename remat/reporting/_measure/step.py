@@ -8,10 +8,10 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import _captures
 from remat._errors import RematError, refusal
@@ -39,6 +39,8 @@ class MeasuredStep:
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _measured_leaf(each, explicit) for key, each in given.items()}
+        self.described = _described(args, kwargs)
+        self.paths = _paths_of_modules((function, *others))
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = tuple(aliases.values())  # the tensors, each once
         changeable = [*self.arguments, *reached]
@@ -145,3 +147,29 @@ def _measured_leaf(tensor: Tensor, explicit: bool) -> Tensor:
     with torch.inference_mode(False):
         own = tensor.clone() if tensor.is_inference() else tensor.detach()
         return own.requires_grad_(wanted)
+
+
+def _described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tensors of a call, by the names of what takes them."""
+    found = trees.leaves_with_path((args, dict(kwargs)))
+    return tuple(
+        f"{'.'.join(path[1:])}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
+        for path, leaf in found
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _paths_of_modules(things: Sequence[object]) -> dict[int, str]:
+    """The path of each module in a model that ran: the function, or what it reaches."""
+    found: dict[int, str] = {}
+    for thing in things:
+        inner = inspect.unwrap(thing) if callable(thing) else thing
+        reached: list[Any] = [thing, getattr(inner, "__self__", None)]
+        if inspect.isfunction(inner):
+            captured = inspect.getclosurevars(inner)
+            reached += [*captured.nonlocals.values(), *captured.globals.values()]
+        for model in reached:
+            if isinstance(model, nn.Module):
+                named = cast("Any", model).named_modules()
+                found = {id(each): path for path, each in named} | found
+    return found

@@ -76,6 +76,7 @@ class RegionCall:
         self.place = place  # of the node among all
         self.call = node.call  # the node's own description
         function = self.call.roots[0]
+        self.module = getattr(function, "__self__", function)
         self.name = name_of(function)
         if self.call.region.is_derivative:
             self.name += ", differentiated"

@@ -37,9 +37,9 @@ def timeline_figure(
     """
     totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
     name, unit = unit_of(max(totals, default=0))
-    figure, axes = _axes(title, timeline.time_words, f"live bytes ({name})")
-    scale = 1e3 if timeline.is_timed else 1.0
-    times = [time_s * scale for time_s in timeline.times_s]
+    words, second = timeline.axis
+    figure, axes = _axes(title, words, f"live bytes ({name})")
+    times = [time_s / second for time_s in timeline.times_s]
     layers = axes.stackplot(
         times,
         *([size / unit for size in row] for row in timeline.size_bytes),
@@ -53,15 +53,15 @@ def timeline_figure(
         layer.set_hatch(_HATCHES[place % len(_HATCHES)])
     if plain is not None:
         axes.step(
-            [time_s * scale for time_s in plain.times_s],
+            [time_s / second for time_s in plain.times_s],
             [size / unit for size in plain.total_bytes],
             where="post",
             color="black",
             linestyle="--",
             label="without remat",
         )
-    if 0 < timeline.num_forward < len(times):
-        axes.axvline(times[timeline.num_forward], color="0.3", linestyle=":")
+    if timeline.turn_s is not None:
+        axes.axvline(timeline.turn_s / second, color="0.3", linestyle=":")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper")  # pyright: ignore[reportUnknownMemberType]
     return figure

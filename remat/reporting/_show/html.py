@@ -5,10 +5,18 @@ with the keyboard. Without scripts they are plain tables. The bytes over the ste
 SVG, of which `page.html` has the colors and patterns.
 """
 
+import math
+import platform
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from string import Template
+
+import torch
 
 from remat.policies._sizes import show_size, unit_of
 from remat.reporting._records import (
@@ -31,7 +39,7 @@ from remat.reporting._show.text import (
 )
 
 _REGIONS = (
-    "region", "calls", "held", "predicted", "working set", "predicted",
+    "region", "layers", "calls", "held", "predicted", "working set", "predicted",
     "again (FLOP)", "again (time)",
 )  # fmt: skip
 _POINTS = ("saved as well", "saved bytes", "recomputed")
@@ -50,6 +58,8 @@ def html_report(facts: Facts) -> str:
     values = [*facts.values, *facts.recomputed]
     return Template(page.rstrip()).substitute(
         title=escape(f"remat report: {facts.function}"),
+        made=escape(_how_it_was_made(facts)),
+        arguments=escape("; ".join(facts.arguments) or "none"),
         summary=escape("\n".join([*heading(facts), "", *notes(facts)])),
         timeline=_drawn_timeline(facts.timeline),
         regions=regions,
@@ -57,11 +67,23 @@ def html_report(facts: Facts) -> str:
     )
 
 
+def _how_it_was_made(facts: Facts) -> str:
+    """When, by which versions, on which device and by which command."""
+    parts = (
+        f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        f"remat {version('remat')}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"on {facts.device} ({platform.machine()})",
+        shlex.join(["python", *sys.orig_argv[1:]]),
+    )
+    return "; ".join(parts)
+
+
 _Cell = tuple[str, str]  # the words, and what they are sorted by
 
 
 def _region_cells(region: RegionReport) -> Sequence[_Cell]:
-    row = next(iter(region_rows(region)))
+    name, *figures = next(iter(region_rows(region)))
+    layers = "; ".join(layer.label for layer in region.layers)
     keys: tuple[float | None, ...] = (
         region.calls,
         region.held_bytes,
@@ -72,7 +94,8 @@ def _region_cells(region: RegionReport) -> Sequence[_Cell]:
         None if region.recompute_s is None else round(region.recompute_s * 1e9),
     )
     sorted_by = ["" if key is None else str(key) for key in keys]
-    return list(zip(row, [region.name, *sorted_by], strict=True))
+    words = zip([name, layers, *figures], [name, layers, *sorted_by], strict=True)
+    return list(words)
 
 
 def _point_cells(point: SavingPoint) -> Sequence[_Cell]:
@@ -101,13 +124,14 @@ def _html_table(
         f'<th scope="col"><button type="button">{escape(head)}</button></th>'
         for head in heads
     )
-    lines = [f'<table id="{name}"><thead><tr>', head, "</tr></thead><tbody>"]
+    lines = [f'<div class="wide"><table id="{name}"><thead><tr>', head]
+    lines.append("</tr></thead><tbody>")
     for row in rows:
         cells = "".join(
             f'<td data-key="{escape(key)}">{escape(words)}</td>' for words, key in row
         )
         lines.append(f"<tr>{cells}</tr>")
-    return "\n".join([*lines, "</tbody></table>"])
+    return "\n".join([*lines, "</tbody></table></div>"])
 
 
 _WIDTH, _HEIGHT = 660, 240
@@ -133,12 +157,19 @@ def _drawn_timeline(timeline: Timeline) -> str:
         legend.append(f"<li><svg><rect {look}/></svg> {escape(owner)}</li>")
         below = above
     unit, unit_bytes = unit_of(most)
+    words, second = timeline.axis
+    turn, label = "", ""
+    if timeline.turn_s is not None and end:
+        part = timeline.turn_s / end
+        x = f"{_WIDTH * part:.1f}"
+        turn = f'<line class="turn" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}"/>'
+        label = f'<span>forward</span><span style="left:max({part:.1%},5em)">backward</span>'
     return (
-        f"<figure><figcaption>live bytes ({unit})</figcaption>{_ticks(most / unit_bytes)}"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="Live bytes over the time of one step, by owner">{"".join(areas)}'
-        f"</svg>{_ticks(end * 1e3 if timeline.is_timed else end)}"
-        f"<figcaption>{timeline.time_words}</figcaption></figure>"
+        f'<figure><figcaption>live bytes ({unit})</figcaption><div class="phases">{label}'
+        f"</div>{_ticks(most / unit_bytes, 'bottom')}"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Live bytes over the time of one step, by owner">{"".join(areas)}{turn}'
+        f"</svg>{_ticks(end / second, 'left')}<figcaption>{words}</figcaption></figure>"
         f'<ul class="legend">{"".join(legend)}</ul>'
     )
 
@@ -152,7 +183,12 @@ def _corners(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
     ]
 
 
-def _ticks(most: float) -> str:
-    """Five figures along an axis of the drawing, from 0 on."""
-    figures = "".join(f"<span>{most * k / 4:.3g}</span>" for k in range(5))
-    return f'<div class="ticks">{figures}</div>'
+def _ticks(most: float, side: str) -> str:
+    """At most six round figures along an axis of the drawing, from 0 on."""
+    power = 10.0 ** math.floor(math.log10(most / 5)) if most else 1.0
+    step = next(power * k for k in (1, 2, 5, 10) if power * k * 5 >= most)
+    figures = "".join(
+        f'<span style="{side}:{step * k / (most or 1):.2%}">{step * k:.4g}</span>'
+        for k in range(int(most / step) + 1)
+    )
+    return f'<div class="ticks {side}">{figures}</div>'

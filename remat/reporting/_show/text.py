@@ -149,7 +149,7 @@ def region_rows(region: RegionReport) -> Iterator[tuple[str, ...]]:
         _words_if_known(show_time, region.recompute_s),
     )
     for layer in region.layers:
-        name, held = f"  each, x {layer.count}", show_size(layer.held_bytes)
+        name, held = f"  {layer.label}", show_size(layer.held_bytes)
         flops = _words_if_known(show_flops, layer.recompute_flops)
         yield name, "", held, "", "", "", flops, ""
 
