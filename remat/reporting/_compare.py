@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
 from remat.reporting._held import leaves_of
-from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.step import MeasuredStep, median_and_spread
 from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import to_json
 from remat.reporting._show.figures import comparison_figure
@@ -52,6 +51,7 @@ class Row:
         peak_bytes: the most that lives at one time in one step.
         recompute_flops: FLOPs of the step beyond those without remat.
         step_s: median time of one step, in seconds; None on the meta device.
+        spread_s: half of what the quartiles of these times are apart; None like that.
         is_peer: whether another library runs it.
     """
 
@@ -60,6 +60,7 @@ class Row:
     peak_bytes: int
     recompute_flops: int
     step_s: float | None
+    spread_s: float | None
     is_peer: bool
 
 
@@ -91,10 +92,11 @@ class Comparison:
                 show_flops(row.recompute_flops),
                 show_time(row.step_s) if row.step_s else "",
                 show_ratio(row.step_s, plain.step_s),
+                "" if row.spread_s is None else f"+- {show_time(row.spread_s)}",
             )
             for row in self.rows
         ]
-        heading = (self.function, "held", "", "peak", "", "again", "step", "")
+        heading = (self.function, "held", "", "peak", "", "again", "step", "", "")
         return "\n".join([*table(heading, rows), "", *self.without])
 
     def to_json(self) -> str:
@@ -123,7 +125,8 @@ class Comparison:
             }
             for k in (False, True)
         )
-        return comparison_figure(own, peers, title=self.function)
+        spreads = {row.name: row.spread_s or 0.0 for row in self.rows}
+        return comparison_figure(own, peers, spreads=spreads, title=self.function)
 
 
 def compare(
@@ -191,7 +194,7 @@ def compare(
             held,
             peak,
             flops - plain_flops,
-            statistics.median(times[name]) if times[name] else None,
+            *(median_and_spread(times[name]) if times[name] else (None, None)),
             name in others,
         )
         for name, (held, peak, flops) in watched.items()

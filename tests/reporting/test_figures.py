@@ -142,3 +142,16 @@ def test_comparison_joins_what_is_best_for_its_bytes() -> None:
     assert axes.get_xlabel() == "held for the backward (KiB)"
     assert axes.get_ylabel() == "time of one step (ms)"
     assert legend(figure)[0] == "the best for its bytes"
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize(("spread_s", "joined"), [(0.04, [1.0, 4.0]), (0.06, [1.0])])
+def test_what_is_faster_by_less_than_the_spreads_is_not(
+    spread_s: float, joined: list[float]
+) -> None:
+    """Such a policy only holds more."""
+    own = {"less": (1024, 0.3), "more": (4096, 0.2)}
+
+    figure: Any = comparison_figure(own, {}, spreads=dict.fromkeys(own, spread_s))
+
+    assert list(figure.axes[0].lines[0].get_xdata()) == joined

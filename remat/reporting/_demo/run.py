@@ -7,7 +7,6 @@ machine affects all of them. Bytes are measured by `LiveBytes`. Rows are shown a
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from remat.reporting._demo.gpt import (
     make_loss,
 )
 from remat.reporting._measure.live_bytes import LiveBytes
+from remat.reporting._measure.step import median_and_spread
 from remat.reporting._show.progress import progress
 from remat.reporting._show.text import show_ratio, table
 
@@ -40,7 +40,7 @@ _POLICIES = (
     policies.save_matmul_outputs,
     policies.save_only_these_names("attn"),
 )
-_HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "")
+_HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "", "")
 
 
 @final
@@ -56,6 +56,7 @@ class DemoRow:
     # parameters and batch
     peak_bytes: int
     step_time_s: float  # median time of one step
+    spread_s: float  # half of what the quartiles of these times are apart
 
 
 @final
@@ -143,7 +144,7 @@ def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
         tuple(trainer.losses),
         held_bytes,
         step.peak_bytes,
-        statistics.median(trainer.times_s),
+        *median_and_spread(trainer.times_s),
     )
 
 
@@ -171,7 +172,8 @@ def demo_table(rows: Sequence[DemoRow]) -> str:
         *table(_HEADINGS, [_cells_of_demo(row, rows[0]) for row in rows]),
         "",
         "held: bytes that live between forward and backward; peak: the most in one step;",
-        "both measured, beyond parameters and batch. Ratios are to no remat.",
+        "both measured, beyond parameters and batch. Ratios are to no remat; +- is half of",
+        "what the quartiles of the times are apart.",
         verdict if difference is None else f"NOT EQUAL: {difference}.",
     ]
     return "\n".join(lines)
@@ -187,6 +189,7 @@ def demo_json(rows: Sequence[DemoRow]) -> str:
             "held_bytes": row.held_bytes,
             "peak_bytes": row.peak_bytes,
             "step_time_s": row.step_time_s,
+            "spread_s": row.spread_s,
         }
         for row in rows
     ]
@@ -204,4 +207,5 @@ def _cells_of_demo(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
         show_ratio(row.peak_bytes, plain.peak_bytes),
         f"{row.step_time_s * 1000:.1f} ms",
         show_ratio(row.step_time_s, plain.step_time_s),
+        f"+- {row.spread_s * 1000:.1f} ms",
     )

@@ -6,6 +6,7 @@ written, and what the function changes in place is restored afterwards.
 
 import contextlib
 import inspect
+import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast, final
@@ -138,6 +139,12 @@ class MeasuredStep:
             if any(each.type not in ("cpu", "meta") for each in self.devices):
                 torch.accelerator.synchronize()
             return time.perf_counter() - started
+
+
+def median_and_spread(times_s: Sequence[float]) -> tuple[float, float]:
+    """The median of some times, and half of what their quartiles are apart."""
+    low, median, high = statistics.quantiles([*times_s] * 2, n=4, method="inclusive")
+    return median, (high - low) / 2
 
 
 def _measured_leaf(tensor: Tensor, explicit: bool) -> Tensor:

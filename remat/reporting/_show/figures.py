@@ -99,6 +99,7 @@ def comparison_figure(
     own: Mapping[str, tuple[int, float]],
     peers: Mapping[str, tuple[int, float]],
     *,
+    spreads: Mapping[str, float] | None = None,
     title: str = "",
 ) -> Figure:
     """Seconds of a step against held bytes; a line joins what is fastest for its bytes.
@@ -106,6 +107,8 @@ def comparison_figure(
     Args:
         own: (bytes, seconds), by policy.
         peers: likewise, by what another library calls it; drawn as filled markers.
+        spreads: of the seconds, by policy; one that is faster by less than its own and the
+            other's is not.
         title: what was measured.
 
     Raises:
@@ -117,18 +120,24 @@ def comparison_figure(
     ]
     words = "held for the backward", "time of one step (ms)"
     line = {"linewidth": 1, "label": "the best for its bytes"}
-    best = _best(list(singles[0][0].values()))
-    figure, _ = _trade_off(title, words, best, line, singles)
+    known = spreads or {}
+    points = [(*point, known.get(name, 0.0)) for name, point in own.items()]
+    best = [(size, time_s * 1e3) for size, time_s, _ in _best(points)]
+    figure, axes = _trade_off(title, words, best, line, singles)
+    axes.set_xlim(left=0)
     figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
     return figure
 
 
-def _best(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+_Timed = tuple[int, float, float]  # bytes, seconds, and the spread of these
+
+
+def _best(points: Sequence[_Timed]) -> list[_Timed]:
     """The points of a figure that none beats in both size and time, the smallest first."""
-    found: list[tuple[int, float]] = []
-    for size, time_s in sorted(points):
-        if not found or time_s < found[-1][1]:
-            found.append((size, time_s))
+    found: list[_Timed] = []
+    for size, time_s, spread_s in sorted(points):
+        if not found or time_s + spread_s < found[-1][1] - found[-1][2]:
+            found.append((size, time_s, spread_s))
     return found
 
 
