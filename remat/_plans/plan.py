@@ -30,7 +30,7 @@ from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
 _P = ParamSpec("_P")
-_VERSION = 1
+_VERSION = 2
 _SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 
 
@@ -103,6 +103,8 @@ class Plan:
         saved_bytes: what a call holds from its forward to its backward because of the
             plan: saved values, states of generators and copies of changed buffers.
             Arguments are not counted.
+        argument_bytes: what a call holds beside that: its tensors, captured ones included,
+            which its caller mostly holds too.
         predicted_peak_bytes: the most that forward and backward have made and not yet
             freed at one time, gradients and outputs included, arguments not.
         recompute_flops: FLOPs of the operators that the backward runs again, by torch's
@@ -129,6 +131,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     budget_bytes: int
     saved_bytes: int
+    argument_bytes: int
     predicted_peak_bytes: int
     recompute_flops: int
     recompute_cost: int
@@ -251,8 +254,9 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines += [
-            f"saved {show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}, "
-            f"predicted peak {show_size(self.predicted_peak_bytes)}",
+            f"saved {show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}, held "
+            f"{show_size(self.saved_bytes + self.argument_bytes)} with the arguments, "
+            f"predicted peak {show_size(self.predicted_peak_bytes)} without",
             f"recompute {self.recompute_flops:.3g} FLOPs, cost {self.recompute_cost:.4g} "
             f"{_UNITS[self.costs]}, at most {self.gap:.2%} above the best",
         ]
@@ -359,6 +363,7 @@ def plan(
             rows=tuple(_rows(model, solution, unit)),
             budget_bytes=size,
             saved_bytes=solution.saved_bytes,
+            argument_bytes=sum(meta.size_bytes for meta in entry.region.operands),
             predicted_peak_bytes=model.predicted_peak_bytes(solution.choice),
             recompute_flops=model.recompute_flops(solution.choice),
             recompute_cost=solution.cost,

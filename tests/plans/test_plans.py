@@ -28,6 +28,21 @@ def test_a_budget_is_a_policy() -> None:
         assert measured(region, args, leaves)[0] == found.saved_bytes
 
 
+def test_a_plan_states_what_is_held_in_all() -> None:
+    """Its own bytes, and those of the arguments, as the list of what is held has them."""
+    f, args, _ = gpt()
+
+    found = plan(f, budget=0.4)(*args)
+
+    held = region_of(f, policy=found.policy).saved_residuals(*args)
+    own = {
+        is_input: sum(r.size_bytes for r in held if (r.op == "input") is is_input)
+        for is_input in (True, False)
+    }
+    assert (found.argument_bytes, found.saved_bytes) == (own[True], own[False])
+    assert "with the arguments, predicted peak" in str(found)
+
+
 @pytest.mark.parametrize("budget", [100, "1 KiB", 0.3])
 def test_sizes(budget: Any) -> None:
     """Bytes, a string, and a fraction of what is saved without remat."""
@@ -128,8 +143,8 @@ def test_json() -> None:
         assert again.policy == found.policy
         assert again.frontier() == found.frontier()
         assert str(again) == str(found)
-    for text in ("[]", "{}", json.dumps({"version": 0}), json.dumps({"version": 1})):
-        with pytest.raises(ValueError, match="not a plan of version 1"):
+    for text in ("[]", "{}", json.dumps({"version": 0}), json.dumps({"version": 2})):
+        with pytest.raises(ValueError, match="not a plan of version 2"):
             Plan.from_json(text)
 
 
@@ -146,7 +161,7 @@ def test_a_damaged_text() -> None:
 
     for each, why in damaged.items():
         with pytest.raises(
-            ValueError, match=f"^Plan.from_json.*version 1.*{why}.*Pass"
+            ValueError, match=f"^Plan.from_json.*version 2.*{why}.*Pass"
         ):
             Plan.from_json(each)
 
