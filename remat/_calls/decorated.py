@@ -38,13 +38,16 @@ from remat._torch import dynamo, levels, tracer
 from remat._torch.modules import calling_module, copied
 from remat._tracing.refusals import LazyModuleError, advises_rerun
 from remat._tracing.thread import has_open_sizes, is_lifting, is_running, lift
+from remat._user_lines import warn
 from remat.policies import nothing_saveable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-_caches: dict[Hashable, Cache] = {}
+# By the code and the options.
+_caches: dict[tuple[Hashable, Settings], Cache] = {}
+_MOST_OPTIONS = 256  # of one code, a heuristic: more than a model has layers
 _NOTHING_KNOWN = Cache()
 
 
@@ -130,7 +133,13 @@ class DecoratedFunction(Generic[_P, _R]):
 
     @functools.cached_property
     def _cache(self) -> Cache:
-        key = (_captures.code_key(self._fun), self._resolved)
+        code = _captures.code_key(self._fun)
+        key = (code, self._resolved)
+        if key not in _caches:
+            own = [each for each in _caches if each[0] == code]
+            if len(own) >= _MOST_OPTIONS:
+                del _caches[own[0]]
+                _warn_of_options(self._where)
         return _caches.setdefault(key, Cache())
 
     @functools.cached_property
@@ -229,6 +238,17 @@ class DecoratedFunction(Generic[_P, _R]):
     def __repr__(self) -> str:
         """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
+
+
+def _warn_of_options(where: str) -> None:
+    warn(
+        where=where,
+        what=f"was decorated with more than {_MOST_OPTIONS} sets of options; the traces of "
+        "the first are dropped.",
+        why="Traces belong to the code and its options: a policy that is made anew for each "
+        "call is another one each time, and is traced again.",
+        do="Make the policy once, outside of the loop.",
+    )
 
 
 def _call_plainly(site: CallSite) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import RematWarning, modules, remat
+from remat._calls import decorated
 from tests.support import assert_bitwise, grads, seeded
 
 
@@ -190,3 +191,28 @@ def test_a_wrong_cache_size_is_an_error(size: Any) -> None:
         (TypeError, ValueError), match=r"remat\(cache_size=\.\.\.\).*at least 1"
     ):
         remat(torch.sin, cache_size=size)
+
+
+def test_policies_that_are_made_for_each_call_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest traces are freed, and a warning says what to do."""
+    monkeypatch.setattr(decorated, "_MOST_OPTIONS", 3)
+    monkeypatch.setattr(decorated, "_caches", {})
+
+    def block(x: Tensor) -> Tensor:
+        return x.sin().exp().sin()
+
+    def step(index: int) -> weakref.ref[Any]:
+        x = torch.ones(3, requires_grad=True)
+        region: Any = remat(block, policy=lambda value: False)
+        region(x).sum().backward()
+        return weakref.ref(region._cache)
+
+    kept: list[weakref.ref[Any]] = []
+    told = texts_of(5, lambda index: kept.append(step(index)))
+    gc.collect()
+
+    assert [index for index, _ in told] == [3, 4]
+    assert "Make the policy once, outside of the loop." in told[0][1]
+    assert [each() is None for each in kept] == [True, True, False, False, False]
