@@ -1,8 +1,8 @@
 """Planners: which values to save within a budget. They never see a tensor.
 
 In comes a `Problem`, out comes a `Solution`. `_problem`: both, options and outcomes, a choice
-changed item by item; `_cut`: the core solver, which sweeps prices, then exchanges and fills;
-`_network`: the minimum cuts at one price; `_milp`: the exact solver; `_scipy`: untyped;
+changed item by item; `_cut`: the core solver, which sweeps prices, then exchanges, fills and
+branches; `_network`: the minimum cuts at one price; `_milp`: the exact solver; `_scipy`: untyped;
 `_shared_budget`: one budget for several programs.
 """
 

@@ -11,8 +11,10 @@ A larger budget never costs more: the two choices, their parts and the filling a
 same for all budgets in between, and the cheapest result that fits is taken.
 """
 
+import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -22,6 +24,7 @@ import numpy as np
 from remat.planners._network import Network
 from remat.planners._problem import (
     Choice,
+    Option,
     Outcome,
     Problem,
     Solution,
@@ -32,6 +35,8 @@ from remat.planners._scipy import sparse
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
+_SIZES = 12  # of values, which are left out in turn
+_SMALL = 1024  # steps times items of networks that are cut again for each item
 
 _Move = tuple[int, int | None]
 """An item, and how it is settled anew."""
@@ -76,6 +81,7 @@ def solve_cut(
         states = [*_exchanges(problem, left, right)]
         outcomes += states
         outcomes += _filled(problem, states, budget)
+        outcomes += _branched(problem, budget, left, right)
     return _solution(_cheapest_of(outcomes, budget), bound)
 
 
@@ -178,6 +184,36 @@ def _components(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int]:
     return sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
 
 
+def _branched(
+    problem: Problem, budget: int, left: Outcome, right: Outcome
+) -> Iterator[Outcome]:
+    """The search repeated with one value forced out, or in; for small problems only."""
+    differing = [
+        item
+        for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
+        if one != other
+    ]
+    if len(problem.steps) * len(differing) > _SMALL:
+        return
+    for item in differing:
+        for option in (None, *range(len(problem.items[item]))):
+            branch = _settled(problem, item, option)
+            if branch.fixed_bytes <= budget:
+                found = list(_bracket(branch, budget)[0].choice)
+                found[item] = option
+                yield problem.outcome(found)
+
+
+def _settled(problem: Problem, item: int, option: int | None) -> Problem:
+    """The problem with the choice for one item fixed."""
+    options = () if option is None else (Option(0),)
+    items = (*problem.items[:item], options, *problem.items[item + 1 :])
+    held = 0 if option is None else problem.items[item][option].size_bytes
+    return dataclasses.replace(
+        problem, items=items, fixed_bytes=problem.fixed_bytes + held
+    )
+
+
 def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
     """Fills a budget from the two states around it: adds or drops values one by one.
 
@@ -194,10 +230,22 @@ def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Ou
         items = others if distance else every
         if distance <= below:
             start = states[below - distance]
-            yield from _walk(problem, start, high, items, adds=True)
+            for some in _without_one_size(problem, items):
+                yield from _walk(problem, start, high, some, adds=True)
         if below + 1 + distance < len(states):
             start = states[below + 1 + distance]
             yield from _walk(problem, start, low, items, adds=False)
+
+
+def _without_one_size(
+    problem: Problem, items: Sequence[int]
+) -> Iterator[Sequence[int]]:
+    """All items, and all but those of one size: the best ones may fit badly."""
+    yield items
+    sizes = Counter(problem.items[item] for item in items)
+    for size, count in sizes.most_common(_SIZES):
+        if count < len(items):
+            yield [item for item in items if problem.items[item] != size]
 
 
 def _walk(
