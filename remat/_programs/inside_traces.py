@@ -215,6 +215,8 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
 class _Whole(torch.autograd.Function):
     """An operator, with the derivatives of equal values that its parts have made."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(run: Callable[..., Any], args: Sequence[Any], *made: Any) -> Any:
         return run(*args)
