@@ -37,6 +37,17 @@ def setup(app: Any) -> None:
     """Draws the rooms first, and looks for what is missing when all pages were read."""
     app.connect("builder-inited", lambda _: _rooms.draw(HERE / "rooms.svg"))
     app.connect("env-check-consistency", _require_every_public_name)
+    app.connect("autodoc-process-docstring", _leave_files_out)
+
+
+def _leave_files_out(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Of a module's docstring leaves the paragraph out that names its files."""
+    if what == "module":
+        paragraphs = "\n".join(lines).split("\n\n")
+        kept = [each for each in paragraphs if "`_" not in each]
+        lines[:] = "\n\n".join(kept).splitlines()
 
 
 def _require_every_public_name(app: Any, env: Any) -> None:
