@@ -38,7 +38,7 @@ class CallSite:
     @property
     def names(self) -> tuple[str, ...]:
         """What messages call the leaves of the arguments."""
-        return labels(self.function, self.args, self.kwargs)
+        return labels(self.function, *self.signature.arguments)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

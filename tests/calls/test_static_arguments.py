@@ -70,6 +70,27 @@ def test_static_arguments(options: Any, by_keyword: bool) -> None:
     assert region.cache_info().misses == 2
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("how", [(), (2, 3), ((2, 3), 4)], ids=str)
+def test_a_static_argument_of_several_leaves(how: Any) -> None:
+    """A pytree that is static is one argument, and the one behind it keeps its name."""
+
+    def scaled(x: Tensor, how: Any, scale: Tensor) -> Tensor:
+        return torch.sin(torch.sin(x) * len(how)) * scale
+
+    x, scale = seeded(3), seeded(3).requires_grad_()
+    region = remat(scaled, static_argnums=1)
+
+    assert_bitwise(
+        grads(lambda *args: region(args[0], how, args[1]), [x, scale]),
+        grads(lambda *args: scaled(args[0], how, args[1]), [x, scale]),
+    )
+    assert [each.path for each in region.saved_residuals(x, how, scale)] == [
+        "x",
+        "scale",
+    ]
+
+
 def test_positions_do_not_run_into_keywords() -> None:
     """What `*args` takes is static by position; the parameter behind it is another one."""
 
