@@ -1,5 +1,6 @@
 """The trace of a call: found among those that are kept, or made and kept."""
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -23,7 +24,7 @@ from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
-from remat._torch import fakes, isolation, levels, tracer
+from remat._torch import fakes, isolation, levels, tracer, trees
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.refusals import raises_in_its_trace
 from remat._tracing.thread import entered, known_inside
@@ -217,21 +218,17 @@ def _owner(root: object) -> object:
     return function.__self__ if isinstance(function, types.MethodType) else function
 
 
-def _leaf_to_look_up(tensor: Tensor) -> Tensor:
-    if not fakes.is_fake(tensor):
-        return tensor.detach().requires_grad_()
-    # A stand-in was made outside the transforms and the trace around this call.
-    with isolation.isolated():
-        return tensor.detach().requires_grad_()
-
-
 def _all_wanted(signature: Signature) -> Signature:
     """The signature to look up, with every floating tensor to be differentiated."""
-    tensors = tuple(
-        _leaf_to_look_up(tensor)
-        if tensor.is_floating_point() or tensor.is_complex()
-        else tensor
-        for tensor in signature.tensors
-    )
-    args, kwargs = signature.layout.arguments(tensors, signature.objects)
+
+    @functools.cache  # a tensor that is given twice stays one
+    def leaf(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        # A stand-in was made outside the transforms and the trace around this call.
+        is_fake = fakes.is_fake(tensor)
+        with isolation.isolated() if is_fake else contextlib.nullcontext():
+            return tensor.detach().requires_grad_()
+
+    args, kwargs = trees.map_tensors(leaf, signature.arguments)
     return sign(lambda: None, args, kwargs, Statics())

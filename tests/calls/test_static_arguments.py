@@ -85,10 +85,21 @@ def test_a_static_argument_of_several_leaves(how: Any) -> None:
         grads(lambda *args: region(args[0], how, args[1]), [x, scale]),
         grads(lambda *args: scaled(args[0], how, args[1]), [x, scale]),
     )
-    assert [each.path for each in region.saved_residuals(x, how, scale)] == [
-        "x",
-        "scale",
-    ]
+    names = [each.path for each in region.saved_residuals(x, how, scale)]
+    assert names == ["x", "scale"]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", [(2, 3), iter((2, 3))], ids=["tuple", "iterator"])
+def test_a_static_argument_of_a_call_that_is_looked_at(how: Any) -> None:
+    """It stays one where no tensor requires a gradient, and every tensor is asked about."""
+    region: Any = remat(lambda x, how: torch.sin(torch.sin(x)), static_argnums=1)
+    region.cache_clear()  # the other case has the same code
+
+    region.saved_residuals(seeded(3).requires_grad_(), how)
+    region.saved_residuals(seeded(3), how)
+
+    assert region.cache_info().misses == 1
 
 
 def test_positions_do_not_run_into_keywords() -> None:
