@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from remat import _captures
-from remat._calls.call_site import CallSite
+from remat._calls.signature import CallSite
 from remat._partition.analysis import Analysis
 from remat._partition.stages import Stages
 from remat._programs.program import Program

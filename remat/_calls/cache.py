@@ -5,12 +5,12 @@ import weakref
 from collections.abc import Hashable
 from typing import final
 
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.guards import TensorGuard, is_simple, tensor_guard_here
 from remat._calls.retraces import History
 from remat._calls.routes import Found, Route, first_holding, route_of
+from remat._calls.signature import CallSite
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
 

@@ -18,13 +18,12 @@ from torch.compiler import is_dynamo_compiling
 from remat import _captures
 from remat._calls import torch_compile
 from remat._calls.cache import Cache, CacheInfo
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.lookup import Lookup
 from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
-from remat._calls.signature import Statics
+from remat._calls.signature import CallSite, Statics
 from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -115,7 +114,7 @@ class DecoratedFunction(Generic[_P, _R]):
         wants = signature.wants_gradient
         if not (wants or is_inside or lookup.reaches_gradient(site)):
             return _call_plainly(site)
-        signature.require_traceable()
+        site.require_traceable()
         entry, captured = lookup.find_inside(site) if is_inside else lookup.find(site)
         if tracer.is_in_compiler():
             torch_compile.require_recordable(entry, self._where)

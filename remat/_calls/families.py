@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import final
 
 from remat._calls.cache_miss import OpenEntry, Options
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
-from remat._calls.signature import Signature
+from remat._calls.signature import CallSite, Signature
 from remat._graph.meta import TensorMeta
 from remat._tracing.open_sizes import Fixed, Template
 from remat._user_lines import warn

@@ -13,13 +13,12 @@ from remat import _captures
 from remat._calls.advice import advise_of_inputs
 from remat._calls.cache import Cache
 from remat._calls.cache_miss import Options, compile_call
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
 from remat._calls.retraces import History
 from remat._calls.routes import Found, first_holding
-from remat._calls.signature import Signature, Statics, sign
+from remat._calls.signature import CallSite, Signature, Statics, sign
 from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.retraceable import Roots
@@ -80,7 +79,7 @@ class Lookup:
         # The tensors may be stand-ins: an outer trace must not take them for captured ones.
         with entered(None):
             site = self.site(args, kwargs)
-            site.signature.require_traceable()
+            site.require_traceable()
             if not (site.signature.wants_gradient or self.reaches_gradient(site)):
                 site = dataclasses.replace(site, signature=_all_wanted(site.signature))
             entry, captured = self.find(site)

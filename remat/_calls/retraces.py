@@ -4,8 +4,8 @@ import collections
 from collections.abc import Iterator, Mapping
 from typing import final
 
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
+from remat._calls.signature import CallSite
 from remat._graph.meta import TensorMeta
 from remat._user_lines import warn
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from remat._calls.call_site import CallSite
 from remat._calls.entry import Entry
 from remat._calls.guards import PLAINLY, TensorGuard, guard_of
+from remat._calls.signature import CallSite
 from remat._regions.protocol import Call
 from remat._regions.rules import run_fast
 from remat._regions.short_way import run_short

@@ -8,7 +8,6 @@ while it is traced, and checked at each call like a closure.
 
 import dataclasses
 import enum
-import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._errors import StaticArgumentError, TraceError, refusal
+from remat._errors import StaticArgumentError, refusal
 from remat._graph.meta import TensorMeta, layout_of
+from remat._regions.retraceable import Roots
+from remat._switches.numerics import Numerics
 from remat._torch import dtensor, levels, trees
 from remat._torch.tensors import overrides_functions
 from remat._tracing.refusals import is_strided, overriding, unstrided
@@ -77,16 +78,7 @@ class Signature(NamedTuple):
     tensors: tuple[Tensor, ...]  # the dynamic leaves, each once
     objects: tuple[object, ...]  # the leaves that must be looked into
     wants_gradient: bool  # whether some level of reverse mode wants one of the tensors
-    #: Makes the error of a tensor that cannot be traced; None if all can.
-    untraceable: Callable[[], TraceError] | None
-
-    def require_traceable(self) -> None:
-        """Refuses tensors that cannot be traced; a plain run of the function may take them.
-
-        These are sparse or nested, or of a class with functions of its own.
-        """
-        if self.untraceable is not None:
-            raise self.untraceable()
+    is_traceable: bool  # whether all tensors can be traced
 
     @property
     def layout(self) -> Layout:
@@ -120,6 +112,66 @@ class Signature(NamedTuple):
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallSite:
+    """One call: the function, its arguments, and what a trace of it depends on."""
+
+    function: Callable[..., Any]  # the user's function
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: Mapping[str, Any]  # keyword arguments
+    signature: Signature  # of the arguments
+    numerics: Numerics  # the switches in force
+
+    def require_traceable(self) -> None:
+        """Refuses sparse and nested tensors, and those of classes with functions of their own."""
+        if self.signature.is_traceable:  # which a plain run may take
+            return
+        for name, tensor in zip(self.tensor_names, self.signature.tensors, strict=True):
+            if not is_strided(tensor):
+                raise unstrided(f"the argument `{name}`", tensor)
+            if overrides_functions(type(tensor)):
+                raise overriding(type(tensor))
+
+    @property
+    def roots(self) -> Roots:
+        """The function and the objects among its arguments."""
+        return (self.function, *self.signature.objects)
+
+    @property
+    def key(self) -> Hashable:
+        """What calls that may share a trace have in common."""
+        return (self.signature.key, self.numerics)
+
+    @property
+    def general_key(self) -> Hashable:
+        """The key of the call, the sizes of its tensors aside."""
+        return (self.signature.general_key, self.numerics)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What messages call the leaves of the arguments."""
+        return labels(self.function, *self.signature.arguments)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of the leaves that are tensors, each once."""
+        pairs = zip(self.names, self.signature.layout.kinds, strict=True)
+        return tuple(name for name, kind in pairs if kind == "tensor")
+
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """For tensors that are passed more than once: the further names, by the first."""
+        firsts, layout = self.tensor_names, self.signature.layout
+        again = iter(layout.again)
+        further: dict[str, tuple[str, ...]] = {}
+        for name, kind in zip(self.names, layout.kinds, strict=True):
+            if kind == "again":
+                first = firsts[next(again)]
+                further[first] = (*further.get(first, ()), name)
+        return further
+
+
+@final
 class _Static:
     """Keeps an argument from being walked."""
 
@@ -146,29 +198,13 @@ def sign(
             index = next(index for index, each in enumerate(flat) if each is leaf)
             refused = _numpy_argument if is_array else _unseen_argument
             raise refused(leaf, labels(function, args, kwargs)[index])
-    untraceable = None
-    if leaves.has_unstrided:
-        untraceable = functools.partial(_unstrided_argument, function, args, kwargs)
-    elif leaves.overrides is not None:
-        untraceable = functools.partial(overriding, leaves.overrides)
     return Signature(
         key,
         arguments,
         tuple(leaves.tensors),
         tuple(leaves.objects),
         leaves.wants_gradient,
-        untraceable,
-    )
-
-
-def _unstrided_argument(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> TraceError:
-    flat = trees.flatten((args, dict(kwargs)))[0]
-    return next(
-        unstrided(f"the argument `{name}`", leaf)
-        for name, leaf in zip(labels(function, args, kwargs), flat, strict=True)
-        if isinstance(leaf, Tensor) and not is_strided(leaf)
+        leaves.is_traceable,
     )
 
 
@@ -187,8 +223,7 @@ class _Leaves:
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
-        self.has_unstrided = False
-        self.overrides: type[Tensor] | None = None
+        self.is_traceable = True
         self.wants_gradient = False
 
     def read(self, tree: Any) -> Hashable:
@@ -207,9 +242,9 @@ class _Leaves:
             self.tensors.append(tree)
             kind = cast("type[Tensor]", type(tree))
             if kind is not Tensor and overrides_functions(kind):
-                self.overrides = kind
+                self.is_traceable = False
             if not is_strided(tree):
-                self.has_unstrided = True
+                self.is_traceable = False
                 self.wants_gradient |= levels.requires_grad_anywhere(tree)
                 return Tensor
             layout = layout_of(tree)

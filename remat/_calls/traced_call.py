@@ -15,8 +15,7 @@ from typing import Any, final
 from torch import Tensor
 
 from remat import _captures
-from remat._calls.call_site import CallSite
-from remat._calls.signature import Layout
+from remat._calls.signature import CallSite, Layout
 from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
 from remat._generators import python_and_numpy, streams

@@ -6,7 +6,7 @@ from torch import nn
 
 from remat import _captures
 from remat._calls.advice import advise_once
-from remat._calls.call_site import CallSite
+from remat._calls.signature import CallSite
 from remat._torch.modules import hooks_for_all
 
 _RERUN = 'use engine="rerun", which reads it at each call'
