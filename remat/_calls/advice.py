@@ -1,14 +1,17 @@
-"""Law 5: warns of what has no effect, once per function and policy, when it is traced."""
+"""Laws 5 and 15: warns, once, of what has no effect, and of what a trace alone has read."""
 
 import fnmatch
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from torch import nn
 
 from remat import _captures
 from remat._calls.signature import CallSite
 from remat._partition.analysis import Analysis
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._torch.modules import hooks_for_all
 from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
@@ -16,6 +19,8 @@ from remat.policies._by_kind import idle_storage, saves_nothing
 from remat.policies._operators import bare_name
 
 _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
+_RERUN = 'use engine="rerun", which reads it at each call'
+_OUTSIDE = f"Read it outside, and pass what it says as an argument; or {_RERUN}."
 
 _said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
@@ -61,6 +66,27 @@ def advise_of_inputs(
                 why=f"Its inputs are {', '.join(names)}.",
                 do="Correct the path, or leave it out.",
             )
+
+
+def advise_of_untold(
+    site: CallSite, survey: _captures.Survey, covered: _captures.Covered, where: str
+) -> None:
+    """Warns of what a trace has read and no later call compares: it becomes a constant."""
+    whole = [
+        (
+            f"{label} is read, and what it holds is not compared from call to call.",
+            f"Pass what changes as an argument, a tensor or a number; or {_RERUN}.",
+        )
+        for label in covered.untold
+    ]
+    for what, do in [*whole, *_of_arguments(site, survey), *_of_hooks()]:
+        advise_once(
+            (_captures.code_key(site.function), what),
+            where=where,
+            what=what,
+            why="A trace runs the code once, and keeps what it has read as constants.",
+            do=do,
+        )
 
 
 def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
@@ -206,3 +232,32 @@ def _uncompiled(program: Program) -> _Advice:
             "no data (device meta); such programs run operator by operator.",
             "Draw from keys (remat.random), or leave `backend` out.",
         )
+
+
+def _of_arguments(
+    site: CallSite, survey: _captures.Survey
+) -> Iterator[tuple[str, str]]:
+    """What the code asks of arguments and their stand-ins in a trace do not have."""
+    for name, tensor in zip(site.tensor_names, site.signature.tensors, strict=True):
+        for attribute in vars(tensor):
+            line = survey.line_of(attribute)
+            if line:
+                yield (
+                    f"{line} asks for `{attribute}`, which is set on `{name}`.",
+                    _OUTSIDE,
+                )
+        line = survey.line_of("Parameter") if isinstance(tensor, nn.Parameter) else ""
+        if line:
+            what = f"{line} may ask whether `{name}` is a Parameter, and is told that it is not."
+            yield what, _OUTSIDE
+
+
+def _of_hooks() -> Iterator[tuple[str, str]]:
+    for hook in hooks_for_all():
+        code = getattr(hook, "__code__", None)
+        if code is not None and not _captures.is_library_file(code.co_filename):
+            name = f"`{hook.__qualname__}`"
+            yield (
+                f"{name}, a hook for all modules, runs in the trace alone.",
+                "Register it on the modules that it is for: those are watched.",
+            )

@@ -12,12 +12,11 @@ from typing import final
 from torch import Tensor
 
 from remat import _captures
-from remat._calls.advice import advise
+from remat._calls.advice import advise, advise_of_untold
 from remat._calls.entry import Entry
 from remat._calls.options import Settings
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
-from remat._calls.untold import advise_of_untold
 from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
