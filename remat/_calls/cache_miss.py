@@ -27,7 +27,7 @@ from remat._regions.retraceable import Function
 from remat._regions.traced import TracedRegion
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat._tracing.open_sizes import Fixed, Template, Templates
+from remat._tracing.open_sizes import Fixed, Templates
 
 
 @final
@@ -71,43 +71,23 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     return _compiled_entry(traced, covered, stages, region, names)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class OpenEntry:
-    """A kept trace for many sizes."""
-
-    first: Entry  # the entry for the sizes of the call that was traced
-    template: Template  # the trace
-    options: Options  # of the function
-
-    def at(self, site: CallSite) -> Entry | None:
-        """The entry for the sizes of a call, None if the trace does not hold for it."""
-        first = self.first
-        captured = first.gather(site.roots)
-        filled = None if captured is None else self.template.at(site.signature.metas)
-        if captured is None or filled is None:
-            return None
-        joints, statics = filled
-        stages = Stages.of(joints, self.options.settings.policy)
-        tensors = (*site.signature.tensors, *captured)
-        region = _compiled_region(
-            first.region.function, site, self.options, stages, (first.labels, tensors)
-        )
-        output = dataclasses.replace(first.output, statics=statics)
-        return dataclasses.replace(
-            first, stages=stages, region=region, output=output, trace_s=None
-        )
-
-    def fixed_for(self, site: CallSite) -> list[tuple[int, int]]:
-        """(tensor, dimension) whose size the trace has fixed, and which differs in this call."""
-        if self.first.gather(site.roots) is None:
-            return []
-        was, now = self.first.region.operands, site.signature.metas
-        return [
-            (place, dim)
-            for place, dim in self.template.fixed
-            if was[place].shape[dim] != now[place].shape[dim]
-        ]
+def entry_for_sizes(known: Entry, site: CallSite, options: Options) -> Entry | None:
+    """The entry that a trace with open sizes makes for those of a call; None if it holds not."""
+    captured, template = known.gather(site.roots), known.template
+    assert template is not None, "its sizes are open"
+    filled = None if captured is None else template.at(site.signature.metas)
+    if captured is None or filled is None:
+        return None
+    joints, statics = filled
+    stages = Stages.of(joints, options.settings.policy)
+    tensors = (*site.signature.tensors, *captured)
+    region = _compiled_region(
+        known.region.function, site, options, stages, (known.labels, tensors)
+    )
+    output = dataclasses.replace(known.output, statics=statics)
+    return dataclasses.replace(
+        known, stages=stages, region=region, output=output, trace_s=None
+    )
 
 
 def _function_to_retrace(

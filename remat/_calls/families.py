@@ -9,7 +9,7 @@ one is traced for each size, as without `dynamic_shapes`, and costs no more.
 from collections.abc import Sequence
 from typing import final
 
-from remat._calls.cache_miss import OpenEntry, Options
+from remat._calls.cache_miss import Options, entry_for_sizes
 from remat._calls.entry import Entry
 from remat._calls.signature import CallSite, Signature
 from remat._graph.meta import TensorMeta
@@ -29,11 +29,11 @@ class Family:
         self._first: Sequence[TensorMeta] = signature.metas
         self._varied: set[_Dimension] = set()
         self._fixed: set[_Dimension] = set()
-        self.entries: list[OpenEntry] = []
+        self.entries: list[Entry] = []  # of the traces with open sizes
         self.is_static = False
         self._is_told = False
 
-    def find(self, site: CallSite) -> Entry | None:
+    def find(self, site: CallSite, options: Options) -> Entry | None:
         """The entry for the sizes of a call, if some trace holds for them."""
         for place, (was, now) in enumerate(
             zip(self._first, site.signature.metas, strict=True)
@@ -41,15 +41,10 @@ class Family:
             sizes = enumerate(zip(was.shape, now.shape, strict=True))
             self._varied |= {(place, dim) for dim, (old, new) in sizes if old != new}
         for known in self.entries:
-            found = known.at(site)
+            found = entry_for_sizes(known, site, options)
             if found is not None:
                 return found
         return None
-
-    def add(self, entry: Entry, options: Options) -> None:
-        """Adds a trace with open sizes."""
-        assert entry.template is not None, "a trace with open sizes is a template"
-        self.entries.insert(0, OpenEntry(entry, entry.template, options))
 
     def keep_only(self, templates: Sequence[Template | None]) -> None:
         """Forgets the traces that no kept entry was made from."""
@@ -58,17 +53,19 @@ class Family:
 
     def fixed_for(self, site: CallSite, where: str) -> Fixed:
         """Which dimensions the next trace fixes, for a call that no trace holds for."""
+        now = site.signature.metas
+        holding = [each for each in self.entries if each.gather(site.roots) is not None]
         found = {
-            dimension for known in self.entries for dimension in known.fixed_for(site)
+            (place, dim)
+            for each in holding
+            for place, dim in (each.template.fixed if each.template else ())
+            if each.region.operands[place].shape[dim] != now[place].shape[dim]
         }
         for place, dim in sorted(found - self._fixed):
             _warn_of_fixed_size(
                 f"dimension {dim} of `{site.tensor_names[place]}`", where
             )
-        served = sum(
-            known.first.gather(site.roots) is not None for known in self.entries
-        )
-        if not found and not self._is_told and served + 1 == _MANY_TRACES:
+        if not found and not self._is_told and len(holding) + 1 == _MANY_TRACES:
             self._is_told = True
             _warn_of_many_sizes(where)
         self._fixed |= found
@@ -78,7 +75,7 @@ class Family:
                 bool(self._fixed) and (place, dim) not in is_open
                 for dim in range(len(meta.shape))
             )
-            for place, meta in enumerate(site.signature.metas)
+            for place, meta in enumerate(now)
         )
 
     def give_up(self, error: Exception, where: str) -> None:

@@ -176,10 +176,10 @@ class Lookup:
         """The entry of a trace with open sizes; of one size if the function permits no other."""
         families, key = self.cache.families, site.general_key
         family = families.get(key) or families.setdefault(key, Family(site.signature))
-        known = family.find(site)
+        options = self._options
+        known = family.find(site, options)
         if known is not None:
             return known
-        options = self._options
         fixed = family.fixed_for(site, self.where)
         error = None
         if not (family.is_static or all(map(all, fixed))):
@@ -192,7 +192,7 @@ class Lookup:
                     raise
                 error = failed
             else:
-                family.add(entry, options)
+                family.entries.insert(0, entry)
                 return entry
         entry = compile_call(site, options)
         if error is not None:
