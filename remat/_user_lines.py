@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -40,17 +40,15 @@ def user_line() -> str:
     return _shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def with_lines(module: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph of Dynamo so that `user_line` finds the lines that Dynamo noted."""
-    return _WithLines(module).run
+class WithLines(fx.Interpreter):
+    """Runs a graph of Dynamo so that `user_line` finds the lines that Dynamo noted."""
 
-
-class _WithLines(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.extra_traceback = False  # or it would write into the text of errors
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs one step, with its line."""
         frames: list[tuple[str, str]] = _FRAME.findall(n.stack_trace or "")
         lines = [_shown_line(*frame) for frame in frames if _is_users_file(frame[0])]
         token = _of_step.set(lines[-1] if lines else "")

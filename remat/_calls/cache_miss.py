@@ -6,7 +6,7 @@ changes afterwards: `trace_call`, `cover`, then `analyze`, `decide` and `cut` of
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -18,7 +18,6 @@ from remat._calls.options import Settings
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
 from remat._graph import operators
-from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._partition.decide import decide_of_operands
 from remat._partition.stages import Stages
@@ -145,35 +144,26 @@ def _compiled_entry(
     region: TracedRegion,
     names: tuple[str, ...],
 ) -> Entry:
-    joint = stages.joint
+    joint, captured = stages.joint, traced.captured
+    values = joint.graph.values
+    is_guarded = bool(captured) and all(map(guards.is_plain, captured))
     return Entry(
         covered=covered,
-        captured=region.operands[len(names) - len(traced.captured) :],
+        captured=region.operands[len(names) - len(captured) :],
         stages=stages,
-        guard=_guard_for_new_entry(traced.captured),
+        guard=guards.tensor_guard(captured) if is_guarded else None,
         region=region,
         output=traced.output,
         labels=names,
         written=tuple(operand for operand, _ in joint.mutations),
         changed=traced.flattened.changed,
-        unseen=_unseen(joint),
-        streams=frozenset(value.stream for value in joint.graph.values) - {""},
+        unseen=frozenset(
+            operand
+            for operand, new in joint.mutations
+            if operators.makes_statistics(operators.made_by(values[new.index], values))
+        ),
+        streams=frozenset(value.stream for value in values) - {""},
         hooked=traced.hooked,
         template=traced.template,
         trace_s=traced.seconds,
     )
-
-
-def _unseen(joint: Joint) -> frozenset[int]:
-    """The operands of a new entry whose new values are statistics of a batch_norm."""
-    values = joint.graph.values
-    return frozenset(
-        operand
-        for operand, new in joint.mutations
-        if operators.makes_statistics(operators.made_by(values[new.index], values))
-    )
-
-
-def _guard_for_new_entry(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
-    is_plain = bool(captured) and all(map(guards.is_plain, captured))
-    return guards.tensor_guard(captured) if is_plain else None

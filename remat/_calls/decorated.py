@@ -62,7 +62,13 @@ class DecoratedFunction(Generic[_P, _R]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._where = where or _where(fun)
-        self._takes_self = isinstance(fun, types.FunctionType) and _is_of_class(fun)
+        self._takes_self = (
+            isinstance(fun, types.FunctionType)
+            and "."
+            in (
+                fun.__qualname__.rpartition("<locals>.")[2]  # it was written in a class
+            )
+        )
         self.kind = self._registered()
         # Becomes `_calls.cache` at the first call that is looked up; a plain attribute is faster.
         self._known = _NOTHING_KNOWN
@@ -319,11 +325,6 @@ def _is_copy(module: object, original: object) -> bool:
     return module is not original and type(module) is type(original)
 
 
-def _is_of_class(fun: types.FunctionType) -> bool:
-    """Whether a function was written in a class."""
-    return "." in fun.__qualname__.rpartition("<locals>.")[2]
-
-
 # One number for all regions with the same options around modules of the same classes.
 _numbers: dict[tuple[object, ...], int] = {}
 
@@ -460,14 +461,7 @@ class RematModule(nn.Module):
 
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ANSWERS = (
-    "programs",
-    "stages",
-    "saved_residuals",
-    "entry_of",
-    "cache_info",
-    "cache_clear",
-)
+_ANSWERS = frozenset(name for name in vars(DecoratedFunction) if name[0] != "_")
 
 
 def is_region(fun: object) -> TypeGuard[DecoratedFunction[..., Any]]:

@@ -151,11 +151,15 @@ def settings_of(
     require_choice("backend", backend, (None, "inductor"))
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
     require_count("remat(cache_size=...)", cache_size, at_least=1)
+    is_one = isinstance(static_argnums, int)
+    positions = (static_argnums,) if is_one else static_argnums
+    is_name = isinstance(static_argnames, str)
+    names = (static_argnames,) if is_name else static_argnames
     return Settings(
         as_policy(policy),
         rng,
         engine,
-        statics_of(static_argnums, static_argnames),
+        Statics(frozenset(positions), frozenset(names)),
         verify,
         backend,
         inputs_for(saved_inputs),
@@ -355,10 +359,3 @@ def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
             "paths to storage values",
         )
     return found
-
-
-def statics_of(numbers: int | Iterable[int], names: str | Iterable[str]) -> Statics:
-    """`static_argnums` and `static_argnames` as one value."""
-    positions = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    keywords = (names,) if isinstance(names, str) else tuple(names)
-    return Statics(frozenset(positions), frozenset(keywords))

@@ -27,7 +27,7 @@ from remat._calls.entry import Entry
 from remat._errors import RematError, refusal
 from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
-from remat._user_lines import with_lines
+from remat._user_lines import WithLines
 
 _Regions = weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
 _Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -128,7 +128,7 @@ def _recorded(key: str, name: str, module: Callable[..., Any]) -> Callable[..., 
 
 
 def _at_level(module: fx.GraphModule) -> Callable[..., Any]:
-    return lambda *args: with_lines(levels.at_current_level(module))(*args)
+    return lambda *args: WithLines(levels.at_current_level(module)).run(*args)
 
 
 def _settled(where: str, argument: Any) -> Any:

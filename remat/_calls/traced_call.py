@@ -113,11 +113,6 @@ class TracedCall:
     fixed: Fixed | None
     seconds: float  # how long it took
 
-    @property
-    def is_buffer(self) -> list[bool]:
-        """For each captured tensor whether it is a buffer of a module."""
-        return [self.survey.is_buffer(id(tensor)) for tensor in self.captured]
-
     def cover(self) -> _captures.Covered:
         """What the trace rests on, to be checked at each call."""
         return _captures.cover(
@@ -226,16 +221,27 @@ def require_lawful(
         MutationError: it writes to a tensor that is differentiated, and no buffer, or to a
             captured tensor what has a gradient.
     """
-    joint = traced.joints[0]
+    joint, count = traced.joints[0], len(site.signature.tensors)
     _require_random_by_keys(joint, rng)
-    is_buffer = [False] * len(site.signature.tensors) + traced.is_buffer
-    captured = map(TensorMeta.of_operand, traced.captured)
-    operands = (*site.signature.metas, *captured)
-    _require_only_buffers_change(joint, operands, names, is_buffer)
+    tensors = (*site.signature.tensors, *traced.captured)
+    for operand, new in joint.mutations:
+        tensor = tensors[operand]
+        meta = TensorMeta.of_operand(tensor)
+        is_buffer = operand >= count and traced.survey.is_buffer(id(tensor))
+        if meta.requires_grad and not is_buffer:
+            source = joint.graph.values[new.index].source
+            raise refusal(
+                MutationError,
+                where=f"`{names[operand]}` ({meta}) at {source}",
+                what="is changed in place by the function.",
+                why="The recomputation would start from the changed value, and the "
+                "tensor belongs to the caller.",
+                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+            )
     if traced.gained:
         place = traced.gained[0]
-        name = names[len(site.signature.tensors) + place]
-        raise gains_gradient(f"`{name}` ({TensorMeta.of(traced.captured[place])})")
+        meta = TensorMeta.of(traced.captured[place])
+        raise gains_gradient(f"`{names[count + place]}` ({meta})")
 
 
 def _require_random_by_keys(joint: Joint, rng: str | None) -> None:
@@ -254,23 +260,3 @@ def _require_random_by_keys(joint: Joint, rng: str | None) -> None:
             raise streams.unregistered(label(joint.graph, index))
         if operators.draws(value) and rng == "keys":
             raise streams.implicit(label(joint.graph, index))
-
-
-def _require_only_buffers_change(
-    joint: Joint,
-    operands: Sequence[TensorMeta],
-    names: Sequence[str],
-    is_buffer: Sequence[bool],
-) -> None:
-    for operand, new in joint.mutations:
-        if not operands[operand].requires_grad or is_buffer[operand]:
-            continue
-        source = joint.graph.values[new.index].source
-        raise refusal(
-            MutationError,
-            where=f"`{names[operand]}` ({operands[operand]}) at {source}",
-            what="is changed in place by the function.",
-            why="The recomputation would start from the changed value, and the "
-            "tensor belongs to the caller.",
-            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-        )
