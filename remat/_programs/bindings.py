@@ -42,7 +42,7 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
         return None
     if not metas or not all(isinstance(meta, TensorMeta) for meta in metas):
         return None
-    stand_ins = dict(zip(reads, map(_stand_in, metas), strict=True))
+    stand_ins = dict(zip(reads, map(stand_in, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(own, tuple(args), dict(kwargs))
     op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
@@ -55,7 +55,8 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_in(meta: Any) -> torch.Tensor:
+def stand_in(meta: Any) -> torch.Tensor:
+    """A tensor of this metadata without data, with which a binding is rehearsed."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
 

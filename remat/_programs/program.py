@@ -1,9 +1,9 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
-as Python, by torch's own interpreter (`_programs.interpreted`), or compiled
-(`_programs.compiled`). Where no dispatch mode listens, some steps write over what is no longer
-read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it
+as Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`). Where no
+dispatch mode listens, some steps are one call (`_programs.composites`) and some write over what is no
+longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it
 runs. Inside an outer trace, the graph is interpreted instead, so that each operator keeps its
 name and its line there.
 """
@@ -26,6 +26,7 @@ from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
+from remat._programs.composites import fold
 from remat._programs.inside_traces import device_of, interpret
 from remat._programs.lending import Lender
 from remat._programs.overwriting import reusing
@@ -33,7 +34,7 @@ from remat._torch import guards, modes, schemas, tracer
 from remat._tracing.thread import current
 
 # About this many operators save what a call of the interpreter costs: a heuristic.
-_FOR_INTERPRETER = 20
+_FOR_INTERPRETER = 32
 
 _SIMPLE = (bool, int, str, type(None))
 
@@ -157,11 +158,12 @@ class Program:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
             return compiled.Compiled(self.graph)
-        if interpreted.overhead_dominates(self.graph, fewest_steps=_FOR_INTERPRETER):
-            return interpreted.function_of(self.graph) or self._run
-        reused = reusing(self.graph)
-        if reused is self.graph:
-            return self._run
+        folded = fold(self.graph)
+        if interpreted.overhead_dominates(folded, fewest_steps=_FOR_INTERPRETER):
+            return interpreted.function_of(folded) or self._compiled(folded)
+        reused = reusing(folded)
+        if reused is folded:
+            return self._compiled(folded)
         sparing = self._compiled(reused)
 
         def run(inputs: list[Tensor]) -> list[Any]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import SavedTensorModifiedError, checkpoint_name, random, remat
 from remat._graph.meta import TensorMeta
@@ -15,7 +14,7 @@ from remat._programs.interpreted import function_of, overhead_dominates
 from remat._torch import modes, tensors
 from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
-from tests.support import Heard, LiveBytes, is_differentiable
+from tests.support import Heard, LiveBytes
 
 pytestmark = [
     pytest.mark.contract,
@@ -65,36 +64,6 @@ def test_the_interpreter_runs_what_python_runs(function):
             assert ours is None or tensors.same_bits(ours, theirs)
 
 
-def results(function, region):
-    """The outputs of a region and the gradients of their sum, from fixed numbers."""
-    args = tree_map_only(
-        torch.Tensor,
-        lambda t: t.detach().clone().requires_grad_(is_differentiable(t)),
-        function.make_args(),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        outputs = [
-            each for each in tree_leaves(region(*args)) if is_differentiable(each)
-        ]
-        torch.stack([each.abs().sum() for each in outputs]).sum().backward()
-    leaves = [each for each in tree_leaves(args) if is_differentiable(each)]
-    return outputs, [each.grad for each in leaves if each.grad is not None]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
-def test_the_fastest_program_gives_the_same_bits(function):
-    """Outputs and gradients are those of the single operators that a listener hears."""
-    region = remat(function.fun, rng="preserve")
-    fastest = results(function, region)
-    with Heard():
-        single = results(function, region)
-
-    for found, expected in zip(fastest, single, strict=True):
-        assert [each.stride() for each in found] == [each.stride() for each in expected]
-        assert all(map(tensors.same_bits, found, expected))
-
-
 def block(x, weight, norm):
     """Attention and a GELU, after a layer norm."""
     h = F.layer_norm(x, x.shape[-1:], norm)
@@ -121,10 +90,10 @@ def waves(x):
     ids=["long", "short", "of large tensors"],
 )
 def test_a_long_program_of_small_tensors_gains(fun, size, gains):
-    """A call into C++ costs what some twenty operators save, and memory may run short there."""
+    """A call into C++ costs what some thirty operators save, and memory may run short there."""
     (forward, _) = programs(fun, torch.zeros(size))
 
-    assert overhead_dominates(forward.graph, fewest_steps=20) is gains
+    assert overhead_dominates(forward.graph, fewest_steps=32) is gains
 
 
 def test_a_region_runs_there():
@@ -290,7 +259,7 @@ def test_threads_share_an_interpreted_program():
         inputs[0].clone().requires_grad_(), weight.clone().requires_grad_()
     )
     assert function_of(backward.graph) is not None
-    assert overhead_dominates(backward.graph, fewest_steps=20)
+    assert overhead_dominates(backward.graph, fewest_steps=32)
     for place, each in enumerate(expected):
         for got in found[place]:
             assert all(map(tensors.same_bits, got, each))
