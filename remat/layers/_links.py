@@ -152,8 +152,8 @@ class Link:
 
         If `save`, also what its backward reads besides its operands.
         """
-        returned, mutations, saved = under.run(self, self.region, operands, save=save)
-        return without_none(returned), mutations, saved
+        returned, *rest = under.run(self, self.region, operands, save=save)
+        return without_none(returned), *rest
 
     def pull(
         self,
@@ -316,15 +316,15 @@ class Pass:
             is_alone = forward.is_alone and not forward.untracked
             if is_alone and forward.numerics.are_met_by(self.numerics):
                 return _run_of(call, forward)
-        if not save:
-            return lambda tensors: (*bind_all(call, tensors), ())
+        if save:
+            return functools.partial(_run_saving, call)
+        return lambda tensors: (*bind_all(call, tensors), ())
 
-        def run(tensors: Sequence[Tensor]) -> _Ran:
-            results = run_saving(call, tensors)
-            returned = returned_by(call, results.outputs, tensors)
-            return returned, results.mutations, results.saved
 
-        return run
+def _run_saving(call: Call, tensors: Sequence[Tensor]) -> _Ran:
+    results = run_saving(call, tensors)
+    returned = returned_by(call, results.outputs, tensors)
+    return returned, results.mutations, results.saved
 
 
 def _run_of(call: Call, forward: Forward) -> _Way:
