@@ -145,15 +145,19 @@ class Link:
             relaid(each, meta.stride) for each, meta in zip(state, metas, strict=True)
         ]
 
-    def run(
-        self, operands: Sequence[Tensor], under: Pass, *, save: bool
-    ) -> tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """What the stage returns, and the new values of what it changes.
+    def advance(
+        self, operands: Sequence[Tensor], under: Pass
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """What the stage returns, and the new values of what it changes."""
+        returned, mutations, _ = under.run(self, self.region, operands)
+        return without_none(returned), mutations
 
-        If `save`, also what its backward reads besides its operands.
-        """
-        returned, *rest = under.run(self, self.region, operands, save=save)
-        return without_none(returned), *rest
+    def record(
+        self, operands: Sequence[Tensor], under: Pass
+    ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
+        """What `advance` gives, and what the stage's backward reads besides its operands."""
+        returned, mutations, saved = under.run(self, self.region, operands, save=True)
+        return without_none(returned), mutations, [*saved]
 
     def pull(
         self,
@@ -258,7 +262,7 @@ class Link:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
         region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            tensors, *_ = self.run(fakes, Pass(Numerics.current()), save=False)
+            tensors, _ = self.advance(fakes, Pass(Numerics.current()))
             metas = [TensorMeta.of(each) for each in tensors]
         flows = [
             not (view.is_cut or view.is_detached)

@@ -301,11 +301,12 @@ class _Parts:
             executor.run(self.forward)
         else:
             executor.resume(copy.deepcopy(ledger), waiting)
-        gradients = executor.pull(self.backward, cotangents, wanted)
+        executor.start_backward(cotangents, wanted)
+        executor.run(self.backward)
         return [
             torch.zeros_like(operand) if gradient is None else gradient
             for gradient, operand, is_wanted in zip(
-                gradients, operands, wanted, strict=True
+                executor.gradients(), operands, wanted, strict=True
             )
             if is_wanted
         ]
