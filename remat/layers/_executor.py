@@ -140,7 +140,10 @@ class _Gradients:
     """The cotangent of the current state, and the operands' gradients so far."""
 
     def __init__(
-        self, stack: Stack, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
+        self,
+        stack: Stack,
+        cotangents: Sequence[Tensor | None],
+        wanted: Sequence[bool],
     ) -> None:
         self.stack = stack
         self.wanted = wanted

@@ -29,6 +29,16 @@ from remat._torch.fakes import fake_mode
 
 _T = TypeVar("_T")
 
+# The last stage gets the cotangent of the loss; the first may want no gradient.
+_MOST_FOLLOWED = 4
+
+# Of each region the latest backwards: whether cotangents have the metadata of those that it
+# was derived for; which there were, what was wanted, under which switches; its region.
+_Followed = tuple[Callable[..., bool], tuple[Any, ...], TracedRegion]
+_latest: weakref.WeakKeyDictionary[TracedRegion, tuple[_Followed, ...]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def once_a_region(compute: Callable[[Link], _T]) -> Callable[[Link], _T]:
     """Remembers what is computed of a link for all links of its region."""
@@ -138,12 +148,16 @@ class Link:
         """How many values wait for its backward when it is recorded."""
         return len(self.region.stages(self.roots).cut.saved)
 
-    def laid(self, state: Sequence[Tensor]) -> list[Tensor]:
+    @functools.cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [meta.stride for meta in self.state]
+
+    def laid(self, state: list[Tensor]) -> list[Tensor]:
         """A state laid out as the stage was traced for."""
-        metas = self.state
-        return [
-            relaid(each, meta.stride) for each, meta in zip(state, metas, strict=True)
-        ]
+        strides = self._strides
+        if [tensor.stride() for tensor in state] == strides:
+            return state
+        return [relaid(*each) for each in zip(state, strides, strict=True)]
 
     def advance(
         self, operands: Sequence[Tensor], under: Pass
@@ -172,9 +186,7 @@ class Link:
         there = without_none(outward)
         pulled: list[Tensor | None] = [None] * len(operands)
         if there and any(wanted):
-            layouts = tuple(None if k is None else layout_of(k) for k in outward)
-            asked = Asked(layouts, wanted, 0, under.numerics)
-            region = self.region.vjp(self.roots, asked)
+            region = self._derived(outward, wanted, under.numerics)
             returned, _, _ = under.run(self, region, [*saved, *operands, *there])
             found = iter(returned)
             pulled = [next(found) if each else None for each in wanted]
@@ -187,6 +199,32 @@ class Link:
         """Which of the wanted gradients there are."""
         pairs = zip(wanted, self.region.operands, strict=True)
         return tuple(each and meta.requires_grad for each, meta in pairs)
+
+    def _derived(
+        self,
+        cotangents: Sequence[Tensor | None],
+        wanted: tuple[bool, ...],
+        numerics: Numerics,
+    ) -> TracedRegion:
+        """The region of the gradients that are wanted for these cotangents.
+
+        Nearly every backward of a stage is like an earlier one. It takes less time to
+        recognize it than to look it up by what is asked.
+        """
+        there = without_none(cotangents)
+        given = [each is not None for each in cotangents]
+        followed = _latest.get(self.region, ())
+        for check, asked, region in followed:
+            if asked == (given, wanted, numerics) and check(*there):
+                return region
+        layouts = tuple(
+            None if each is None else layout_of(each) for each in cotangents
+        )
+        region = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
+        if guards.is_quiet() and all(map(guards.is_plain, there)):
+            known = (guards.tensor_guard(there), (given, wanted, numerics), region)
+            _latest[self.region] = (known, *followed[: _MOST_FOLLOWED - 1])
+        return region
 
     def _through_views(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from remat import chain, remat, scan
 from remat._regions.traced import TracedRegion
 from remat.layers import _chain, _executor
-from remat.schedules import AbstractSchedule, Sqrt
+from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
 from tests.support import seeded
 
 pytestmark = pytest.mark.contract
@@ -53,6 +53,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def leaves() -> tuple[Tensor, Tensor]:
     return seeded(4, 4).requires_grad_(), seeded(3, 4, seed=1).requires_grad_()
+
+
+@pytest.mark.parametrize("schedule", [Every(3), Sqrt(), Revolve(2)], ids=repr)
+def test_a_stage_asks_for_its_backward_once(
+    asked: list[Any], schedule: AbstractSchedule
+) -> None:
+    """The stages differ in their cotangents' layouts alone; the next step asks no more."""
+    (w, h), (w2, h2) = leaves(), leaves()
+    for at_most in (2 * 3, 0):  # to learn it, and to run it
+        asked.clear()
+        grads = torch.autograd.grad(integrate(w, h, schedule).sum(), (w, h))
+        assert len(asked) <= at_most
+        expected = torch.autograd.grad(loop(w2, h2).sum(), (w2, h2))
+        assert all(map(torch.equal, grads, expected))
 
 
 def test_a_backward_under_other_switches_asks_anew(asked: list[Any]) -> None:
@@ -131,7 +145,7 @@ SUMS_OF_THREE = ("new three times", "weight")
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_what_is_returned_twice_or_passed_on_has_its_gradients(
-    name: str, is_reversed: bool
+    name: str, is_reversed: bool, asked: list[Any]
 ) -> None:
     """As in the loop, the second time too; to the bit, but for the order of a sum of three."""
 
@@ -159,11 +173,13 @@ def test_what_is_returned_twice_or_passed_on_has_its_gradients(
         return [each.grad for each in given]
 
     for _ in range(2):
+        asked.clear()
         pairs = zip(gradients(scanned), gradients(by_loop), strict=True)
         for one, other in pairs:
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 torch.testing.assert_close(one, other, rtol=tolerance, atol=0)
+    assert not asked or name in ("a view", "transposed", "new three times")
 
 
 def test_a_sum_changes_nobodys_gradient() -> None:
