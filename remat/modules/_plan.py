@@ -363,7 +363,8 @@ def _called(
         if has_data:
             others = {each.device for each in tensors if each.device.type != "cpu"}
             kind = next((each.type for each in others), "cuda")
-            stack.enter_context(torch.random.fork_rng(others, device_type=kind))  # pyright: ignore[reportUnknownMemberType]
+            fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            stack.enter_context(fork)
             copies = {name: each.clone() for name, each in model.named_buffers()}
             torch.func.functional_call(model, copies, args, kwargs)
         else:
