@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = options.run(options)
             sys.stdout.flush()
             return code
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if line_of(error):
+            return _fail_command(_told(error))  # a pipe of the user's own
         # What is left to print would be flushed at exit, and raise again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
         return 141
@@ -126,10 +128,6 @@ def _give(result: Any, options: argparse.Namespace) -> int:
     """Writes a command's result where it is wanted: to a file, a terminal, or a pipe."""
     kind = "" if options.out is None else options.out.suffix.lower()
     if kind in _DRAWN:
-        if not hasattr(result, "figure"):
-            return _fail_command(
-                f"{options.out}: there is no figure of this; write .txt"
-            )
         result.figure().savefig(options.out)
         return 0
     if options.out is None and not options.json and _show_richly(result):
@@ -212,9 +210,8 @@ def _path_option(text: str) -> Path:
     return path
 
 
-def _out_option(text: str) -> Path:
+def _out_option(text: str, kinds: Sequence[str]) -> Path:
     path = _path_option(text)
-    kinds = (*_DRAWN, *_WRITTEN)
     if path.suffix.lower() not in kinds:
         known = ", ".join(filter(None, kinds))
         raise argparse.ArgumentTypeError(f"{text}: what can be written is {known}")
@@ -294,7 +291,9 @@ def _command_parser() -> argparse.ArgumentParser:
         text = "print JSON instead of the text"
         own[name].add_argument("--json", action="store_true", help=text)
         if name != "demo":
-            _take_call(own[name], nargs="?" if name == "compare" else None)
+            nargs = "?" if name == "compare" else None
+            drawn = _DRAWN if name in ("report", "compare") else ()
+            _take_call(own[name], nargs, (*drawn, *_WRITTEN))
     for each in (own["report"], own["checklist"]):
         _take_options(each)
     count = functools.partial(_whole_option, least=1)
@@ -329,7 +328,9 @@ def _command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _take_call(own: argparse.ArgumentParser, nargs: str | None) -> None:
+def _take_call(
+    own: argparse.ArgumentParser, nargs: str | None, kinds: Sequence[str]
+) -> None:
     """Has a command take what to run, where, and where the result goes."""
     text = "model.py:loss, package.model:loss"
     own.add_argument("function", metavar="MODULE:FUNCTION", nargs=nargs, help=text)
@@ -348,7 +349,8 @@ def _take_call(own: argparse.ArgumentParser, nargs: str | None) -> None:
         "write to this file instead of printing; .svg, .png and .pdf hold the figure, where "
         "there is one, and .json the JSON"
     )
-    own.add_argument("--out", type=_out_option, metavar="FILE", help=text)
+    kind = functools.partial(_out_option, kinds=kinds)
+    own.add_argument("--out", type=kind, metavar="FILE", help=text)
 
 
 def _take_options(own: argparse.ArgumentParser) -> None:

@@ -62,13 +62,9 @@ class DecoratedFunction(Generic[_P, _R]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._where = where or _where(fun)
-        self._takes_self = (
-            isinstance(fun, types.FunctionType)
-            and "."
-            in (
-                fun.__qualname__.rpartition("<locals>.")[2]  # it was written in a class
-            )
-        )
+        is_function = isinstance(fun, types.FunctionType)
+        inner_name = fun.__qualname__.rpartition("<locals>.")[2] if is_function else ""
+        self._takes_self = "." in inner_name  # it was written in a class
         self.kind = self._registered()
         # Becomes `_calls.cache` at the first call that is looked up; a plain attribute is faster.
         self._known = _NOTHING_KNOWN

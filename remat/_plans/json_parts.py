@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import torch
 
-from remat import storage as storages
 from remat._errors import PolicyError, refusal
 from remat.planners import Option, Problem, Step
 from remat.storage import AbstractStorage, Chain, links_of
+from remat.storage._contract import own_classes
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -25,7 +25,7 @@ def from_storage(storage: AbstractStorage | None) -> Any:
     if links != (storage,):
         return [from_storage(link) for link in links]
     kind = type(storage).__name__
-    if getattr(storages, kind, None) is not type(storage):
+    if own_classes().get(kind) is not type(storage):
         raise _not_for_json(storage)
     names = [field.name for field in dataclasses.fields(cast("Any", storage))]
     return {"kind": kind, **{k: _json_of(getattr(storage, k), storage) for k in names}}
@@ -58,7 +58,7 @@ def to_storage(text: Any) -> AbstractStorage | None:
         made = map(to_storage, cast("list[Any]", text))
         return Chain(tuple(each for each in made if each is not None))
     fields: dict[str, Any] = dict(text)
-    kind: Any = getattr(storages, str(fields.pop("kind")))
+    kind: Any = own_classes()[fields.pop("kind")]
     return kind(**{key: _of_json(each) for key, each in fields.items()})
 
 

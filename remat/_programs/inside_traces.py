@@ -204,9 +204,8 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     if parts is None:
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)
-    if (
-        is_mapped
-    ):  # to rounding is enough, and vmap has no rules for some of these operators
+    if is_mapped:
+        # To rounding is enough there, and vmap has no rules for some of these operators.
         return made
     whole = functools.partial(run, **kwargs)
     return _apply_whole(whole, args, *(made if isinstance(made, tuple) else (made,)))

@@ -207,6 +207,16 @@ def links_of(storage: AbstractStorage) -> tuple[AbstractStorage, ...]:
     return storage.links if isinstance(storage, Chain) else (storage,)
 
 
+def own_classes() -> dict[str, type[AbstractStorage]]:
+    """The classes of this package by their names, without those of users."""
+    classes = AbstractStorage.__subclasses__()
+    return {
+        each.__name__: each
+        for each in classes
+        if each.__module__.startswith(__package__ or "")
+    }
+
+
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 
 

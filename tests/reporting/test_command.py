@@ -37,6 +37,10 @@ def fails(x):
     raise ValueError("of the\\nuser's")
 
 
+def breaks_a_pipe(x):
+    raise BrokenPipeError("of the user's")
+
+
 class Odd(Exception):
     pass
 
@@ -138,18 +142,6 @@ def test_out(
         "pdf": b"%PDF",
     }
     assert start.startswith(expected[name.partition(".")[2]])
-
-
-def test_a_figure_of_what_has_none(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No text is written under the name of a figure."""
-    path = tmp_path / "c.pdf"
-
-    assert main(["checklist", f"{model}:loss", *SIZES, "--out", str(path)]) == 1
-
-    assert "there is no figure of this" in capsys.readouterr().err
-    assert not path.exists()
 
 
 POLICIES = {
@@ -457,6 +449,10 @@ WRONG_CALLS = {
         ["report", "m.py:f", "--out", "r.jpg"],
         "r.jpg: what can be written is .svg, .png, .pdf, .txt, .json, .md",
     ),
+    "no figure": (
+        ["checklist", "m.py:f", "--out", "c.pdf"],
+        "c.pdf: what can be written is .txt, .json, .md",
+    ),
     "no folder": (["report", "m.py:f", "--out", "no/r.txt"], "there is no folder no"),
     "a folder": (
         ["report", "m.py:f", "--html", "."],
@@ -516,6 +512,15 @@ def test_the_command_runs_as_a_program(model: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "wait for the backward" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_pipe_of_the_users_own_that_breaks_is_an_error(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of the command."""
+    assert main(["report", f"{model}:breaks_a_pipe", "x=2"]) == 1
+
+    assert "BrokenPipeError: of the user's" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_the_command_quietly(model: str) -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,22 @@ def test_the_head_says_how_the_page_was_made(page: Path) -> None:
     ]
     for part in parts:
         assert part in text
+
+
+def test_a_package_that_is_not_installed_has_no_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a folder on Python's path; the page is written all the same."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("remat.reporting._show.html.version", version)
+    path = tmp_path / "r.html"
+
+    report(remat(lambda x: x.sin().sin()), torch.ones(3)).to_html(path)
+
+    assert "; remat, torch" in path.read_text()
 
 
 @pytest.mark.parametrize(

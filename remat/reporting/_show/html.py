@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from string import Template
 
@@ -71,11 +71,19 @@ def _how_it_was_made(facts: Facts) -> str:
     """When, by which versions, on which device and by which command."""
     parts = (
         f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        f"remat {version('remat')}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"{_own_version()}, torch {torch.__version__}, Python {platform.python_version()}",
         f"on {facts.device} ({platform.machine()})",
         shlex.join(["python", *sys.orig_argv[1:]]),
     )
     return "; ".join(parts)
+
+
+def _own_version() -> str:
+    """The name of the package, with its version where it is installed."""
+    try:
+        return f"remat {version('remat')}"
+    except PackageNotFoundError:
+        return "remat"
 
 
 _Cell = tuple[str, str]  # the words, and what they are sorted by
