@@ -66,7 +66,7 @@ def cover(
         # It was reached without a read that is noted, by C code for example.
         forced: dict[int, set[Step]] = {}
         for identity in hidden:
-            for owner, step in survey.tensors[identity][0].steps():
+            for owner, step in survey.tensors[identity][0].path:
                 forced.setdefault(id(owner.value), set()).add(step)
         baker = _Baker(survey, reads, forced)
         baker.bake()

@@ -33,7 +33,7 @@ def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
         for name in names:
             put(node.value, ("var", name), node.content["var", name])
         if names:
-            ways.append(node.way)
+            ways.append(tuple(step for _, step in node.path))
     return tuple(ways)
 
 

@@ -74,23 +74,20 @@ class Node:
         value: object = self.value
         return type(value)
 
-    def steps(self) -> Iterator[tuple["Node", Step]]:
-        """Owners and steps of the path, from the object back to a root."""
-        node = self
-        while node.parent is not None:
-            yield node.parent, node.step
-            node = node.parent
-
     @property
-    def way(self) -> tuple[Step, ...]:
-        """The steps of the path, from the roots."""
-        return tuple(step for _, step in self.steps())[::-1]
+    def path(self) -> tuple[tuple["Node", Step], ...]:
+        """Owners and steps, from the roots to the object."""
+        node, path = self, deque[tuple[Node, Step]]()
+        while node.parent is not None:
+            path.appendleft((node.parent, node.step))
+            node = node.parent
+        return tuple(path)
 
     @property
     def label(self) -> Label:
         """The path in the user's words, such as self.attn.weight or global `W`."""
         label = Label("", "")
-        for owner, step in reversed([*self.steps()]):
+        for owner, step in self.path:
             label = label.then(owner.value, step)
         return label
 

@@ -86,7 +86,8 @@ class TestReach:
         assert seen.tensors
         for identity, paths in seen.tensors.items():
             for path in paths:
-                assert id(functools.reduce(look, path.way, roots)) == identity
+                steps = [step for _, step in path.path]
+                assert id(functools.reduce(look, steps, roots)) == identity
         assert [id(t) for t in covered.fetch(roots)] == [*seen.tensors]
         assert covered.check(roots)
         assert len(covered.gather(roots) or ()) == len(covered.labels)
