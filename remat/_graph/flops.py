@@ -34,7 +34,8 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     are cached. Formulas that need numbers (attention over ragged sequences) give 0 if there are
     only shapes.
     """
-    formula = _formula_of(op)
+    packet, known = getattr(op, "overloadpacket", op), flop_counter.flop_registry
+    formula = known.get(packet) or known.get(_COUNTED_AS.get(packet))
     if formula is None:
         return 0
     if getattr(formula, "_get_raw", False):
@@ -65,12 +66,6 @@ def _shapes(tree: Any) -> Any:
         given = cast("dict[str, Any]", tree)
         return tuple((name, _shapes(each)) for name, each in given.items())
     return tree
-
-
-def _formula_of(op: Any) -> Callable[..., Any] | None:
-    packet = getattr(op, "overloadpacket", op)
-    registry = flop_counter.flop_registry
-    return registry.get(packet) or registry.get(_COUNTED_AS.get(packet))
 
 
 # The CPU's attention, and the attention whose formula is used for it.
