@@ -281,18 +281,13 @@ class MethodRegion(DecoratedFunction[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""
         if not is_dynamo_compiling():
-            through = calling_module()
+            through, method = calling_module(), cast("Any", self._fun)
             if through is None:
                 self._require_alone()
-            elif _is_copy(through, self._fun.__self__):  # pyright: ignore[reportFunctionMemberAccess]
-                return self._of(through)(*args, **kwargs)
+            elif _is_copy(through, method.__self__):
+                own = types.MethodType(method.__func__, through)
+                return MethodRegion(own, self.settings, self._where)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
-
-    def _of(self, module: nn.Module) -> MethodRegion[_P, _R]:
-        """The same region around the method of a copy of its module."""
-        method: Any = self._fun
-        own = types.MethodType(method.__func__, module)
-        return MethodRegion(own, self.settings, self._where)
 
     def _require_alone(self) -> None:
         """Refuses a call past torch's own if a copy of the module has this region too."""

@@ -86,8 +86,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuses options that have no effect together, or cannot be met together."""
-        if self.engine == "rerun" and self.of_traces:
-            raise _without_effect(self.of_traces[0])
+        for option in self.of_traces if self.engine == "rerun" else ():
+            name = option.partition("=")[0]
+            raise refusal(
+                PolicyError if name == "policy" else ValueError,
+                where=f'remat(engine="rerun", {option})',
+                what="has no effect with this engine.",
+                why="It runs the Python function again, on arguments of any sizes as they "
+                "are: it has no programs, and no graph whose values could be saved or "
+                "compared one by one.",
+                do=f'Leave `{name}` out, or use engine="trace".',
+            )
         if self.verify and self.backend is not None:
             raise refusal(
                 ValueError,
@@ -109,19 +118,6 @@ class Settings:
             "dynamic_shapes=True": self.dynamic_shapes,
         }
         return [option for option, is_given in options.items() if is_given]
-
-
-def _without_effect(option: str) -> PolicyError | ValueError:
-    """The error of an option that needs a trace, where there is none."""
-    name = option.partition("=")[0]
-    return refusal(
-        PolicyError if name == "policy" else ValueError,
-        where=f'remat(engine="rerun", {option})',
-        what="has no effect with this engine.",
-        why="It runs the Python function again, on arguments of any sizes as they are: it has "
-        "no programs, and no graph whose values could be saved or compared one by one.",
-        do=f'Leave `{name}` out, or use engine="trace".',
-    )
 
 
 def settings_of(

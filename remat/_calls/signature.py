@@ -89,15 +89,19 @@ class Signature(NamedTuple):
         again: list[int] = []
         values: list[Any] = []
         for leaf in leaves:
-            kind = _kind_of_argument(leaf)
-            if kind == TENSOR and id(leaf) in places:
-                kind = AGAIN
+            if isinstance(leaf, Tensor) and id(leaf) in places:
+                kinds.append(AGAIN)
                 again.append(places[id(leaf)])
-            elif kind == TENSOR:
+            elif isinstance(leaf, Tensor):
+                kinds.append(TENSOR)
                 places[id(leaf)] = len(places)
-            elif kind == STATIC:
-                values.append(_static_value(leaf))
-            kinds.append(kind)
+            elif static_key(leaf) is None:
+                kinds.append(ROOT)
+            else:
+                kinds.append(STATIC)
+                value = leaf.value if isinstance(leaf, _Static) else leaf
+                # A set may change after the call.
+                values.append(set(value) if type(value) is set else value)
         return Layout(spec, tuple(kinds), tuple(again), tuple(values))
 
     @property
@@ -206,12 +210,6 @@ def sign(
         leaves.wants_gradient,
         leaves.is_traceable,
     )
-
-
-def _kind_of_argument(leaf: object) -> str:
-    if isinstance(leaf, Tensor):
-        return TENSOR
-    return ROOT if static_key(leaf) is None else STATIC
 
 
 @final
@@ -356,13 +354,6 @@ def static_key(leaf: object) -> Hashable | None:
         keys = [static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
     return _captures.numpy_scalar(leaf)
-
-
-def _static_value(leaf: Any) -> Any:
-    """The value of a static leaf at the call; a set is copied, because it may change."""
-    if isinstance(leaf, _Static):
-        return leaf.value
-    return set(leaf) if type(leaf) is set else leaf  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
