@@ -9,8 +9,6 @@ from remat._captures.places import KINDS
 from remat._captures.reads import GENERATED
 from remat._captures.spot_rules import ABSENT, Constants, SameAs, Spot, clause
 
-_INSTANCE_DICT = "{}.__dict__"
-
 
 @final
 class _Writer:
@@ -21,47 +19,33 @@ class _Writer:
         self.lines: list[str] = []
         self.line_reads: dict[int, tuple[str, ...]] = {}
         self._holders: dict[str, str] = {}
-        self._clauses: list[str] = []
         self._reads: dict[int, list[str]] = {}
         for spot in spots:
             self._reads.setdefault(spot.parent, []).append(str(spot.step[1]))
 
-    def add(self, line: str) -> None:
-        """Writes a line, after the clauses that came before it."""
-        self.flush()
-        self.lines.append(line)
-
     def require(self, clause: str) -> None:
-        """Notes a condition on which the function goes on."""
-        self._clauses.append(clause)
-        if len(self._clauses) >= 32:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the conditions that are noted."""
-        if self._clauses:
-            condition = " and ".join(self._clauses)
-            self.lines.append(f"if not ({condition}): return None")
-            self._clauses = []
+        """Writes a condition on which the function goes on."""
+        self.lines.append(f"if not ({clause}): return None")
 
     def place(self, spot: Spot) -> str:
-        """The expression for the value at a spot; binds its holder to a name on first use."""
+        """The expression for the value at a spot."""
         holder = self.holder(spot)
         kind = KINDS[spot.step[0]]
         return holder if not kind.item else holder + kind.item.format(self.key(spot))
 
     def holder(self, spot: Spot) -> str:
-        """The name of the object that holds the spot."""
+        """The name of the object that holds the spot, which a line binds at its first use."""
         owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
         kind = KINDS[spot.step[0]]
-        text = kind.holder
-        if text == "{}" or not kind.item:
-            return text.format(owner)
-        if text.startswith(_INSTANCE_DICT):
-            held = self._bound(_INSTANCE_DICT.format(owner), spot.parent)
-            rest = text.removeprefix(_INSTANCE_DICT)
-            return self._bound(held + rest, spot.parent) if rest else held
-        return self._bound(text.format(owner), spot.parent)
+        text = kind.holder.format(owner)
+        if text == owner or not kind.item:
+            return text
+        if text not in self._holders:
+            name = self._holders[text] = f"h{len(self._holders)}"
+            self.lines.append(f"{name} = {text}")
+            # Line 1 is the `def`, line 2 the `try`.
+            self.line_reads[len(self.lines) + 2] = tuple(self._reads[spot.parent])
+        return self._holders[text]
 
     def key(self, spot: Spot) -> str:
         """The key of a spot's step, written out or as a constant."""
@@ -76,18 +60,9 @@ class _Writer:
             return f"not hasattr({self.holder(spot)}, {spot.step[1]!r})"
         return f"{self.key(spot)} not in {self.holder(spot)}"
 
-    def _bound(self, text: str, parent: int) -> str:
-        name = self._holders.get(text)
-        if name is None:
-            name = self._holders[text] = f"h{len(self._holders)}"
-            self.add(f"{name} = {text}")
-            # Line 1 is the `def`, line 2 the `try`.
-            self.line_reads[len(self.lines) + 2] = tuple(self._reads[parent])
-        return name
-
     def function(self, result: str) -> Callable[[tuple[object, ...]], Any]:
         """The function that the lines make, which ends with `result`."""
-        self.add(f"return {result}")
+        self.lines.append(f"return {result}")
         body = "".join(f"  {line}\n" for line in self.lines)
         text = f"def check(roots):\n try:\n{body} except NOT_THERE: return None\n"
         space = self.constants.space
@@ -109,7 +84,7 @@ def generate_check(
             continue
         place = writer.place(spot)
         if index in bound:
-            writer.add(f"v{index} = {place}")
+            writer.lines.append(f"v{index} = {place}")
             place = f"v{index}"
         writer.require(clause(spot.rule, place, writer.constants))
     return writer.function(f"({''.join(f'v{index}, ' for index in fetched)})")
