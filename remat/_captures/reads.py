@@ -17,6 +17,7 @@ import functools
 import sys
 import threading
 from collections.abc import Generator, Iterable
+from contextvars import ContextVar
 from typing import Any, final
 
 from torch import nn
@@ -59,12 +60,8 @@ class Reads(dict[int, dict[str, None]]):
             self._written.setdefault(id(owner), set()).add(name)
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.reads: list[Reads] = []  # of this thread, outermost first
-
-
-_active = _Active()
+# The recordings of this thread, the outermost first.
+_active: ContextVar[tuple[Reads, ...]] = ContextVar("_active", default=())
 _lock = threading.Lock()
 # Watched classes: how many recordings want them watched.
 _watchers: dict[type, int] = {}
@@ -84,8 +81,7 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
                     undo.callback(_unwatch_reads, kind)
             if node.look not in WATCHED or not is_watched[kind]:
                 reads[identity][EVERYTHING] = None
-        _active.reads.append(reads)
-        undo.callback(_active.reads.pop)
+        undo.callback(_active.reset, _active.set((*_active.get(), reads)))
         yield reads
 
 
@@ -124,13 +120,13 @@ def _watchers_of(kind: type) -> tuple[Any, ...]:
     read, write = (getattr(each, "original", each) for each in inherited)
 
     def __getattribute__(self: object, name: str) -> object:
-        if _active.reads:
+        if _active.get():
             _note_read(self, name)
         return read(self, name)
 
     def __setattr__(self: object, name: str, value: object) -> None:
         write(self, name, value)
-        for reads in _active.reads:
+        for reads in _active.get():
             reads.note_write(self, name)
 
     watchers: tuple[Any, ...] = __getattribute__, __setattr__
@@ -147,5 +143,5 @@ def _note_read(owner: object, name: str) -> None:
             return
         if frame.f_code.co_filename == GENERATED:
             names = frame.f_globals["LINE_READS"].get(frame.f_lineno, names)
-    for reads in _active.reads:
+    for reads in _active.get():
         reads.note(owner, names)
