@@ -208,7 +208,8 @@ class _Baker:
                 missing.setdefault((id(space), name), node)
             for name, attribute in named.asked:
                 owner = space.get(name)
-                if _is_named(owner) and id(owner) in self.known:
+                is_named = type(owner) in _NAMED or isinstance(owner, type)
+                if is_named and id(owner) in self.known:
                     asked[id(owner), attribute] = None
         for (_, name), node in missing.items():
             self.write(node, ("global", name), ABSENT)
@@ -264,14 +265,10 @@ class _Baker:
         return len(self.spots) - 1
 
 
+# Values whose attributes code names, besides classes.
+_NAMED = frozenset({types.FunctionType, types.ModuleType})
 # Values of a library's globals that may be its switches.
 _SWITCHES = frozenset({bool, int, float, str, type(None)})
-
-
-def _is_named(value: object) -> bool:
-    """Whether code names the attributes of such a value: a function, a class, a Python module."""
-    plain = {types.FunctionType, types.ModuleType}
-    return type(value) in plain or isinstance(value, type)
 
 
 def _has_dict_to_bake(value: object) -> bool:
