@@ -193,13 +193,8 @@ def is_tensor(value: Value) -> bool:
 def label(graph: Graph, index: int) -> str:
     """A value in a message: its names, dtype[shape], operator and line."""
     value = graph.values[index]
-    if value.op is operator.getitem:
-        made_at: int = value.args[0].index
-        maker = graph.values[made_at].op
-    else:
-        maker = value.op
     names = ", ".join(f'"{name}"' for name in value.names)
-    made = f"made by {operators.short_name(maker)}"
+    made = f"made by {operators.made_by(value, graph.values)}"
     metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
     first = next((str(meta) for meta in metas if meta is not None), "")
     place = f"at {value.source}" if value.source else ""
