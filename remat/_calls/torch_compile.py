@@ -40,15 +40,14 @@ class _Kind:
 
     where: str  # what messages call them
     around: _Around  # makes one around a function
+    why_apart: str  # why none of them can be in a graph; empty if some can
     #: Those around Dynamo's graphs, and functions that none holds.
     known: _Regions = dataclasses.field(default_factory=_Regions)
 
 
 # By a string, which Dynamo guards by its value: equal layers share a graph.
 _kinds: dict[str, _Kind] = {}
-# Why the kinds that always stay apart do.
-_apart: dict[str, str] = {}
-# Why others do in the frame that is being compiled, by name.
+# Why a region stays apart in the frame that is being compiled, by name.
 _apart_here = weakref.WeakKeyDictionary[object, dict[str, str]]()
 
 
@@ -61,15 +60,13 @@ def register(key: str, where: str, around: _Around, why_apart: str) -> None:
 
     `why_apart`: why it cannot be in a graph, if it never can; else empty.
     """
-    _kinds.setdefault(key, _Kind(where, around))
-    if why_apart:
-        _apart[key] = why_apart
+    _kinds.setdefault(key, _Kind(where, around, why_apart))
 
 
 def _why_apart(key: str, name: str) -> str:
     """Why a region ends the graph in front of it, if it does; else empty."""
     here: Any = _apart_here.get(dynamo.compilation(), {})
-    return _apart.get(key) or here.get(name, "")
+    return _kinds[key].why_apart or here.get(name, "")
 
 
 dynamo.constant_for_dynamo(_why_apart)
