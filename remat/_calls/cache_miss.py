@@ -24,7 +24,6 @@ from remat._partition.stages import Stages
 from remat._regions.forwards import Calls
 from remat._regions.retraceable import Function
 from remat._regions.traced import TracedRegion
-from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
 
@@ -55,7 +54,15 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)
     stages = Stages.of(traced.joints, settings.policy)
-    function = _function_to_retrace(site.numerics, options, traced, covered)
+    flattened = traced.flattened
+    # What is traced again for derivatives: it must not hold the survey, and so the user's objects.
+    function = Function(
+        lambda roots: flattened.build(roots, covered.fetch),
+        covered.restored,
+        site.numerics,
+        settings.backend,
+        None if traced.fixed is None else Templates(traced.fixed),
+    )
     tensors = (*site.signature.tensors, *traced.captured)
     region = _compiled_region(function, site, options, stages, (names, tensors))
     advise(
@@ -89,20 +96,6 @@ def entry_for_sizes(known: Entry, site: CallSite, options: Options) -> Entry | N
     )
 
 
-def _function_to_retrace(
-    numerics: Numerics, options: Options, traced: TracedCall, covered: _captures.Covered
-) -> Function:
-    """What the new region traces again, for derivatives and for other cotangents."""
-    flattened, fixed = traced.flattened, traced.fixed
-    return Function(
-        lambda roots: flattened.build(roots, covered.fetch),
-        covered.restored,
-        numerics,
-        options.settings.backend,
-        None if fixed is None else Templates(fixed),
-    )
-
-
 def _compiled_region(
     function: Function,
     site: CallSite,
@@ -115,17 +108,16 @@ def _compiled_region(
     count = len(site.signature.tensors)
     captured = map(TensorMeta.of_operand, tensors[count:])
     settings, aliases = options.settings, site.aliases
-    storages = {
-        index: settings.inputs.of(
-            name, tensor, is_argument=index < count, aliases=aliases
-        )
-        for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
-    }
-    # Where both name a storage for an operand, that of `saved_inputs` is used.
     by_policy = decide_of_operands(stages.analysis, settings.policy)
-    inputs = {index: save.storage for index, save in by_policy.items()} | {
-        index: storage for index, storage in storages.items() if not storage.keeps
-    }
+    inputs = {index: save.storage for index, save in by_policy.items()}
+    for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        is_argument = index < count
+        storage = settings.inputs.of(
+            name, tensor, is_argument=is_argument, aliases=aliases
+        )
+        # Where both name a storage for an operand, that of `saved_inputs` is used.
+        if not storage.keeps:
+            inputs[index] = storage
     return TracedRegion(
         function,
         (*site.signature.metas, *captured),

@@ -240,26 +240,18 @@ def require_function(fun: Any) -> None:
             f"object, remat({fun.__name__}(...)); or give the modules of a model their "
             "regions with modules.apply.",
         )
-    if inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
-        raise _unfit_function(fun, "generator", "Return a list of what it yields.")
-    if inspect.iscoroutinefunction(fun):
-        raise _unfit_function(
-            fun,
-            "coroutine",
-            "Decorate the function that computes, and call it from there.",
+    yields = inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun)
+    if yields or inspect.iscoroutinefunction(fun):
+        raise refusal(
+            TypeError,
+            where=f"remat({getattr(fun, '__qualname__', repr(fun))})",
+            what=f"makes a {'generator' if yields else 'coroutine'}.",
+            why="Calling it computes nothing yet: the work would be done after the "
+            "region has ended.",
+            do="Return a list of what it yields."
+            if yields
+            else "Decorate the function that computes, and call it from there.",
         )
-
-
-def _unfit_function(fun: Any, made: str, do: str) -> TypeError:
-    name = getattr(fun, "__qualname__", repr(fun))
-    return refusal(
-        TypeError,
-        where=f"remat({name})",
-        what=f"makes a {made}.",
-        why="Calling it computes nothing yet: the work would be done after the "
-        "region has ended.",
-        do=do,
-    )
 
 
 def require_parameters(fun: Any, statics: Statics) -> None:
@@ -277,20 +269,18 @@ def require_parameters(fun: Any, statics: Statics) -> None:
     beyond = [
         index for index in sorted(statics.positions) if not -count <= index < count
     ]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise _no_parameter("static_argnames", unknown[0], parameters)
-    if beyond and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise _no_parameter("static_argnums", beyond[0], parameters)
-
-
-def _no_parameter(option: str, value: object, names: Iterable[str]) -> ValueError:
-    return refusal(
-        ValueError,
-        where=f"remat({option}=...)",
-        what=f"{value!r} is not a parameter of the function.",
-        why=f"Its parameters are {', '.join(names)}.",
-        do="Correct the name or the position.",
-    )
+    for option, wrong, others in (
+        ("static_argnames", unknown, inspect.Parameter.VAR_KEYWORD),
+        ("static_argnums", beyond, inspect.Parameter.VAR_POSITIONAL),
+    ):
+        if wrong and others not in kinds:
+            raise refusal(
+                ValueError,
+                where=f"remat({option}=...)",
+                what=f"{wrong[0]!r} is not a parameter of the function.",
+                why=f"Its parameters are {', '.join(parameters)}.",
+                do="Correct the name or the position.",
+            )
 
 
 def require_choice(
@@ -310,21 +300,18 @@ def require_choice(
 
 def why_out_of_graphs(settings: Settings, where: str) -> str:
     """Why a region with these options can be in no graph of torch.compile; else empty."""
-    options = [
-        option
-        for option, is_set in (
-            ('engine="rerun"', settings.engine == "rerun"),
-            ("verify=True", settings.verify),
-            # Arguments of a graph have no names.
-            ("saved_inputs={...}", bool(settings.inputs.each)),
-        )
-        if is_set
-    ]
-    if not options:
+    options = {
+        'engine="rerun"': settings.engine == "rerun",
+        "verify=True": settings.verify,
+        # Arguments of a graph have no names.
+        "saved_inputs={...}": settings.inputs.each,
+    }
+    given = [option for option, is_set in options.items() if is_set]
+    if not given:
         return ""
     return explain(
         where=where,
-        what=f"has {' and '.join(options)}, and is called under torch.compile.",
+        what=f"has {' and '.join(given)}, and is called under torch.compile.",
         why="What it does in the backward cannot be part of a graph.",
         do="Leave it out, or compile without fullgraph=True: the region then runs "
         "between two graphs.",
@@ -335,18 +322,16 @@ def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
     """How inputs wait, as the option says."""
     if saved_inputs is None:
         return InputStorages()
-    if isinstance(saved_inputs, Mapping):
-        found = InputStorages(each=tuple(saved_inputs.items()))
-    else:
-        found = InputStorages(others=saved_inputs)
+    is_map = isinstance(saved_inputs, Mapping)
+    each = tuple(saved_inputs.items()) if is_map else ()
+    found = InputStorages(each, others=_KEEP if is_map else saved_inputs)
     for path, _ in found.each:
         if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 'remat(saved_inputs=...) names arguments by strings, such as "x", not '
                 f"by {path!r}."
             )
-    storages = [*(storage for _, storage in found.each), found.others]
-    for storage in storages:
+    for storage in (*(storage for _, storage in found.each), found.others):
         require_type(
             "remat(saved_inputs=...)",
             storage,

@@ -96,17 +96,16 @@ def _changes_of_tensor(
 ) -> Iterator[_Change]:
     sizes = [*zip(old.shape, new.shape, strict=False)]
     if len(old.shape) == len(new.shape) and old.shape != new.shape:
-        for dim, (was, now) in enumerate(sizes):
-            if was != now:
+        for dim, (size, other) in enumerate(sizes):
+            if size != other:
                 what = f"the size of dimension {dim} of {name}"
-                yield (what, _SIZE), f"from {was} to {now}"
+                yield (what, _SIZE), f"from {size} to {other}"
     elif old.shape == new.shape and old.stride != new.stride:
         what = f"the strides of {name}"
         yield (what, _STRIDES), f"from {old.stride} to {new.stride}"
     else:
-        wants = (", with a gradient", ", without a gradient")
-        texts = [
-            f"{each} on {each.device}{wants[not each.requires_grad]}"
+        was, now = (
+            f"{each} on {each.device}, with{'' if each.requires_grad else 'out'} a gradient"
             for each in (old, new)
-        ]
-        yield (name, _CALL), " to ".join(["from " + texts[0], texts[1]])
+        )
+        yield (name, _CALL), f"from {was} to {now}"
