@@ -1,18 +1,33 @@
 """The traces of one code with one set of options, and the routes of calls to them."""
 
 import dataclasses
+import functools
+import types
 import weakref
 from collections.abc import Hashable
-from typing import final
+from typing import Any, final
 
+from torch import nn
+
+from remat import _captures
+from remat._calls.advice import advise_of_inputs
+from remat._calls.cache_miss import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
-from remat._calls.guards import TensorGuard, is_simple, tensor_guard_here
+from remat._calls.guards import is_simple, tensor_guard_here
+from remat._calls.options import Settings
 from remat._calls.retraces import History
 from remat._calls.routes import Found, Route, first_holding, route_of
 from remat._calls.signature import CallSite
+from remat._errors import RematError, TraceError, explain
+from remat._graph.meta import without_symbols
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
+from remat._torch import levels, tracer
+from remat._tracing.open_sizes import CANNOT_OPEN
+from remat._tracing.refusals import raises_in_its_trace
+from remat._tracing.thread import known_inside
+from remat._user_lines import warn
 
 
 @final
@@ -37,9 +52,11 @@ class CacheInfo:
 
 
 class Cache:
-    """The traces of one code with one set of options."""
+    """The traces of one code with one set of options: found for a call, or made and kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings, where: str) -> None:
+        self.settings = settings  # the options, `rng` among them
+        self.where = where  # what messages call the regions
         self.clear()
 
     def clear(self) -> None:
@@ -57,7 +74,138 @@ class Cache:
         #: Why calls like these run again, by what they have in common: engine="auto".
         self.refused: dict[Hashable, str] = {}
 
-    def find(self, site: CallSite) -> Found | None:
+    def find(self, site: CallSite) -> Found:
+        """The trace of a call and its captured tensors."""
+        holding_one = self._holding(site)
+        if holding_one is None:
+            with tracer.one_trace_at_a_time():
+                # Another thread may have traced it meanwhile.
+                holding_one = self._holding(site)
+                if holding_one is None:
+                    return self._keep(self.entries.setdefault(site.key, []), site)
+        self.hits += 1
+        return holding_one
+
+    def find_inside(self, site: CallSite) -> Found:
+        """The trace inside a trace with open sizes; the entry is kept until that one ends."""
+        key = (id(self), without_symbols(site.key))
+        entries: list[Entry] = known_inside().setdefault(key, [])
+        found = first_holding(entries, site.roots)
+        if found is not None:
+            return found
+        with tracer.one_trace_at_a_time():
+            return self._keep(entries, site, may_open=False)
+
+    def reaches_gradient(self, site: CallSite) -> bool:
+        """Whether a captured tensor is to be differentiated."""
+        found = self._holding(site)
+        reached = _captures.Survey(site.roots).reached if found is None else found[1]
+        return any(map(levels.requires_grad_anywhere, reached))
+
+    def _keep(
+        self, entries: list[Entry], site: CallSite, *, may_open: bool = True
+    ) -> Found:
+        """Makes the entry of a call that no trace holds for, and keeps it."""
+        tracer.load_tracer()
+        is_open = may_open and self.settings.dynamic_shapes
+        entry = self._made_or_refused(site, is_open)
+        before = entries[0] if entries else None
+        entries.insert(0, entry)
+        self._drop_oldest()
+        if entry.trace_s is None:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self._note_trace(site, before)
+            paths = [path for path, _ in self.settings.inputs.each]
+            advise_of_inputs(site, entry.labels, paths, self.where)
+        captured = entry.gather(site.roots)
+        assert captured is not None, entry.covered.explain(site.roots)
+        return entry, captured
+
+    def _note_trace(self, site: CallSite, before: Entry | None) -> None:
+        """Warns at the tenth trace of a module, or of a function of none, once for its code."""
+        owners = map(_owner, site.roots)
+        owner = next((each for each in owners if isinstance(each, nn.Module)), self)
+        history = self.histories.setdefault(owner, History())
+        if history.add(site, before) and not self.is_told:
+            self.is_told = True
+            history.warn(self.where, self.settings.cache_size)
+
+    def _made_or_refused(self, site: CallSite, is_open: bool) -> Entry:
+        """Makes an entry; with engine="auto" whatever the function raises is a refusal."""
+        if self.settings.engine != "auto":
+            return self._made(site, is_open)
+        known = self.refused.get(_refusal_key(site))
+        if known is not None:
+            raise TraceError(known)
+        try:
+            return self._made(site, is_open)
+        except Exception as error:
+            if isinstance(error, (RematError, Warning)):
+                raise
+            raise raises_in_its_trace(error) from error
+
+    def fall_back(self, site: CallSite, refused: RematError) -> None:
+        """Has the calls like one run again from now on, and warns, each reason once."""
+        told = self.refused.values()
+        if str(refused) in told:
+            return
+        lost = self.settings.of_traces
+        effect = f" {', '.join(lost)} has no effect there." if lost else ""
+        parts: dict[str, Any] = {
+            "where": self.where,
+            "what": 'runs the function again in its backward, as with engine="rerun", from '
+            f"now on.{effect}",
+            "why": f"Its trace is refused: {refused}",
+            "do": 'Pass engine="rerun", and this is not told.',
+        }
+        text = explain(**parts)
+        if text not in told:
+            warn(**parts)
+        self.refused[_refusal_key(site)] = text
+
+    def warn_of_first_call(self) -> None:
+        """Warns of a call that runs as it is, because a lazy module makes its parameters in it."""
+        warn(
+            where=self.where,
+            what="runs its first call as it is, and recomputes from the next one on.",
+            why="A lazy module makes its parameters in that call, and a trace has no real "
+            "tensors for them.",
+            do="Call the model once before, inside `with remat.disabled():`, and this is "
+            "not told.",
+        )
+
+    def _made(self, site: CallSite, is_open: bool) -> Entry:
+        """The entry of a trace, with open sizes if the function permits that."""
+        options = Options(self.settings, self.calls, self.where)
+        if not is_open:
+            return compile_call(site, options)
+        families, key = self.families, site.general_key
+        family = families.get(key) or families.setdefault(key, Family(site.signature))
+        known = family.find(site, options)
+        if known is not None:
+            return known
+        fixed = family.fixed_for(site, self.where)
+        error = None
+        if not (family.is_static or all(map(all, fixed))):
+            try:
+                entry = compile_call(site, options, fixed)
+            except CANNOT_OPEN as failed:
+                if isinstance(failed, RematError) and not isinstance(
+                    failed, TraceError
+                ):
+                    raise
+                error = failed
+            else:
+                family.entries.insert(0, entry)
+                return entry
+        entry = compile_call(site, options)
+        if error is not None:
+            family.give_up(error, self.where)
+        return entry
+
+    def _holding(self, site: CallSite) -> Found | None:
         """The first trace that holds for a call, and its captured tensors."""
         entries = self.entries.get(site.key)
         return None if entries is None else first_holding(entries, site.roots)
@@ -67,7 +215,7 @@ class Cache:
         # The function that ran may have cleared the cache.
         if route in self.routes:
             self.routes[0].entries[0].touch()
-            self.routes = [route, *self._others(route.entries, route.tensor_guard)]
+            self.routes = [route, *(each for each in self.routes if each is not route)]
 
     def learn(self, site: CallSite) -> None:
         """Adds a route for calls like this one, if there is room for it."""
@@ -78,27 +226,26 @@ class Cache:
         if Numerics.current() != site.numerics:
             # Tracing has run code that sets a switch and leaves it set.
             return
-        others = self._others(entries, tensor_guard)
-        # A route that a change of the number of threads has broken is replaced.
-        is_known = any(
-            route.serves(entries, tensor_guard) and route.same_thread()
-            for route in self.routes
-        )
-        if (
-            not is_known
-            and len(others) < _MOST_ROUTES
-            and is_simple((site.args, site.kwargs), signature.objects, tensor_guard)
+        others: list[Route] = []
+        for route in self.routes:
+            if route.entries is not entries or route.tensor_guard is not tensor_guard:
+                others.append(route)
+            elif route.same_thread():
+                return
+            # One that a change of the number of threads has broken is replaced.
+        if len(others) < _MOST_ROUTES and is_simple(
+            (site.args, site.kwargs), signature.objects, tensor_guard
         ):
             self.routes = [*others, route_of(site, entries, tensor_guard)]
 
-    def drop_oldest(self, most: int) -> None:
-        """Drops the entries that were used longest ago until only so many are left."""
+    def _drop_oldest(self) -> None:
+        """Drops the entries that were used longest ago until `cache_size` are left."""
         if self.routes and self.routed != self._routed_before:
             self._routed_before = self.routed
             self.routes[0].entries[0].touch()
         kept = [(key, each) for key, found in self.entries.items() for each in found]
         kept.sort(key=lambda pair: pair[1].used)
-        dropped = kept[: max(0, len(kept) - most)]
+        dropped = kept[: max(0, len(kept) - self.settings.cache_size)]
         for key, entry in dropped:
             entries = self.entries[key]
             if len(entries) > 1:
@@ -114,10 +261,18 @@ class Cache:
             for family in self.families.values():
                 family.keep_only(templates)
 
-    def _others(self, entries: list[Entry], tensor_guard: TensorGuard) -> list[Route]:
-        return [
-            route for route in self.routes if not route.serves(entries, tensor_guard)
-        ]
-
 
 _MOST_ROUTES = 8  # a heuristic: each route that misses costs half a microsecond
+
+
+def _refusal_key(site: CallSite) -> Hashable:
+    """What calls have in common whose traces are refused alike: equal layers, any sizes."""
+    owners = [_owner(each) for each in site.roots]
+    modules = [each.modules() for each in owners if isinstance(each, nn.Module)]
+    return (site.general_key, *(tuple(map(type, each)) for each in modules))
+
+
+def _owner(root: object) -> object:
+    """The module whose method a function is, or fills the arguments of; else itself."""
+    function: Any = root.func if isinstance(root, functools.partial) else root
+    return function.__self__ if isinstance(function, types.MethodType) else function

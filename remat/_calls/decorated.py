@@ -19,11 +19,10 @@ from remat import _captures
 from remat._calls import torch_compile
 from remat._calls.cache import Cache, CacheInfo
 from remat._calls.entry import Entry
-from remat._calls.lookup import Lookup
 from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of_region
 from remat._calls.routes import MISSED
-from remat._calls.signature import CallSite, Statics
+from remat._calls.signature import CallSite, Statics, call_site
 from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -36,7 +35,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
 from remat._torch.modules import calling_module, copied
 from remat._tracing.refusals import LazyModuleError, advises_rerun
-from remat._tracing.thread import has_open_sizes, is_lifting, is_running, lift
+from remat._tracing.thread import entered, has_open_sizes, is_lifting, is_running, lift
 from remat._user_lines import warn
 from remat.policies import nothing_saveable
 
@@ -47,7 +46,7 @@ _R = TypeVar("_R")
 # By the code and the options.
 _caches: dict[tuple[Hashable, Settings], Cache] = {}
 _MOST_OPTIONS = 256  # of one code, a heuristic: more than a model has layers
-_NOTHING_KNOWN = Cache()
+_NOTHING_KNOWN = Cache(Settings(), "")
 
 
 class DecoratedFunction(Generic[_P, _R]):
@@ -95,29 +94,29 @@ class DecoratedFunction(Generic[_P, _R]):
         if self.settings.engine == "rerun":
             return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
-        site = self._lookup.site(args, kwargs)
+        site = call_site(self._fun, args, kwargs, self.settings.statics)
         try:
             return self._call_traced(site)
         except RematError as refused:
             # In a trace, the one around is refused with it.
             is_auto = self.settings.engine == "auto" and not is_running()
             if is_auto and isinstance(refused, LazyModuleError):
-                self._lookup.warn_of_first_call()
+                self._cache.warn_of_first_call()
                 return self._fun(*args, **kwargs)
             if not (is_auto and advises_rerun(refused)):
                 raise
             returned = flat_call.call(self._fun, args, kwargs, self._rng)
-            self._lookup.fall_back(site, refused)
+            self._cache.fall_back(site, refused)
             return returned
 
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
-        signature, lookup, is_inside = site.signature, self._lookup, has_open_sizes()
+        signature, cache, is_inside = site.signature, self._cache, has_open_sizes()
         wants = signature.wants_gradient
-        if not (wants or is_inside or lookup.reaches_gradient(site)):
+        if not (wants or is_inside or cache.reaches_gradient(site)):
             return _call_plainly(site)
         site.require_traceable()
-        entry, captured = lookup.find_inside(site) if is_inside else lookup.find(site)
+        entry, captured = cache.find_inside(site) if is_inside else cache.find(site)
         if tracer.is_in_compiler():
             torch_compile.require_recordable(entry, self._where)
         tensors = [*signature.tensors, *captured]
@@ -129,23 +128,19 @@ class DecoratedFunction(Generic[_P, _R]):
         # A route tells objects apart by their type alone: too little for static arguments.
         has_static_objects = signature.objects and self.settings.statics.are_given
         if not (has_static_objects or is_inside):
-            self._cache.learn(site)
+            cache.learn(site)
         return entry.call(site.roots, tensors, site.numerics)
 
     @functools.cached_property
     def _cache(self) -> Cache:
-        code = _captures.code_key(self._fun)
-        key = (code, self._resolved)
+        code, settings = _captures.code_key(self._fun), self._resolved
+        key = (code, settings)
         if key not in _caches:
             own = [each for each in _caches if each[0] == code]
             if len(own) >= _MOST_OPTIONS:
                 del _caches[own[0]]
                 _warn_of_options(self._where)
-        return _caches.setdefault(key, Cache())
-
-    @functools.cached_property
-    def _lookup(self) -> Lookup:
-        return Lookup(self._fun, self._resolved, self._where, self._cache)
+        return _caches.setdefault(key, Cache(settings, self._where))
 
     @property
     def _rng(self) -> str:
@@ -194,8 +189,20 @@ class DecoratedFunction(Generic[_P, _R]):
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call, its roots, and what it captures; nothing runs."""
-        return self._lookup.find_aside(args, kwargs)
+        """The trace of a call that is looked at, its roots, and what it captures.
+
+        It is found outside any outer trace. Where no tensor requires a gradient, every
+        floating one among the arguments does.
+        """
+        # The tensors may be stand-ins: an outer trace must not take them for captured ones.
+        with entered(None):
+            site = call_site(self._fun, args, kwargs, self.settings.statics)
+            site.require_traceable()
+            wants = site.signature.wants_gradient
+            if not (wants or self._cache.reaches_gradient(site)):
+                site = site.with_all_wanted()
+            entry, captured = self._cache.find(site)
+            return entry, site.roots, captured
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
@@ -340,7 +347,7 @@ def _decorated_graph(
     # runs between two graphs.
     settings = dataclasses.replace(settings, engine="trace", statics=Statics())
     region = DecoratedFunction(function, settings, where)
-    region.__dict__["_cache"] = Cache()
+    region.__dict__["_cache"] = Cache(settings, where)
     return region
 
 

@@ -38,10 +38,6 @@ class Route(NamedTuple):
     tensor_guard: TensorGuard
     same_thread: Callable[[], bool]  # whether the switches are those that were in force
 
-    def serves(self, entries: list[Entry], tensor_guard: TensorGuard) -> bool:
-        """Whether it is that of the calls of these traces, with tensors told apart so."""
-        return self.entries is entries and self.tensor_guard is tensor_guard
-
 
 def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) -> Route:
     """The route of a call that `_calls.guards.is_simple` accepts, some tensor among its leaves.

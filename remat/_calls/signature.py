@@ -6,8 +6,10 @@ four different ones. An object that is neither is a *root*: what the function re
 while it is traced, and checked at each call like a closure.
 """
 
+import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from remat._errors import StaticArgumentError, refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
-from remat._torch import dtensor, levels, trees
+from remat._torch import dtensor, fakes, isolation, levels, trees
 from remat._torch.tensors import overrides_functions
 from remat._tracing.refusals import is_strided, overriding, unstrided
 
@@ -101,7 +103,7 @@ class Signature(NamedTuple):
                 kinds.append(STATIC)
                 value = leaf.value if isinstance(leaf, _Static) else leaf
                 # A set may change after the call.
-                values.append(set(value) if type(value) is set else value)
+                values.append(value.copy() if type(value) is set else value)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         return Layout(spec, tuple(kinds), tuple(again), tuple(values))
 
     @property
@@ -125,6 +127,22 @@ class CallSite:
     kwargs: Mapping[str, Any]  # keyword arguments
     signature: Signature  # of the arguments
     numerics: Numerics  # the switches in force
+
+    def with_all_wanted(self) -> "CallSite":
+        """The call as it is looked at, every floating tensor to be differentiated."""
+
+        @functools.cache  # a tensor that is given twice stays one
+        def leaf(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            # A stand-in was made outside the transforms and the trace around this call.
+            is_fake = fakes.is_fake(tensor)
+            with isolation.isolated() if is_fake else contextlib.nullcontext():
+                return tensor.detach().requires_grad_()
+
+        args, kwargs = trees.map_tensors(leaf, self.signature.arguments)
+        signature = sign(self.function, args, kwargs, Statics())
+        return dataclasses.replace(self, signature=signature)
 
     def require_traceable(self) -> None:
         """Refuses sparse and nested tensors, and those of classes with functions of their own."""
@@ -173,6 +191,17 @@ class CallSite:
                 first = firsts[next(again)]
                 further[first] = (*further.get(first, ()), name)
         return further
+
+
+def call_site(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> CallSite:
+    """A call of a function, under the switches of this moment."""
+    signature = sign(function, args, kwargs, statics)
+    return CallSite(function, args, kwargs, signature, Numerics.current())
 
 
 @final

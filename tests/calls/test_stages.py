@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from remat import checkpoint_name, policies, remat
 from remat._calls import traced_call
-from remat._calls.decorated import DecoratedFunction
+from remat._calls.signature import Statics, call_site
 
 
 @remat(policy=policies.save_only_these_names("hidden"))
@@ -69,8 +69,8 @@ def test_an_entry_shows_its_stages() -> None:
 def test_a_traced_call_prints() -> None:
     """The first stage shows the joint graph and what the function captures."""
     scale = torch.ones(3)
-    function = DecoratedFunction(lambda x: x * scale, layer.settings)
-    site = function._lookup.site((torch.ones(3, requires_grad=True),), {})
+    argument = torch.ones(3, requires_grad=True)
+    site = call_site(lambda x: x * scale, (argument,), {}, Statics())
 
     traced = traced_call.trace_call(site, None, "the region f")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
 from remat import RematWarning, SideEffectError, TraceError, random, remat
-from remat._calls import decorated, lookup
+from remat._calls import cache, decorated
 from remat._generators.trackers import is_tracker, registered
 from remat.interop import deepspeed, megatron, transformer_engine
 from remat.interop.deepspeed import _Configuration, _Current
@@ -248,9 +248,9 @@ def test_a_function_that_is_made_at_each_call_is_traced_once(
 ) -> None:
     """Traces belong to the code, and equal layers share one."""
     traced: list[str] = []
-    compile_call = lookup.compile_call
+    compile_call = cache.compile_call
     monkeypatch.setattr(
-        lookup,
+        cache,
         "compile_call",
         lambda *args: (traced.append("x"), compile_call(*args))[1],
     )

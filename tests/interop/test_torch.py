@@ -14,7 +14,7 @@ import torch.utils.checkpoint as peer
 from torch import nn
 
 from remat import ImplicitRandomnessError, RematWarning, SideEffectError, TraceError
-from remat._calls import decorated, lookup
+from remat._calls import cache, decorated
 from remat.interop.torch import (
     checkpoint,
     checkpoint_sequential,
@@ -439,10 +439,10 @@ def test_under_torch_func():
 def test_calls_share_a_trace(monkeypatch):
     """Lambdas, partials and bound methods that are made anew at each step."""
     layer = nn.Linear(4, 4).double()
-    compile_call, traces = lookup.compile_call, []
+    compile_call, traces = cache.compile_call, []
     monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        lookup, "compile_call", lambda *args: traces.append(1) or compile_call(*args)
+        cache, "compile_call", lambda *args: traces.append(1) or compile_call(*args)
     )
 
     def step(scale):

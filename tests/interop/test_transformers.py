@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from remat import RematWarning, SideEffectError, TraceError, modules, policies
-from remat._calls import decorated, lookup
+from remat._calls import cache, decorated
 from tests.support import (
     LiveBytes,
     OperatorCounter,
@@ -157,10 +157,10 @@ def gradients(model, *, seed=0, **changes):
 @pytest.fixture
 def traces(monkeypatch):
     """Counts the traces that are made, where none is kept from before."""
-    made, compile_call = [], lookup.compile_call
+    made, compile_call = [], cache.compile_call
     monkeypatch.setattr(decorated, "_caches", {})
     monkeypatch.setattr(
-        lookup, "compile_call", lambda *args: made.append(1) or compile_call(*args)
+        cache, "compile_call", lambda *args: made.append(1) or compile_call(*args)
     )
     return made
 
