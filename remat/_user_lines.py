@@ -3,8 +3,8 @@
 import contextlib
 import inspect
 import re
+import traceback
 import warnings
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -84,9 +84,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
     # A local name for this function's own frame would be a cycle, and hold its caller.
     frame: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     num_calls = 0
-    while frame is not None:
-        if _is_users_file(frame.f_code.co_filename):
-            break
+    while frame is not None and not _is_users_file(frame.f_code.co_filename):
         frame, num_calls = frame.f_back, num_calls + 1
     return frame, num_calls
 
@@ -104,7 +102,7 @@ def line_of(error: Exception) -> str:
 
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """
-    frames = [*_frames(error)]
+    frames = _frames(error)
     users = [frame for frame in frames if not _hides_its_lines(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown_line(*found[-1]) if found else ""
@@ -115,9 +113,7 @@ def came_through(error: Exception, path: str | tuple[str, ...]) -> bool:
     return any(name.startswith(path) for name, _ in _frames(error))
 
 
-def _frames(error: Exception) -> Iterator[tuple[str, int]]:
+def _frames(error: Exception) -> list[tuple[str, int]]:
     """The files and lines that an error came through, the outermost first."""
-    step = error.__traceback__
-    while step is not None:
-        yield step.tb_frame.f_code.co_filename, step.tb_lineno
-        step = step.tb_next
+    steps = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_code.co_filename, line) for frame, line in steps]

@@ -62,12 +62,11 @@ class Family:
             if each.region.operands[place].shape[dim] != now[place].shape[dim]
         }
         for place, dim in sorted(found - self._fixed):
-            _warn_of_fixed_size(
-                f"dimension {dim} of `{site.tensor_names[place]}`", where
-            )
+            size = f"dimension {dim} of `{site.tensor_names[place]}`"
+            _warn(where, f"for each size of {size}", _FIXED)
         if not found and not self._is_told and len(holding) + 1 == _MANY_TRACES:
             self._is_told = True
-            _warn_of_many_sizes(where)
+            _warn(where, "for a fifth time", _MANY)
         self._fixed |= found
         is_open = self._varied - self._fixed
         return tuple(
@@ -91,23 +90,21 @@ class Family:
         )
 
 
-def _warn_of_fixed_size(dimension: str, where: str) -> None:
-    warn(
-        where=where,
-        what=f"is traced for each size of {dimension}, in spite of "
-        "dynamic_shapes=True.",
-        why="The function, or an operator in it, needs that size as a number: a loop "
-        "over range(size), int(size), or a string like f'{size}'.",
-        do="Compute with x.shape, or leave `dynamic_shapes` out.",
-    )
+_FIXED = (
+    "The function, or an operator in it, needs that size as a number: a loop over "
+    "range(size), int(size), or a string like f'{size}'."
+)
+_MANY = (
+    "A trace is valid only for strides and sizes at which the function's comparisons have the "
+    "same results, and at which each number that it computed from sizes, as in "
+    "range(x.shape[0] * x.shape[1]), is the same."
+)
 
 
-def _warn_of_many_sizes(where: str) -> None:
+def _warn(where: str, traced: str, why: str) -> None:
     warn(
         where=where,
-        what="is traced for a fifth time, in spite of dynamic_shapes=True.",
-        why="A trace is valid only for strides and sizes at which the function's "
-        "comparisons have the same results, and at which each number that it "
-        "computed from sizes, as in range(x.shape[0] * x.shape[1]), is the same.",
+        what=f"is traced {traced}, in spite of dynamic_shapes=True.",
+        why=why,
         do="Compute with x.shape, or leave `dynamic_shapes` out.",
     )
