@@ -356,11 +356,10 @@ def _where(function: Callable[..., Any]) -> str:
     fun = inspect.unwrap(function)
     if isinstance(fun, functools.partial):  # as transformers calls its layers
         return _where(fun.func)
-    name = getattr(fun, "__qualname__", type(fun).__name__)
-    code = getattr(fun, "__code__", None)
-    if code is None:
-        kind = cast("type[object]", type(fun))
-        code = getattr(getattr(kind, "forward", None), "__code__", None)
+    kind = cast("type[object]", type(fun))
+    name = getattr(fun, "__qualname__", kind.__name__)
+    runs = fun if hasattr(fun, "__code__") else getattr(kind, "forward", None)
+    code = getattr(runs, "__code__", None)
     if code is None:
         return f"the region {name}"
     file = code.co_filename.rpartition("/")[2]

@@ -77,10 +77,7 @@ def cover(
 
 
 def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set[str]:
-    """The names that were read of objects and that the user's classes have.
-
-    No code need mention them: `getattr(self, f"_{kind}")(x)` makes one up.
-    """
+    """The names read that the user's classes have: `getattr(self, f"_{kind}")` makes some up."""
     found: set[str] = set()
     for identity, names in reads.items():
         kind = survey.nodes[identity].kind

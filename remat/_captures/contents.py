@@ -194,10 +194,7 @@ def _at(*steps: Step) -> "Look":
 
 
 def _of_wrapper(owner: object, _: set[str]) -> Content:
-    """Of our own regions and of cached functions: what they wrap, and with what options.
-
-    A chain has its functions under `fs`, and its option is `schedule`.
-    """
+    """Of our own regions and chains, and of cached functions: what they wrap, and options."""
     return _of_namespace(owner, {"__wrapped__", "settings", "fs", "schedule"})
 
 
@@ -362,10 +359,7 @@ _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 
 
 def hides_contents(value: object) -> bool:
-    """Whether a value holds others that the walk does not see, as an iterator does.
-
-    They are compared nowhere, and the equality of the value does not cover them.
-    """
+    """Whether a value holds others that are compared nowhere, as an iterator does."""
     return not shows_contents(type(value)) and not is_simple(value)
 
 

@@ -147,10 +147,7 @@ def same(value: object, const: object) -> bool:
 
 
 def attributes(owner: object) -> dict[str, object]:
-    """The instance dictionary of `owner`, read past any `__getattribute__` of its class.
-
-    So a read of ours is not noted as a read of the user's code.
-    """
+    """The instance dictionary of `owner`, read so that no recording notes it."""
     if isinstance(owner, type):
         return cast("dict[str, object]", type.__dict__["__dict__"].__get__(owner))
     if isinstance(owner, threading.local):
