@@ -12,24 +12,22 @@ The derivatives of a region are regions again:
 - `batched`: the region of the mapped function. If reverse mode is taken per example, its
   forward is the per-example program, mapped.
 
-A derived region is compiled when it is first needed, then kept (`Derivatives`);
-`_regions.rules` decides what is needed. Nothing of the user's is kept: what has to trace
+A derived region is compiled when it is first needed, then kept; `_regions.rules` decides what is needed. Nothing of the user's is kept: what has to trace
 takes the roots of the call that needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from remat._graph.joint import Joint, View
-from remat._graph.meta import TensorMeta, is_open
+from remat._graph.joint import Joint
+from remat._graph.meta import TensorMeta, is_open, without_symbols
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.derivatives import Derivatives, Pushing
 from remat._regions.derived_forwards import (
     DerivedForward,
     Kept,
@@ -68,6 +66,8 @@ from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
 
+_V = TypeVar("_V")
+
 
 @final
 class TracedRegion:
@@ -77,19 +77,29 @@ class TracedRegion:
         function: what the region computes.
         operands: the metadata of what it takes.
         policy: what its backward may find saved.
+        policy_above: that of the region that its forward was made from, or its own.
         given: its forward, if it was made from another region's program; else None.
-        outline: its forward as a graph, with or without the backward; None if it was given.
         states: which operands are generator states for its draws, in order.
         verify: whether the backward compares saved values with recomputed ones.
         inputs: the operands that do not wait as they are, and their storages.
         calls: numbers the calls of the function; those of its derivatives too.
         made_from: the region whose program its forward was made from; None if none was.
         is_opened: whether it is that region's program itself.
-        held_apart: what waits for its backward outside of autograd: nothing.
-        runs_first: whether only a run tells what the outputs depend on: here the trace does.
-        views: how each returned tensor is made; None if the outputs are what is returned.
+        opened_late: the region to take instead if its own program, not traced yet, lacks a
+            derivative.
+        is_derivative: whether reports call it the derivative of the function.
+        is_borrowing: whether its forward is a backward that may take values from the one before.
+        keeps: whether the backward reads what the forward saved, not only its operands.
+        num_leading: how many tensors the forward reads before the operands.
+        num_draws: how many generator states the forward records.
+        placements: how outputs and mutations are spread, as DTensors; None if nothing is one.
+        chosen: which of the tensors that the function returns are the outputs.
+        every_view: how each returned tensor is made from the outputs and operands.
+        views: the same; None if the outputs are what is returned.
         program: the forward's program, if a call under the switches that it was derived for
             is one run of it; else None.
+        held_apart: what waits for its backward outside of autograd: nothing.
+        runs_first: whether only a run tells what the outputs depend on: here the trace does.
     """
 
     held_apart: tuple[Tensor, ...] = ()
@@ -117,6 +127,7 @@ class TracedRegion:
         self.function = function
         self.operands = operands
         self.policy = policy
+        self.policy_above = made_from.policy_above if made_from else policy
         self.states = states
         self.verify = verify
         self.inputs = inputs
@@ -125,20 +136,39 @@ class TracedRegion:
         self.made_from = made_from
         self.is_opened = is_opened
         self.given = origin if isinstance(origin, DerivedForward) else None
+        self.opened_late = made_from if is_opened and self.given else None
+        self.keeps = self.given is None or is_opened
         self._stages = origin if isinstance(origin, Stages) else None
-        self._joints = origin if isinstance(origin, tuple) else ()
-        joints = origin.joints if isinstance(origin, Stages) else self._joints
-        self.outline = joints[0] if joints else None
-        self._saving: Forward | None = None
-        self._alone: Forward | None = None
+        self._joints: tuple[Joint, ...] = ()
+        opened = made_from if is_opened else None
+        if isinstance(origin, DerivedForward):
+            forward = origin.forward
+            self.is_derivative = opened.is_derivative if opened else True
+            self.is_borrowing = forward.program.is_borrowing
+            self.num_leading, self.num_draws = forward.num_leading, forward.shape[3]
+            self.placements = forward.placements
+            self.chosen, self.every_view = origin.chosen, origin.views
+        else:
+            self._joints = origin.joints if isinstance(origin, Stages) else origin
+            outline = self._joints[0]
+            self.is_derivative = opened is not None and opened.is_derivative
+            self.is_borrowing = opened is not None and opened.is_borrowing
+            self.num_leading, self.num_draws = 0, len(outline.states)
+            self.placements = placements_of(outline, operands)
+            self.chosen, self.every_view = outline.chosen, outline.views
+        self.views = None if are_outputs(self.every_view) else self.every_view
         self._fast_path: FastPath | None = None
         self._knows_fast_path = False
-        self._is_transparent: bool | None = None
-        # The next backward is likely to be like the one before.
-        self._latest: tuple[Asked, TracedRegion] | None = None
         self._is_open = any(map(is_open, operands))
-        self._derivatives = Derivatives[TracedRegion](self._is_open)
-        self.views = None if are_outputs(self.every_view) else self.every_view
+        self._derived: dict[Hashable, Any] = {}
+
+    def _once(self, key: tuple[Hashable, ...], make: Callable[[], _V]) -> _V:
+        """What was derived for a key, by its kind and what was asked; made if nothing was."""
+        # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
+        place = without_symbols(key) if self._is_open else key
+        found: _V | None = self._derived.get(place)
+        # Two threads may both make it; the first result is kept.
+        return self._derived.setdefault(place, make()) if found is None else found
 
     def stages(self, roots: Roots) -> Stages:
         """What became of the function, stage by stage, where reverse mode is wanted."""
@@ -154,44 +184,14 @@ class TracedRegion:
         """The forward; if `save`, its results include what the backward will read."""
         if self.given is not None:
             return self.given.forward
-        if save:
-            self._saving = self._saving or self._own_forward(self.stages(roots))
-            return self._saving
-        self._alone = self._alone or self._own_forward(None)
-        return self._alone
+        return self._once(("forward", save), lambda: self._own_forward(roots, save))
 
-    def _own_forward(self, stages: Stages | None) -> Forward:
-        assert self.outline is not None, "a forward that was given is not made"
+    def _own_forward(self, roots: Roots, save: bool) -> Forward:
+        stages, calls = self.stages(roots) if save else None, self.calls.saved
         return own_forward(
-            *(self.outline, self.operands, self.function, stages, self.calls.saved),
+            *(self._joints[0], self.operands, self.function, stages, calls),
             is_borrowing=self.is_borrowing,
         )
-
-    @property
-    def is_borrowing(self) -> bool:
-        """Whether its forward is a backward that may take values from the one before."""
-        if self.given is not None:
-            return self.given.forward.program.is_borrowing
-        origin = self.made_from if self.is_opened else None
-        return origin is not None and origin.is_borrowing
-
-    @property
-    def placements(self) -> tuple[Any, ...] | None:
-        """How outputs and mutations are spread, as DTensors; None if nothing is one."""
-        if self.outline is None:
-            assert self.given is not None
-            return self.given.forward.placements
-        return placements_of(self.outline, self.operands)
-
-    @property
-    def num_leading(self) -> int:
-        """How many tensors the forward reads before the operands."""
-        return 0 if self.given is None else self.given.forward.num_leading
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the backward reads what the forward saved, not only its operands."""
-        return self.given is None or self.is_opened
 
     @property
     def policy_text(self) -> str:
@@ -199,23 +199,9 @@ class TracedRegion:
         return repr(self.policy)
 
     @property
-    def is_derivative(self) -> bool:
-        """Whether reports call it the derivative of the function."""
-        origin = self.made_from if self.is_opened else None
-        return origin.is_derivative if origin else self.given is not None
-
-    @property
     def explained(self) -> TracedRegion | None:
         """Itself; None for a derivative, which has run some operators again by then."""
         return None if self.is_derivative else self
-
-    @property
-    def every_view(self) -> tuple[View, ...]:
-        """How each tensor that the function returns is made from the outputs and operands."""
-        if self.outline is not None:
-            return self.outline.views
-        assert self.given is not None
-        return self.given.views
 
     def one_program(self, roots: Roots) -> Forward | None:
         """The forward that saves, if a call is one run of its program."""
@@ -231,22 +217,6 @@ class TracedRegion:
             self._knows_fast_path = True
         path = self._fast_path
         return path if path and path.numerics.are_met_by(numerics) else None
-
-    @property
-    def num_draws(self) -> int:
-        """How many generator states the forward records."""
-        if self.outline is not None:
-            return len(self.outline.states)
-        assert self.given is not None
-        return self.given.forward.shape[3]
-
-    @property
-    def chosen(self) -> tuple[int, ...]:
-        """Which of the tensors that the function returns are the outputs."""
-        if self.outline is not None:
-            return self.outline.chosen
-        assert self.given is not None
-        return self.given.chosen
 
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
@@ -264,8 +234,8 @@ class TracedRegion:
         if self.keeps and not num_saved:
             return Opened(self, None)
         kinds = (wants, has_tangent)
-        (region,) = self._derivatives.opened.get(
-            kinds, lambda: (self._opened(roots, *kinds),)
+        (region,) = self._once(
+            ("opened", *kinds), lambda: (self._opened(roots, *kinds),)
         )
         return region and Opened(region, num_outputs)
 
@@ -295,23 +265,13 @@ class TracedRegion:
             raise
         return region
 
-    @property
-    def opened_late(self) -> TracedRegion | None:
-        """The region to take instead if its own program, not traced yet, lacks a derivative."""
-        return self.made_from if self.is_opened and self.given else None
-
-    @property
-    def policy_above(self) -> AbstractPolicy:
-        """The policy of the region that the forward was made from, or its own."""
-        return self.policy if self.made_from is None else self.made_from.policy_above
-
     def is_transparent(self, roots: Roots) -> bool:
         """Whether its programs have the derivatives of the function."""
         if self.made_from is not None and not self.is_opened:
             return self.made_from.is_transparent(roots)
-        if self._is_transparent is None:
-            self._is_transparent = self._is_differentiated_alike(roots)
-        return self._is_transparent
+        return self._once(
+            ("is transparent",), lambda: self._is_differentiated_alike(roots)
+        )
 
     def _is_differentiated_alike(self, roots: Roots) -> bool:
         function, operands = self.function, self.operands
@@ -350,12 +310,7 @@ class TracedRegion:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
-        latest = None if self._is_open else self._latest
-        if latest is not None and latest[0] == asked:
-            return latest[1]
-        region = self._derivatives.pulled.get(asked, lambda: self._vjp(roots, asked))
-        self._latest = (asked, region)
-        return region
+        return self._once(("pulled", asked), lambda: self._vjp(roots, asked))
 
     def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         if self.opened_late and not self.has_derivatives(roots):
@@ -364,8 +319,8 @@ class TracedRegion:
             asked = asked.taken_whole()
         require_parts(self.placements or (), asked)
         still = asked.without_gradients()
-        given, states = self._derivatives.backwards.get(
-            still, lambda: self._backward(roots, still)
+        given, states = self._once(
+            ("backward", still), lambda: self._backward(roots, still)
         )
         cotangents = [meta for meta in asked.cotangents if meta is not None]
         forward = given.forward
@@ -431,9 +386,9 @@ class TracedRegion:
 
         Its operands: this region's, `num_states` generator states, the tangents.
         """
-        pushing = Pushing(has_tangent, num_states)
-        return self._derivatives.tangents.get(
-            pushing, lambda: self._jvp(roots, has_tangent, num_states)
+        return self._once(
+            ("tangents", has_tangent, num_states),
+            lambda: self._jvp(roots, has_tangent, num_states),
         )
 
     def _jvp(
@@ -469,8 +424,8 @@ class TracedRegion:
 
         Its operands: this region's, the tangents.
         """
-        return self._derivatives.pushed.get(
-            Pushing(has_tangent, save=save),
+        return self._once(
+            ("pushed", has_tangent, save),
             lambda: self._pushed(roots, has_tangent, save),
         )
 
@@ -523,8 +478,8 @@ class TracedRegion:
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
-        return self._derivatives.batched.get(
-            (batch, save), lambda: self._batched(roots, batch, save)
+        return self._once(
+            ("batched", batch, save), lambda: self._batched(roots, batch, save)
         )
 
     def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -581,7 +536,7 @@ class TracedRegion:
                 function, batch.metas, self.policy, joints, calls=self.calls
             )
 
-        return self._derivatives.whole.get(batch, make)
+        return self._once(("whole", batch), make)
 
     def _mapped(
         self,
