@@ -3,7 +3,6 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import DerivedForward, outputs_alone
 from remat._regions.forwards import Forward
-from remat._regions.protocol import Call
+from remat._regions.protocol import Call, Opened
 from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import moved_outputs
 from remat._torch import autograd, levels, schemas
@@ -186,21 +185,13 @@ def operands_of(graph: Graph, wants: tuple[bool, ...]) -> tuple[TensorMeta, ...]
     )
 
 
-class OpenedCall(NamedTuple):
-    """The call of an opened region, and how many outputs come before what is saved."""
-
-    call: Call
-    #: None for a region that saves nothing, which is opened as it is.
-    num_outputs: int | None
-
-
-def opened_call(
+def opened_for(
     call: Call,
     tensors: Sequence[Tensor],
     save: bool,
     tangents: Sequence[Tensor | None] = (),
-) -> OpenedCall | None:
-    """The call of the program instead, where this level differentiates it.
+) -> Opened | None:
+    """The region of the program to call instead, where this level differentiates it.
 
     That is a forward whose backward some level above will run, or a backward.
     """
@@ -213,8 +204,4 @@ def opened_call(
     if levels.is_pushed_below():
         # Which tensors have a tangent there is not known here.
         has_tangent = tuple(tensor.is_floating_point() for tensor in tensors)
-    opened = region.opened(call.roots, wants, has_tangent)
-    if opened is None:
-        return None
-    below = call.of(opened.region)._replace(is_borrowing=True)
-    return OpenedCall(below, opened.num_outputs)
+    return region.opened(call.roots, wants, has_tangent)

@@ -22,8 +22,8 @@ from remat._regions import out_of_memory, prefetch
 from remat._regions.duals import dual, primal_of, unpack_dual, unpacked
 from remat._regions.fast_path import FastPath
 from remat._regions.forwards import Results
-from remat._regions.opening import OpenedCall, opened_call
-from remat._regions.protocol import Asked, Call, Region
+from remat._regions.opening import opened_for
+from remat._regions.protocol import Asked, Call, Opened, Region
 from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
     by_operand,
@@ -54,9 +54,9 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     if guards.is_quiet():
         is_recorded = not call.is_last and _is_differentiated(call, tensors)
-        opened = opened_call(call, tensors, save=False) if is_recorded else None
+        opened = opened_for(call, tensors, save=False) if is_recorded else None
         if opened is not None:
-            outputs = _run_opened(opened, tensors).outputs
+            outputs = _run_opened(call, opened, tensors).outputs
             return returned_by(call, outputs, tensors), ()
         fast_path = (
             call.region.fast_path(call.roots, call.numerics) if is_recorded else None
@@ -121,11 +121,12 @@ def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             )
 
 
-def _run_opened(opened: OpenedCall, tensors: Sequence[Tensor]) -> Results:
-    count = opened.num_outputs
+def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Results:
+    count, below = opened.num_outputs, call.of(opened.region)
+    below = below._replace(is_borrowing=True)
     if count is None:
-        return _run(opened.call, tensors, save=False)
-    found = _present(bind(opened.call, tensors))
+        return _run(below, tensors, save=False)
+    found = _present(bind(below, tensors))
     return Results(found[:count], saved=found[count:])
 
 
@@ -135,9 +136,9 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
     if is_differentiated or is_pushed:
-        opened = opened_call(call, tensors, save, tangents)
+        opened = opened_for(call, tensors, save, tangents)
         if opened is not None:
-            return _run_opened(opened, tensors)
+            return _run_opened(call, opened, tensors)
     if not is_pushed:
         return _run_quietly(call, tensors, save)
     primals = [pair.primal for pair in pairs]
@@ -204,9 +205,9 @@ def _run_under_grad(
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        opened = opened_call(call, tensors, save)
+        opened = opened_for(call, tensors, save)
         if opened is not None:
-            return _run_opened(opened, tensors)
+            return _run_opened(call, opened, tensors)
         recording = _Recording(call, leading, interpreter)
         single: Any = _LevelFunction
         with levels.enable_single_level():
@@ -233,9 +234,9 @@ def _run_under_jvp(
         for _, tangent in pairs
     ]
     if any(tangent is not None for tangent in tangents):
-        opened = opened_call(call, tensors, save, tangents)
+        opened = opened_for(call, tensors, save, tangents)
         if opened is not None:
-            return _run_opened(opened, tensors)
+            return _run_opened(call, opened, tensors)
     with levels.lowered(interpreter):
         results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
@@ -316,9 +317,9 @@ def _run_under_vmap(
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
     if levels.is_differentiated_below(tensors):
-        opened = opened_call(call, tensors, save)
+        opened = opened_for(call, tensors, save)
         if opened is not None:
-            return _run_opened(opened, tensors)
+            return _run_opened(call, opened, tensors)
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
             return _run(call, physical, save)
