@@ -7,50 +7,48 @@ than to look it up by what is asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from remat._graph.joint import View
-from remat._programs.program import Program, Quiet
+from remat._programs.program import Quiet
 from remat._regions.forwards import Forward
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 
+_T = TypeVar("_T")
+
 # The last block of a stack gets the cotangent of the loss, which is often an expanded number.
 # The first block computes no gradient for its input. Others are alike.
-_MOST_FOLLOWED = 4
+_MOST_KNOWN = 4
 
 
 class Followed(NamedTuple):
-    """A backward that followed a forward on the fast path."""
+    """A backward that followed a forward on the fast path, plainly or under one level."""
 
-    #: Whether cotangents have the metadata of those that it was for; fails under every
-    #: transform and dispatch mode.
+    #: Whether cotangents have the metadata of those that it was for; where these were plain,
+    #: it fails under every transform and dispatch mode.
     check: Callable[..., bool]
-    #: Which arguments' gradients it gave, as autograd says it.
-    wanted: tuple[bool, ...]
-    #: Whether the switches are those that were in force.
-    same_thread: Callable[[], bool]
-    #: From what waited, and the cotangents, to the gradients.
-    quiet: Quiet
+    wanted: tuple[bool, ...]  # whose gradients it gave, as autograd says it
+    same_thread: Callable[[], bool]  # whether the switches are those that were in force
+    region: Any  # that of the gradients
+    path: FastPath  # its program
+    numerics: Numerics  # the switches
 
-
-class FollowedAtLevel(NamedTuple):
-    """A backward that followed a forward under one level of torch.func."""
-
-    #: Whether cotangents have the metadata of those that it was for.
-    check: Callable[..., bool]
-    #: Which arguments' gradients it gave, as autograd says it.
-    wanted: tuple[bool, ...]
-    #: Whether the switches are those that were in force.
-    same_thread: Callable[[], bool]
-    #: The region of the gradients.
-    region: Any
-    #: Its program.
-    path: FastPath
-    #: The switches.
-    numerics: Numerics
+    @classmethod
+    def of(
+        cls,
+        wanted: tuple[bool, ...],
+        cotangents: Sequence[Tensor],
+        pulled: tuple[Any, Forward],
+        numerics: Numerics,
+    ) -> Followed:
+        """Of the region for these cotangents, and its forward."""
+        check, same_thread = guards.tensor_guard(cotangents), guards.thread_guard()
+        region, forward = pulled
+        path = FastPath(forward, None)
+        return cls(check, wanted, same_thread, region, path, numerics)
 
 
 class Mapped(NamedTuple):
@@ -58,12 +56,10 @@ class Mapped(NamedTuple):
 
     #: The mapped dimension of each tensor that it takes, None where it has none.
     dims: tuple[int | None, ...]
-    #: The size of that dimension.
-    size: int
+    size: int  # of that dimension
     #: Whether physical tensors have the metadata of those that it was made for.
     check: Callable[..., bool]
-    #: The program.
-    quiet: Quiet
+    quiet: Quiet  # the program
     #: The mapped dimension of each tensor that it gives.
     out_dims: tuple[int | None, ...]
 
@@ -99,40 +95,10 @@ class FastPath:
         self.num_outputs, _, num_saved, self.num_states = forward.shape
         self.num_kept = self.num_outputs + num_saved
         self.followed: tuple[Followed, ...] = ()
-        self.followed_at_level: tuple[FollowedAtLevel, ...] = ()
+        self.followed_at_level: tuple[Followed, ...] = ()
         self.mapped: tuple[Mapped, ...] = ()
 
-    def learn(
-        self,
-        wanted: tuple[bool, ...],
-        cotangents: Sequence[Tensor | None],
-        program: Program,
-    ) -> None:
-        """Notes the backward for these cotangents, if all came back."""
-        present = [each for each in cotangents if each is not None]
-        if len(present) == len(cotangents) and all(map(guards.is_plain, present)):
-            check, same_thread = guards.tensor_guard(present), guards.thread_guard()
-            known = Followed(check, wanted, same_thread, program.quiet)
-            self.followed = (known, *self.followed[: _MOST_FOLLOWED - 1])
 
-    def learn_at_level(self, known: FollowedAtLevel) -> None:
-        """Notes a backward under one level of torch.func."""
-        self.followed_at_level = (
-            known,
-            *self.followed_at_level[: _MOST_FOLLOWED - 1],
-        )
-
-    def learn_mapped(self, known: Mapped) -> Mapped:
-        """Notes a mapped program."""
-        self.mapped = (known, *self.mapped[: _MOST_FOLLOWED - 1])
-        return known
-
-    def mapped_for(
-        self, dims: tuple[int | None, ...], size: int, physical: Sequence[Tensor]
-    ) -> Mapped | None:
-        """The mapped program for these tensors, if one is known."""
-        for known in self.mapped:
-            is_alike = known.dims == dims and known.size == size
-            if is_alike and known.check(*physical):
-                return known
-        return None
+def latest(known: _T, others: tuple[_T, ...]) -> tuple[_T, ...]:
+    """What is known now, the oldest of which goes when there are many."""
+    return (known, *others[: _MOST_KNOWN - 1])

@@ -20,7 +20,7 @@ from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
 from remat._regions.duals import dual, primal_of, unpack_dual, unpacked
-from remat._regions.fast_path import FastPath
+from remat._regions.fast_path import FastPath, Followed, latest
 from remat._regions.forwards import Results
 from remat._regions.opening import opened_for
 from remat._regions.protocol import Asked, Call, Opened, Region
@@ -539,8 +539,9 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
     """`_gradients` after a fast forward: most often by the program of a backward before."""
     fast_path: FastPath = ctx.call.fast_path
     wanted: tuple[bool, ...] = ctx.needs_input_grad
-    for check, was_wanted, same_thread, quiet in fast_path.followed:
+    for check, was_wanted, same_thread, _, path, _ in fast_path.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
+            quiet = path.quiet
             # Inlines `consumed`.
             try:
                 read: list[Any] = [*ctx.saved_tensors, *cotangents]
@@ -567,8 +568,13 @@ def _gradients_looked_up(
     is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = not is_recorded and Numerics.current() == numerics
-    if derived.program is not None and is_as_asked:
-        fast_path.learn(ctx.needs_input_grad, cotangents, derived.program)
+    present = [each for each in cotangents if each is not None]
+    is_plain = len(present) == len(cotangents) and all(map(guards.is_plain, present))
+    forward = derived.one_program(ctx.call.roots)
+    if derived.program is not None and forward and is_as_asked and is_plain:
+        pulled = derived, forward
+        known = Followed.of(ctx.needs_input_grad, present, pulled, numerics)
+        fast_path.followed = latest(known, fast_path.followed)
     return node_gradients(ctx, derived, cotangents)
 
 

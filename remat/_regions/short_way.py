@@ -16,7 +16,7 @@ from torch import Tensor
 from remat._graph.meta import TensorMeta
 from remat._programs.program import Quiet
 from remat._regions import out_of_memory
-from remat._regions.fast_path import FastPath, FollowedAtLevel, Mapped
+from remat._regions.fast_path import FastPath, Followed, Mapped, latest
 from remat._regions.protocol import Call
 from remat._regions.returned_views import make_views
 from remat._regions.rules import node_gradients, pulled_back
@@ -68,11 +68,9 @@ def _run_at(
         size, batch_level = vmap.batch_size(), vmap.level()
         physical, dims = levels.unwrap_batched(below, batch_level)
         if dims.count(None) < len(dims):
-            mapped = path.mapped_for(dims, size, physical)
-            if mapped is None:
-                mapped = _learn_mapped(
-                    call, Batch(size, vmap.randomness(), dims, ()), physical
-                )
+            mapped = _mapped_program(
+                call, Batch(size, vmap.randomness(), dims, ()), physical
+            )
             if mapped is None:
                 return None
             run = _Run(
@@ -84,12 +82,16 @@ def _run_at(
         return _apply(run, *wrapped)
 
 
-def _learn_mapped(
+def _mapped_program(
     call: Call, batch: Batch, physical: Sequence[Tensor]
 ) -> Mapped | None:
     """The mapped program of a call; None where it takes more than one run of a program."""
     path = call.fast_path
     assert path is not None, "the call needs more than one program"
+    for known in path.mapped:
+        is_alike = known.dims == batch.dims and known.size == batch.size
+        if is_alike and known.check(*physical):
+            return known
     metas = tuple(
         TensorMeta.of_whole(tensor, requires_grad=False) for tensor in physical
     )
@@ -100,9 +102,9 @@ def _learn_mapped(
     if forward is None or dims is None:
         return None
     check = guards.tensor_guard(physical)
-    return path.learn_mapped(
-        Mapped(batch.dims, batch.size, check, forward.program.quiet, dims)
-    )
+    found = Mapped(batch.dims, batch.size, check, forward.program.quiet, dims)
+    path.mapped = latest(found, path.mapped)
+    return found
 
 
 @dynamo.unseen_by_dynamo
@@ -153,7 +155,7 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
 
 def _again(
     ctx: Any,
-    known: FollowedAtLevel,
+    known: Followed,
     cotangents: Sequence[Any],
     found: levels.ShortLevels,
 ) -> Sequence[Tensor] | None:
@@ -191,16 +193,9 @@ def _looked_up(
     is_told = is_alike and all(map(guards.is_told_by_wrapper, present))
     forward = region.one_program(roots)
     if forward is not None and is_told and not ctx.is_first_order and not region.views:
-        path.learn_at_level(
-            FollowedAtLevel(
-                guards.tensor_guard(present),
-                ctx.needs_input_grad,
-                guards.thread_guard(),
-                region,
-                FastPath(forward, None),
-                numerics,
-            )
-        )
+        pulled = region, forward
+        known = Followed.of(ctx.needs_input_grad, present, pulled, numerics)
+        path.followed_at_level = latest(known, path.followed_at_level)
     return node_gradients(ctx, region, cotangents)
 
 
