@@ -20,10 +20,6 @@ from remat._tracing.trace import Flat, Request, trace, with_states
 Roots = tuple[object, ...]
 
 
-def _nothing_to_restore(_: Roots) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class Function:
@@ -53,9 +49,8 @@ class Function:
 
         # The casts of autocast are steps of the program.
         numerics = self.numerics._replace(autocast=())
-        return Function(
-            build, _nothing_to_restore, numerics, self.backend, is_program=True
-        )
+        nothing = contextlib.nullcontext[Roots]
+        return Function(build, nothing, numerics, self.backend, is_program=True)
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
         """A function made from this one, under the switches of this one."""

@@ -10,7 +10,7 @@ forward saved. Its backward binds the region of the gradients, so that the trans
 are active when a backward runs apply to it too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -143,7 +143,7 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         return _run_quietly(call, tensors, save)
     primals = [pair.primal for pair in pairs]
     if not is_differentiated:
-        return _push_forward(call, primals, tangents, save)
+        return _with_duals(*_primal_and_tangents(call, primals, tangents, save))
     results = _run_quietly(call, tensors, save)
     return _with_all_tangents(call, results, primals, tangents)
 
@@ -162,13 +162,8 @@ def _with_all_tangents(
         return results
     with torch.no_grad():
         _, moved = _primal_and_tangents(call, primals, tangents, save=False)
-    outputs = [
-        output if flows or index not in moved else dual(output, moved[index])
-        for index, (output, flows) in enumerate(
-            zip(results.outputs, results.flows, strict=True)
-        )
-    ]
-    return results._replace(outputs=outputs)
+    flows = results.flows
+    return _with_duals(results, {k: moved[k] for k in moved if not flows[k]})
 
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
@@ -240,17 +235,12 @@ def _run_under_jvp(
     with levels.lowered(interpreter):
         results, moved = _primal_and_tangents(call, primals, tangents, save)
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
-    for index, tangent in moved.items():
-        wrapped = levels.wrap_at(tangent, level)
-        outputs[index] = dual(outputs[index], wrapped)
-    return results._replace(outputs=outputs)
+    wrapped = {k: levels.wrap_at(tangent, level) for k, tangent in moved.items()}
+    return _with_duals(results._replace(outputs=outputs), wrapped)
 
 
-def _push_forward(
-    call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], save: bool
-) -> Results:
-    """The jvp rule where `torch.autograd.forward_ad` is used without torch.func."""
-    results, moved = _primal_and_tangents(call, primals, tangents, save)
+def _with_duals(results: Results, moved: Mapping[int, Tensor]) -> Results:
+    """The results with tangents of some outputs."""
     outputs = list(results.outputs)
     for index, tangent in moved.items():
         outputs[index] = dual(outputs[index], tangent)

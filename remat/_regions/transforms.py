@@ -107,7 +107,7 @@ def pushforward(
     """(operands, ..., tangents) -> the tangents of these outputs, of all for None."""
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return _pushed(function, outputs, (), has_tangent, tensors)[1]
+        return _pushed(function, outputs, None, has_tangent, tensors)[1]
 
     return tangents
 
@@ -126,36 +126,25 @@ def with_pushforward(
         moved: which of these have a tangent.
         has_tangent: which operands have one.
     """
-    pushed = tuple(outputs[place] for place in moved)
-    still = tuple(each for place, each in enumerate(outputs) if place not in moved)
 
     def values_and_tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        found = _pushed(function, pushed, still, has_tangent, tensors)
-        values, tangents, others = map(iter, found)
-        own = [
-            next(values if place in moved else others) for place in range(len(outputs))
-        ]
-        return [*own, *tangents]
+        values, tangents = _pushed(function, outputs, moved, has_tangent, tensors)
+        return [*values, *tangents]
 
     return values_and_tangents
 
 
 def _pushed(
     function: Flat,
+    outputs: tuple[int, ...] | None,
     moved: tuple[int, ...] | None,
-    still: tuple[int, ...],
     has_tangent: tuple[bool, ...],
     tensors: Sequence[Tensor],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Some results, their tangents, and results without one."""
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """These outputs, and the tangents of some of them; None is all."""
     operands = list(tensors[: len(has_tangent)])
     wanted = [k for k, each in enumerate(operands) if each.requires_grad]
-
-    def chosen(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        returned = function(given)
-        return (*_chosen_outputs(returned, moved), *_chosen_outputs(returned, still))
-
-    run = tracked(chosen, wanted)
+    run = tracked(lambda given: _chosen_outputs(function(given), outputs), wanted)
     pushed = [index for index, has in enumerate(has_tangent) if has]
     given = tuple(tensors[len(tensors) - len(pushed) :])
 
@@ -163,13 +152,13 @@ def _pushed(
         for index, tensor in zip(pushed, primals, strict=True):
             operands[index] = tensor
         found = _chosen_outputs(run(operands), None)
-        count = len(found) - len(still)
-        return found[:count], found[count:]
+        return _chosen_outputs(found, moved), found
 
     primals = tuple(operands[index] for index in pushed)
     with forward_ad.shared_dual_level():
         found: Any = torch.func.jvp(of, primals, given, has_aux=True)
-    return found
+    _, tangents, values = found
+    return values, tangents
 
 
 def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
