@@ -7,9 +7,9 @@ of a region; `rules`: runs a call level by level, as nodes of autograd; `fast_pa
 backwards of one program; `short_way`: the same under one level of torch.func; `forwards`: one run,
 its results; `run_backward`: what a backward reads (`ctx`), runs, frees, and its errors; `traced`:
 the traced region, and those derived from it; `derived_forwards`: their forwards, what is saved found
-again, DTensors' parts; `tangents`: which outputs move, one program for both; `duals`: tensors with
-tangents; `opening`: programs that lower levels differentiate; `transforms`: pullback, pushforward,
-map of flat functions; `retraceable`: such a function, for another trace; `returned_views`: made
-from outputs; `waiting`: saved values and inputs, stored and resumed; `prefetch`: restored early;
-`out_of_memory`: reports what regions held.
+again, DTensors' parts; `tangents`: duals, which outputs move, one program for both; `opening`:
+programs that lower levels differentiate; `transforms`: pullback, pushforward, map of flat functions;
+`retraceable`: such a function, for another trace; `returned_views`: made from outputs; `waiting`:
+saved values and inputs, stored and resumed; `prefetch`: restored early; `out_of_memory`: reports
+what regions held.
 """

@@ -19,7 +19,6 @@ from torch import Tensor
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
-from remat._regions.duals import dual, primal_of, unpack_dual, unpacked
 from remat._regions.fast_path import FastPath, Followed, latest
 from remat._regions.forwards import Results
 from remat._regions.opening import opened_for
@@ -35,6 +34,7 @@ from remat._regions.run_backward import (
     run_freeing,
     second_derivative,
 )
+from remat._regions.tangents import dual, primal_of, unpack_dual, unpacked
 from remat._regions.transforms import Batch
 from remat._regions.waiting import joints_of, store_inputs
 from remat._switches import blocks

@@ -1,60 +1,44 @@
-"""Forward mode of a region: which outputs have tangents, and one program for both."""
+"""Forward mode of a region: dual tensors, which outputs have tangents, one program for both."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from remat._graph.joint import View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref
+from remat._regions.derived_forwards import outputs_alone
 from remat._regions.forwards import Forward
+from remat._torch import isolation, levels
+from remat._torch.forward_ad import dual_level_is_active
+
+# Public, but torch has not annotated them.
+unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Tangents:
-    """The program of the tangents of a region's outputs."""
+def unpacked(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:
+    """The primals and tangents of the innermost level."""
+    with isolation.without_inference_mode():
+        return [unpack_dual(tensor) for tensor in tensors]
 
-    #: (operands, generator states, tangents) -> what the tangents are made of.
-    forward: Forward
-    #: How each tangent is made from what it returns and from what it takes.
-    views: tuple[View, ...]
-    #: How many operands the region has.
-    num_operands: int
-    #: How many generator states its forward records.
-    num_states: int
 
-    @property
-    def graph(self) -> Graph:
-        """The program's graph without new values of buffers, which the region's forward makes."""
-        graph = self.forward.program.graph
-        return dataclasses.replace(graph, outputs=graph.outputs[: self.num_outputs])
+def primal_of(tensor: Tensor) -> Tensor:
+    """The tensor without its tangent."""
+    return unpack_dual(tensor).primal if dual_level_is_active() else tensor
 
-    @property
-    def num_outputs(self) -> int:
-        """How many tensors it returns."""
-        return self.forward.shape[0]
 
-    @property
-    def num_given(self) -> int:
-        """How many tangents it takes."""
-        known = self.num_operands + self.num_states
-        return self.forward.program.graph.num_inputs - known
-
-    def views_after(self, count: int) -> tuple[View, ...]:
-        """The views where `count` outputs come first, and no states are among the inputs."""
-
-        def shifted(view: View) -> View:
-            if view.output is not None:
-                return dataclasses.replace(view, output=view.output + count)
-            if view.operand is None or view.operand < self.num_operands:
-                return view
-            return dataclasses.replace(view, operand=view.operand - self.num_states)
-
-        return tuple(map(shifted, self.views))
+def dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """An output with its tangent; torch gives the tangent the memory layout of the output."""
+    if levels.repeats_itself(primal):
+        primal = primal.clone()
+    return _make_dual(primal, tangent)
 
 
 def moved_outputs(forward: Forward) -> tuple[int, ...]:
@@ -79,7 +63,11 @@ def tangent_metas(
 
 
 def push(
-    forward: Forward, tangents: Tangents, origins: Graph | None
+    forward: Forward,
+    tangents: Forward,
+    views: Sequence[View],
+    num_operands: int,
+    origins: Graph | None,
 ) -> tuple[Forward, tuple[View, ...]]:
     """The forward that takes tangents last, and returns tangents after its outputs.
 
@@ -88,44 +76,58 @@ def push(
 
     Args:
         forward: of the region.
-        tangents: of its outputs.
+        tangents: (operands, generator states, tangents) -> what the outputs' tangents are
+            made of.
+        views: how each of these is made from what that returns and takes.
+        num_operands: how many operands the region has.
         origins: what the tensors before the operands are made of (see `merge`).
 
     Returns:
         The forward, and how outputs and tangents are made from what it returns.
     """
-    program, count = forward.program, forward.shape[0]
-    merged = merge(program.graph, tangents.graph, _reads(forward, tangents), origins)
-    firsts = len(program.graph.outputs)
-    own, added = merged.outputs[:firsts], merged.outputs[firsts:]
-    graph = dataclasses.replace(merged, outputs=(*own[:count], *added, *own[count:]))
+    program, (count, *_, num_states) = forward.program, forward.shape
+    firsts, skip = program.graph.outputs, forward.num_leading
+    second, num_added = tangents.program.graph, tangents.shape[0]
+    # Without new values of buffers, which the region's forward makes.
+    second = dataclasses.replace(second, outputs=second.outputs[:num_added])
+    num_given = second.num_inputs - num_operands - num_states
+    reads = [
+        *(Ref(skip + index) for index in range(num_operands)),
+        *firsts[len(firsts) - num_states :],
+        *(None for _ in range(num_given)),
+    ]
+    merged = merge(program.graph, second, reads, origins)
+    own, added = merged.outputs[: len(firsts)], merged.outputs[len(firsts) :]
     pushed = dataclasses.replace(
         forward,
         program=dataclasses.replace(
             program,
-            graph=graph,
+            graph=dataclasses.replace(
+                merged, outputs=(*own[:count], *added, *own[count:])
+            ),
             title=f"pushed_{program.title}",
             # A compiler may move up neither what reads a cotangent nor what a tangent.
             num_cotangents=program.num_cotangents
-            and program.num_cotangents + tangents.num_given,
+            and program.num_cotangents + num_given,
         ),
-        shape=(count + tangents.num_outputs, *forward.shape[1:]),
-        flows=_flows(forward, tangents.forward),
+        shape=(count + num_added, *forward.shape[1:]),
+        flows=_flows(forward, tangents),
         untracked=(
             *forward.untracked,
-            *(count + place for place in tangents.forward.untracked),
+            *(count + place for place in tangents.untracked),
         ),
-        placements=_placements(forward, tangents.forward),
+        placements=_placements(forward, tangents),
     )
-    outputs = [View(place, None, None, False) for place in range(count)]
-    return pushed, (*outputs, *tangents.views_after(count))
 
+    def shifted(view: View) -> View:
+        """A tangent's, where the outputs come first, and no states are among the inputs."""
+        if view.output is not None:
+            return dataclasses.replace(view, output=view.output + count)
+        if view.operand is None or view.operand < num_operands:
+            return view
+        return dataclasses.replace(view, operand=view.operand - num_states)
 
-def _reads(forward: Forward, tangents: Tangents) -> list[Ref | None]:
-    skip, outputs = forward.num_leading, forward.program.graph.outputs
-    operands = [Ref(skip + index) for index in range(tangents.num_operands)]
-    states = outputs[len(outputs) - tangents.num_states :]
-    return [*operands, *states, *(None for _ in range(tangents.num_given))]
+    return pushed, (*outputs_alone(count), *map(shifted, views))
 
 
 def _flows(forward: Forward, tangents: Forward) -> tuple[bool, ...] | None:

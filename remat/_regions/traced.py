@@ -51,7 +51,7 @@ from remat._regions.opening import (
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._regions.retraceable import Function, Roots
-from remat._regions.tangents import Tangents, moved_outputs, push, tangent_metas
+from remat._regions.tangents import moved_outputs, push, tangent_metas
 from remat._regions.transforms import (
     Batch,
     Pull,
@@ -465,16 +465,11 @@ class TracedRegion:
         self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
     ) -> DerivedForward:
         forward = self.forward(roots, save)
-        num_states = forward.shape[3]
-        region = self.jvp(roots, has_tangent, num_states)[0]
-        tangents = Tangents(
-            region.forward(roots, save=False),
-            region.every_view,
-            len(self.operands),
-            num_states,
-        )
+        region = self.jvp(roots, has_tangent, forward.shape[3])[0]
+        tangents, views = region.forward(roots, save=False), region.every_view
         origins = self.given.origins if self.given else None
-        return DerivedForward(*push(forward, tangents, origins), origins)
+        pushed = push(forward, tangents, views, len(self.operands), origins)
+        return DerivedForward(*pushed, origins)
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
