@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
 from remat._errors import RecomputationError, TraceError, refusal
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_spread
@@ -18,10 +20,12 @@ from remat._partition.halves import backward_graph, unique_outputs
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import verification
-from remat._regions.forwards import Forward, map_program
+from remat._regions.forwards import Forward
 from remat._regions.protocol import Asked
 from remat._regions.retraceable import Function
-from remat._regions.transforms import Batch
+from remat._regions.transforms import Batch, mapped_first
+from remat._torch import levels
+from remat._tracing.trace import record
 from remat.storage import AbstractStorage
 
 
@@ -118,19 +122,42 @@ def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> G
 def mapped_given(
     forward: Forward, batch: Batch
 ) -> tuple[DerivedForward, tuple[int | None, ...]]:
-    """The per-example forward, mapped, and the mapped dimension of each of its results."""
-    program, dims = map_program(forward, batch)
-    first = forward.shape[0] + forward.shape[1]
+    """The per-example forward, mapped, and the mapped dimension of each of its results.
+
+    It takes physical tensors; its outputs are mapped over dimension 0.
+    """
+    dims: list[int | None] = []
+    count = forward.shape[0]
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        over = levels.restore_vmap(
+            lambda *inputs: tuple(forward.program(inputs)),
+            batch.dims,
+            batch.size,
+            batch.randomness,
+        )
+        found, found_dims = over(*tensors)
+        outputs = [
+            mapped_first(tensor, dim, batch.size)
+            for tensor, dim in zip(found[:count], found_dims, strict=False)
+        ]
+        dims[:] = [0] * count + list(found_dims[count:])
+        return [*outputs, *found[count:]]
+
+    graph = record(run, batch.metas)
+    first = count + forward.shape[1]
     added = dims[first : first + forward.shape[2]]
     before = forward.mapped or ((),) * len(added)
     over = dataclasses.replace(
         forward,
-        program=program,
+        program=dataclasses.replace(
+            forward.program, graph=graph, title=f"mapped_{forward.program.title}"
+        ),
         untracked=(),
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
     )
-    return DerivedForward(over, outputs_alone(forward.shape[0])), dims
+    return DerivedForward(over, outputs_alone(count)), tuple(dims)
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:

@@ -13,16 +13,11 @@ from torch import Tensor
 from remat._errors import NotReplicatedError
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
-from remat._partition.halves import forward_graph
-from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import Verification
-from remat._regions.retraceable import Function
-from remat._regions.transforms import Batch, mapped_first
 from remat._regions.waiting import resumed, wait
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, dtensor, levels
-from remat._tracing.trace import record
+from remat._torch import autograd, dtensor
 from remat.storage import AbstractStorage, Place
 
 
@@ -211,47 +206,6 @@ class Forward:
             found[first + place] = wait(found[first + place], storage, where)
 
 
-def own_forward(
-    outline: Joint,
-    operands: Sequence[TensorMeta],
-    function: Function,
-    stages: Stages | None,
-    calls: Count,
-    *,
-    is_borrowing: bool,
-) -> Forward:
-    """The forward of a function that was traced, which saves what its stages say.
-
-    Args:
-        outline: the function as a graph, with or without a backward.
-        operands: the metadata of what it takes.
-        function: the function.
-        stages: of its trace; None for a forward that saves nothing.
-        calls: numbers the runs that store something.
-        is_borrowing: whether its program may take values from the one before.
-    """
-    if stages is None:
-        joint, saved = dataclasses.replace(outline, states=()), ()
-    else:
-        joint, saved = stages.joint, stages.cut.saved
-    graph, untracked = forward_graph(joint, saved)
-    program = Program(
-        *(graph, "forward", function.backend),
-        is_borrowing=is_borrowing,
-        is_custom=joint.is_custom,
-    )
-    return Forward(
-        program,
-        (len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)),
-        function.numerics,
-        flows=None if all(joint.differentiable) else joint.differentiable,
-        untracked=untracked,
-        storages=() if stages is None else stages.storages,
-        calls=calls,
-        placements=placements_of(joint, operands),
-    )
-
-
 def placements_of(
     joint: Joint, operands: Sequence[TensorMeta]
 ) -> tuple[Any, ...] | None:
@@ -260,32 +214,3 @@ def placements_of(
     found = (*joint.placements, *written)
     each = (*found, *(meta.placement for meta in operands))
     return None if all(placement is None for placement in each) else found
-
-
-def map_program(
-    forward: Forward, batch: Batch
-) -> tuple[Program, tuple[int | None, ...]]:
-    """A program over physical tensors; its outputs are mapped over dimension 0."""
-    dims: list[int | None] = []
-    count = forward.shape[0]
-
-    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        over = levels.restore_vmap(
-            lambda *inputs: tuple(forward.program(inputs)),
-            batch.dims,
-            batch.size,
-            batch.randomness,
-        )
-        found, found_dims = over(*tensors)
-        outputs = [
-            mapped_first(tensor, dim, batch.size)
-            for tensor, dim in zip(found[:count], found_dims, strict=False)
-        ]
-        dims[:] = [0] * count + list(found_dims[count:])
-        return [*outputs, *found[count:]]
-
-    graph = record(run, batch.metas)
-    program = dataclasses.replace(
-        forward.program, graph=graph, title=f"mapped_{forward.program.title}"
-    )
-    return program, tuple(dims)

@@ -28,7 +28,6 @@ from remat._regions.run_backward import (
     by_operand,
     connected_below,
     explain_failure,
-    kept_versions,
     read_saved,
     require_recordable,
     run_freeing,
@@ -408,7 +407,9 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
-    ctx.versions = kept_versions(kept, is_transformed=recording.interpreter is not None)
+    # Without a transform, and in a trace, autograd itself finds out what was changed.
+    is_own = interpreter is None or tracer.proxy_is_active()
+    ctx.versions = () if is_own else levels.versions_below(kept)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
     if recording.interpreter is None and dual_level_is_active():

@@ -16,7 +16,7 @@ from remat._graph.meta import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
 from remat._regions.protocol import Call
-from remat._torch import autograd, levels, tracer
+from remat._torch import autograd, levels
 
 
 def read_saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -37,16 +37,6 @@ def read_saved(ctx: Any) -> tuple[Tensor, ...]:
         if changed:
             raise _modified(ctx, [(place, found[place]) for place in changed])
     return found
-
-
-def kept_versions(kept: Sequence[Tensor], *, is_transformed: bool) -> tuple[int, ...]:
-    """The versions of kept tensors, by which `read_saved` finds out that one was changed.
-
-    Empty without a torch.func transform and in a trace: there autograd itself finds out.
-    """
-    if not is_transformed or tracer.proxy_is_active():
-        return ()
-    return levels.versions_below(kept)
 
 
 def run_freeing(

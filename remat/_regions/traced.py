@@ -18,6 +18,7 @@ takes the roots of the call that needs it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, final
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open, without_symbols
+from remat._partition.halves import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import (
@@ -40,7 +42,7 @@ from remat._regions.derived_forwards import (
     state_metas,
 )
 from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Calls, Forward, own_forward, placements_of
+from remat._regions.forwards import Calls, Forward, placements_of
 from remat._regions.opening import (
     is_differentiated_alike,
     may_read_constants,
@@ -187,10 +189,26 @@ class TracedRegion:
         return self._once(("forward", save), lambda: self._own_forward(roots, save))
 
     def _own_forward(self, roots: Roots, save: bool) -> Forward:
-        stages, calls = self.stages(roots) if save else None, self.calls.saved
-        return own_forward(
-            *(self._joints[0], self.operands, self.function, stages, calls),
+        stages = self.stages(roots) if save else None
+        if stages is None:
+            joint, saved = dataclasses.replace(self._joints[0], states=()), ()
+        else:
+            joint, saved = stages.joint, stages.cut.saved
+        graph, untracked = forward_graph(joint, saved)
+        program = Program(
+            *(graph, "forward", self.function.backend),
             is_borrowing=self.is_borrowing,
+            is_custom=joint.is_custom,
+        )
+        return Forward(
+            program,
+            (len(joint.outputs), len(joint.mutations), len(saved), len(joint.states)),
+            self.function.numerics,
+            flows=None if all(joint.differentiable) else joint.differentiable,
+            untracked=untracked,
+            storages=() if stages is None else stages.storages,
+            calls=self.calls.saved,
+            placements=placements_of(joint, self.operands),
         )
 
     @property
