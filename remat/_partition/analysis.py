@@ -30,16 +30,11 @@ Decisions = dict[int, policies.Save]
 class Analysis:
     """What the walk needs to know of a joint graph."""
 
-    #: The graph.
     joint: Joint
-    #: The class of each value.
-    numbers: tuple[int, ...]
-    #: For each class the first forward value in it.
-    members: dict[int, int]
-    #: For each value the one whose storage it shares.
-    roots: tuple[int, ...]
-    #: The forward values that are not inputs, in order.
-    forward: tuple[int, ...]
+    numbers: tuple[int, ...]  # the class of each value
+    members: dict[int, int]  # for each class the first forward value in it
+    roots: tuple[int, ...]  # for each value the one whose storage it shares
+    forward: tuple[int, ...]  # the forward values that are not inputs, in order
 
     @functools.cached_property
     def views(self) -> dict[int, policies.Value]:

@@ -25,14 +25,11 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 class Cut:
     """What is saved between forward and backward, and what the backward runs."""
 
-    #: The forward values that wait, in order.
-    saved: tuple[int, ...]
-    #: What the backward runs, in order.
-    steps: tuple[int, ...]
+    saved: tuple[int, ...]  # the forward values that wait, in order
+    steps: tuple[int, ...]  # what the backward runs, in order
     #: For a value that the backward would compute, the saved one it equals.
     stand_ins: dict[int, int]
-    #: The operands that the backward reads.
-    operands: frozenset[int]
+    operands: frozenset[int]  # the operands that the backward reads
     #: For each step that computes what the forward computed, the rank of that value:
     #: recomputation, that of inner regions included.
     repeats: dict[int, int]

@@ -29,12 +29,9 @@ class Stages:
     #: Its joint graphs: for cotangents laid out like the outputs, then for other usual
     #: layouts.
     joints: tuple[Joint, ...]
-    #: The first of these, with its classes of equal values.
-    analysis: Analysis
-    #: Which classes may be saved, and how.
-    decisions: Decisions
-    #: What is saved, and what the backward runs.
-    cut: Cut
+    analysis: Analysis  # the first of these, with its classes of equal values
+    decisions: Decisions  # which classes may be saved, and how
+    cut: Cut  # what is saved, and what the backward runs
 
     @classmethod
     def of(cls, joints: tuple[Joint, ...], policy: AbstractPolicy | None) -> Stages:

@@ -45,8 +45,7 @@ _FEW_BYTES = 2**13
 class _Given(NamedTuple):
     """What is the same of two inputs that are one."""
 
-    #: As long as this exists, no other storage is equal to it.
-    memory: StorageWeakRef
+    memory: StorageWeakRef  # as long as this exists, no other storage is equal to it
     offset: Any
     layout: Any
     version: int
@@ -65,8 +64,7 @@ class _Loan(NamedTuple):
     task: int
     lender: Lender
     inputs: tuple[_Given, ...]
-    #: By their places in the lender's graph.
-    values: dict[int, Tensor]
+    values: dict[int, Tensor]  # by their places in the lender's graph
 
 
 class _Thread(threading.local):

@@ -53,16 +53,11 @@ class Quiet(NamedTuple):
 class Program:
     """A graph that can be run on tensors."""
 
-    #: What it runs.
-    graph: Graph
-    #: The name of the function in its printed form.
-    title: str
-    #: "inductor", or None to run operator by operator.
-    backend: str | None = None
-    #: Of a backward, how many of its first inputs are saved values.
-    num_saved: int = 0
-    #: Of a backward, how many of its last inputs are cotangents.
-    num_cotangents: int = 0
+    graph: Graph  # what it runs
+    title: str  # the name of the function in its printed form
+    backend: str | None = None  # "inductor", or None to run operator by operator
+    num_saved: int = 0  # of a backward, how many of its first inputs are saved values
+    num_cotangents: int = 0  # of a backward, how many of its last inputs are cotangents
     #: Whether it takes what the program before it in a backward has recomputed.
     is_borrowing: bool = False
     #: Whether a user's `autograd.Function` says how to differentiate a part of it.

@@ -24,8 +24,7 @@ class Verification:
 
     #: (saved, operands, states, cotangents) -> the saved values, recomputed.
     program: Program
-    #: What to call them.
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # what to call them
     #: Which of them come back from their storage to the last bit.
     is_exact: tuple[bool, ...]
 

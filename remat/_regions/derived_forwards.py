@@ -34,8 +34,7 @@ from remat.storage import AbstractStorage
 class DerivedForward:
     """A forward made from another region's program, and what the derived region returns."""
 
-    #: The program.
-    forward: Forward
+    forward: Forward  # the program
     #: How each returned tensor is made from outputs and operands.
     views: tuple[View, ...]
     #: A program that computes the leading tensors of the forward, those before its
@@ -56,14 +55,10 @@ class DerivedForward:
 class Kept(NamedTuple):
     """What waits for a backward."""
 
-    #: The joint graph for the cotangents that come.
-    analysis: Analysis
-    #: Where in it the saved values are.
-    saved: tuple[int, ...]
-    #: How each of them waits.
-    storages: tuple[AbstractStorage, ...]
-    #: Whether the backward compares them with recomputed ones.
-    verify: bool
+    analysis: Analysis  # the joint graph for the cotangents that come
+    saved: tuple[int, ...]  # where in it the saved values are
+    storages: tuple[AbstractStorage, ...]  # how each of them waits
+    verify: bool  # whether the backward compares them with recomputed ones
 
 
 def backward_given(

@@ -24,14 +24,12 @@ from remat.storage import AbstractStorage, Place
 class Results(NamedTuple):
     """The results of one run of a region's forward, at the level where it ran."""
 
-    #: The region's outputs.
-    outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]  # the region's outputs
     #: The new values of the operands that the function changed.
     mutations: Sequence[Tensor] = ()
     #: What the backward reads besides the operands; no gradient flows there.
     saved: Sequence[Tensor] = ()
-    #: Generator states that the draws started from.
-    states: Sequence[Tensor] = ()
+    states: Sequence[Tensor] = ()  # generator states that the draws started from
     #: For each output whether it can have a cotangent; None means all can.
     flows: tuple[bool, ...] | None = None
     #: For each operand whether some output depends on it; None means all.
@@ -122,14 +120,11 @@ class Calls:
 class Forward:
     """A program for a region's forward."""
 
-    #: (leading tensors, operands) -> the tensors of `Results` in a row.
-    program: Program
-    #: How many of each kind.
-    shape: tuple[int, int, int, int]
+    program: Program  # (leading tensors, operands) -> the tensors of `Results` in a row
+    shape: tuple[int, int, int, int]  # how many of each kind
     #: The switches under which it runs; its casts are part of the program.
     numerics: Numerics
-    #: How many tensors it reads before the operands.
-    num_leading: int = 0
+    num_leading: int = 0  # how many tensors it reads before the operands
     #: For each output whether a cotangent can come back; None means all.
     flows: tuple[bool, ...] | None = None
     #: Outputs that autograd must not take for views of something.

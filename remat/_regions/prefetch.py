@@ -29,10 +29,8 @@ _MOST_STEPS = 256  # a heuristic: how far to look for the next regions, in nodes
 class Awaited(NamedTuple):
     """What a region's backward will read, if some of it can be restored ahead."""
 
-    #: To what its forward stored.
-    references: tuple[weakref.ref[Stored], ...]
-    #: How many regions before that backward it may be restored.
-    num_ahead: int
+    references: tuple[weakref.ref[Stored], ...]  # to what its forward stored
+    num_ahead: int  # how many regions before that backward it may be restored
 
 
 class _Thread(threading.local):

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,12 +28,9 @@ class Asked(NamedTuple):
 
     #: Of the cotangents, None for one that is missing.
     layouts: tuple[Layout | None, ...]
-    #: Which operands' gradients are wanted.
-    wanted: tuple[bool, ...]
-    #: How many generator states the forward recorded.
-    num_states: int
-    #: The switches in force when the backward runs.
-    numerics: Numerics
+    wanted: tuple[bool, ...]  # which operands' gradients are wanted
+    num_states: int  # how many generator states the forward recorded
+    numerics: Numerics  # the switches in force when the backward runs
     #: Whether the backward may take values from the one before (`_programs.lending`).
     is_borrowing: bool = False
 
@@ -59,12 +56,9 @@ class Asked(NamedTuple):
         )
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Batched:
+class Batched(NamedTuple):
     """A region over physical tensors, and where its results are mapped."""
 
-    #: The region.
     region: Region
     #: The mapped dimension of each tensor of the results in a row; None means the first of
     #: each.
@@ -74,22 +68,17 @@ class Batched:
 class Opened(NamedTuple):
     """A region that takes all that a program reads, and returns all that it computes."""
 
-    #: Takes what waited for it, then the operands of the original region.
-    region: Region
+    region: Region  # takes what waited for it, then the operands of the original region
     #: How many outputs come first; what waits for a backward is the rest. None for a region
     #: that saves nothing, which is opened as it is.
     num_outputs: int | None
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Pushed:
+class Pushed(NamedTuple):
     """A region that returns its outputs and, after these, the tangents of some of them."""
 
-    #: Takes the operands of the original region, then their tangents.
-    region: Region
-    #: Which outputs have a tangent.
-    moved: tuple[int, ...]
+    region: Region  # takes the operands of the original region, then their tangents
+    moved: tuple[int, ...]  # which outputs have a tangent
 
 
 class Region(Protocol):
@@ -153,14 +142,10 @@ class Explained(Region, Protocol):
 class Call(NamedTuple):
     """One call of a region: what stays the same at every level."""
 
-    #: What is called: a `Region`, or one that runs again.
-    region: Region
-    #: The function and the objects among its arguments.
-    roots: Roots
-    #: The switches in force on this thread.
-    numerics: Numerics
-    #: What messages call the operands.
-    labels: tuple[str, ...] = ()
+    region: Region  # what is called: a `Region`, or one that runs again
+    roots: Roots  # the function and the objects among its arguments
+    numerics: Numerics  # the switches in force on this thread
+    labels: tuple[str, ...] = ()  # what messages call the operands
     #: Whether its own reverse derivative is refused, so nothing is saved for it.
     is_last: bool = False
     #: Whether the reverse derivative of its gradient is refused.

@@ -29,8 +29,7 @@ class Function:
     build: Callable[[Roots], Flat]
     #: A context in which the state that the function reads is what it was.
     restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
-    #: The switches under which the forward runs.
-    numerics: Numerics
+    numerics: Numerics  # the switches under which the forward runs
     #: What compiles its programs, and those of its derivatives.
     backend: str | None = None
     #: Where those of its traces are kept that hold for other sizes; None if sizes do not

@@ -30,12 +30,9 @@ class _Run(NamedTuple):
     """A call and the program that runs for it."""
 
     call: Call
-    #: The level of reverse mode.
-    level: int
-    #: What runs below all levels.
-    quiet: Quiet
-    #: What it takes.
-    physical: Sequence[Tensor]
+    level: int  # the level of reverse mode
+    quiet: Quiet  # what runs below all levels
+    physical: Sequence[Tensor]  # what it takes
     #: The level of vmap, and which dimension of each result it maps; None without one.
     mapped: tuple[int, Sequence[int | None]] | None
 

@@ -21,14 +21,11 @@ from remat._tracing.trace import Flat
 class Batch(NamedTuple):
     """How a vmap level maps the tensors of a region."""
 
-    #: The size of the mapped dimension.
-    size: int
-    #: Vmap's own option.
-    randomness: str
+    size: int  # the size of the mapped dimension
+    randomness: str  # vmap's own option
     #: The mapped dimension of each physical tensor, None where it has none.
     dims: tuple[int | None, ...]
-    #: The metadata of the physical tensors.
-    metas: tuple[TensorMeta, ...]
+    metas: tuple[TensorMeta, ...]  # the metadata of the physical tensors
 
 
 @final
@@ -38,10 +35,8 @@ class Pull:
 
     #: Indices, among what the function returns, of the outputs that have one.
     outputs: tuple[int, ...]
-    #: The operands whose gradient is asked for.
-    wanted: tuple[int, ...]
-    #: How many operands the function takes.
-    num_operands: int
+    wanted: tuple[int, ...]  # the operands whose gradient is asked for
+    num_operands: int  # how many operands the function takes
 
 
 def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:

@@ -28,8 +28,7 @@ _PASSED_ON = (_aten.alias.default, _aten.detach.default)
 class Waiting(Tensor):
     """A tensor without data that stands for a stored value."""
 
-    #: What waits.
-    stored: Stored
+    stored: Stored  # what waits
     #: The dimensions, the one of the largest stride first, in which the value was
     #: contiguous; None if there is no such order.
     stride_order: tuple[int, ...] | None
