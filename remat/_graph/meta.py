@@ -32,8 +32,9 @@ class TensorMeta:
     def of_operand(cls, tensor: torch.Tensor) -> TensorMeta:
         """The metadata of what a region gets, to be differentiated by whichever transform."""
         meta = cls.of(tensor, requires_grad=levels.requires_grad_anywhere(tensor))
-        is_apart = autocast.is_cast_each_time(tensor)
-        return dataclasses.replace(meta, is_cast_each_time=True) if is_apart else meta
+        if not autocast.is_cast_each_time(tensor):
+            return meta
+        return dataclasses.replace(meta, is_cast_each_time=True)
 
     @classmethod
     def of(

@@ -5,8 +5,8 @@ tag of a random operator and draws nothing.
 """
 
 import operator
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -34,8 +34,15 @@ _HIDDEN_VIEWS = frozenset(
 _SILENT = {"dropout_p": 0.0, "train": False, "training": False}
 
 
-# A `_graph.values.Value`, whose module reads this one.
-Step: TypeAlias = Any
+class Step(Protocol):
+    """The attributes of a graph's value that this module reads."""
+
+    @property
+    def op(self) -> Callable[..., Any] | None: ...
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> tuple[tuple[str, Any], ...]: ...
 
 
 def constant(tensor: torch.Tensor) -> torch.Tensor:
