@@ -4,7 +4,7 @@
 "file.py:line" of the user's code behind a value, warning or error; `__main__`: the command line.
 """
 
-from remat import interop, modules, policies, random, schedules, storage
+from remat import interop, layers, modules, policies, random, schedules, storage
 from remat._api import remat
 from remat._calls.residuals import Residual
 from remat._errors import (
@@ -24,6 +24,7 @@ from remat._errors import (
     SecondDerivativeError,
     SideEffectError,
     StaticArgumentError,
+    TileError,
     TraceError,
 )
 from remat._plans.plan import Plan, plan
@@ -63,6 +64,7 @@ __all__ = [
     "SecondDerivativeError",
     "SideEffectError",
     "StaticArgumentError",
+    "TileError",
     "TraceError",
     "chain",
     "checklist",
@@ -70,6 +72,7 @@ __all__ = [
     "disabled",
     "first_order",
     "interop",
+    "layers",
     "modules",
     "named_values",
     "plan",

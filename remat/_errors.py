@@ -68,6 +68,10 @@ class CarryError(RematError, TypeError):
     """The carry of a scan, or its `xs`, has a wrong structure, shape or dtype."""
 
 
+class TileError(RematError, ValueError):
+    """A function cannot run tile by tile as its pattern says."""
+
+
 class NotReplicatedError(RematError, RuntimeError):
     """Ranks that should hold the same value hold different ones."""
 

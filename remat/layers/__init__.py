@@ -1,14 +1,20 @@
-"""Stacks of layers: `scan` for equal ones, `chain` for different ones.
+"""Many calls of functions: stacks of layers, by `scan` and `chain`, and tiles, by `tiled`.
 
-In come functions, a state and a schedule; out comes the last state. Reads `_regions`, `schedules`.
+In come functions, a state and a schedule, or a pattern; out comes the last state, or the tiles'
+results put together. Reads `_regions`, `schedules`.
 `_scan`: its carry, `xs` and step checked, numbers as tensors; `_chain`: functions in a row;
 `_links`: one traced stage: stand-ins without data, strides, gradients pulled back and added;
 `_stack`: links in a row, mapped, and which tensors go where; `_run_stack`: shared: a stage's link
 and cost, a schedule's actions; `_executor`: carries those out; `_scheduled`: the region around;
-`_unrolled`: for torch.compile.
+`_unrolled`: for torch.compile. `_tiled`: a function run tile by tile; `_tile_pattern`: which
+dimensions are cut; `_tile_call`: the arguments as tiles; `_independence`: whether a trace mixes
+the axis; `_axis`: what a value has of it; `_axis_rules`: what operators do to it;
+`_cross_entropy`: tiles of a vocabulary's logits.
 """
 
 from remat.layers._chain import Chain, chain
+from remat.layers._cross_entropy import tiled_cross_entropy
 from remat.layers._scan import scan
+from remat.layers._tiled import Tiled, tiled
 
-__all__ = ["Chain", "chain", "scan"]
+__all__ = ["Chain", "Tiled", "chain", "scan", "tiled", "tiled_cross_entropy"]

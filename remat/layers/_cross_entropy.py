@@ -1,0 +1,275 @@
+"""Cross-entropy over a large vocabulary, whose logits never exist at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from remat._api import remat
+from remat._errors import refusal
+from remat._switches.blocks import is_inert
+from remat._torch import guards, levels
+from remat._torch.forward_ad import dual_level_is_active
+from remat._tracing.thread import is_running
+from remat.layers._tiled import tiled
+from remat.storage._argument_checks import refuse, require_type
+
+
+def tiled_cross_entropy(
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    tiles: int | str,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """The cross-entropy of `x @ head.T`, tile by tile along the tokens.
+
+    It is `F.cross_entropy(logits, targets)` with, for each token, `z_loss * logsumexp ** 2`
+    added, and `softcap * tanh(logits / softcap)` for the logits.
+
+    Laws: loss and gradients are those of the formula, up to the order of sums, under every
+    transform. The logits of one tile exist at a time. Outside of transforms, gradients are
+    computed with the loss, so that no matrix product runs twice: what waits for the backward is
+    they, as large as `x` and `head`. Half precision is computed in float32, but for the
+    products.
+
+    Args:
+        x: (..., d), one row a token.
+        head: (vocabulary, d), as in `nn.Linear`; (d, vocabulary) will do where the sizes tell.
+        targets: (...), integers; those equal to `ignore_index` count for nothing.
+        tiles: how many, or bytes that the values of one tile may take (see `tiled`).
+        ignore_index: the target of tokens that are left out.
+        label_smoothing: the part of the target that all classes share, in [0, 1].
+        softcap: the limit of the logits, as in Gemma; None for none.
+        z_loss: the weight of the squared logarithm of the partition function, as in PaLM.
+        reduction: "mean" over the tokens that count, "sum", or "none" for a loss a token, zero
+            for those that do not count.
+
+    Returns:
+        The loss, a scalar, or of the shape of `targets`, in float32 for half precision.
+
+    Raises:
+        ValueError: shapes do not fit, or an option is out of range.
+
+    Example:
+        >>> import torch
+        >>> from remat.layers import tiled_cross_entropy
+        >>> x, head = torch.zeros(2, 6, 4), torch.ones(10, 4, requires_grad=True)
+        >>> targets = torch.arange(12).view(2, 6) % 10
+        >>> tiled_cross_entropy(x, head, targets, tiles=3)
+        tensor(2.3026, grad_fn=<...>)
+
+    References:
+        Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989); Wijmans et
+        al., "Cut your losses", 2024, https://arxiv.org/abs/2411.09009; z-loss: Chowdhery et
+        al., "PaLM", 2022, https://arxiv.org/abs/2204.02311, section 5.
+    """
+    options = _Options(ignore_index, label_smoothing, softcap, z_loss)
+    _require_options(options, reduction)
+    head = _laid_as_linear(x, head, targets)
+    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if reduction == "none":
+        losses = tiled(_LOSSES, "(tile n) d, (tile n), ... -> (tile n)", tiles=tiles)
+        return losses(rows, labels, head, *options).view(targets.shape)
+    weight = torch.ones((), dtype=_wide(x).dtype, device=x.device)
+    if reduction == "mean":
+        weight = weight / (labels != ignore_index).sum()
+    total = tiled(_TOTAL, "(tile n) d, (tile n), ... -> ", tiles=tiles)
+    if not _is_first_order((x, head)):
+        return total(rows, labels, head, weight, *options)
+    size = total.length_of_tile(rows, labels, head, weight, *options)
+    found = _WithGradients.apply(total, size, options, rows, labels, head, weight)
+    return cast("Tensor", found)
+
+
+class _Options(NamedTuple):
+    """How the loss is computed from the logits."""
+
+    ignore_index: int
+    smoothing: float
+    softcap: float | None
+    z_loss: float
+
+
+def _losses(rows: Tensor, labels: Tensor, head: Tensor, *options: Any) -> Tensor:
+    """The loss of each token of a tile."""
+    ignore_index, smoothing, softcap, z_loss = _Options(*options)
+    logits = _wide(rows @ head.T)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    is_used = labels != ignore_index
+    index = torch.where(is_used, labels, 0).unsqueeze(-1)
+    partition = logits.logsumexp(-1)
+    losses = partition - (1 - smoothing) * logits.gather(-1, index).squeeze(-1)
+    if smoothing:
+        losses = losses - smoothing * logits.mean(-1)
+    if z_loss:
+        losses = losses + z_loss * partition.square()
+    return torch.where(is_used, losses, 0)
+
+
+def _total(
+    rows: Tensor, labels: Tensor, head: Tensor, weight: Tensor, *options: Any
+) -> Tensor:
+    return (_losses(rows, labels, head, *options) * weight).sum()
+
+
+_LOSSES, _TOTAL = remat(_losses), remat(_total)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _is_first_order(tensors: Sequence[Tensor]) -> bool:
+    """Whether plain autograd alone differentiates a call, and wants a gradient of it."""
+    if torch.compiler.is_compiling() or is_inert() or is_running():
+        return False
+    is_mapped = levels.interpreter_is_active() or dual_level_is_active()
+    wants = any(each.requires_grad for each in tensors)
+    return wants and not is_mapped and guards.are_plain(tensors)
+
+
+@final
+class _WithGradients(torch.autograd.Function):
+    """The total loss, whose gradients are computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Takes the tiled total, the size of a tile, options, rows, labels, head, weight."""
+        total, size, options, rows, labels, head, weight = given
+        _, _, _, for_rows, _, for_head, _ = ctx.needs_input_grad
+        d_rows = torch.empty_like(rows) if for_rows else None
+        # Many terms are added up, for which half precision is too coarse.
+        d_head = torch.zeros_like(head, dtype=_wide(head).dtype) if for_head else None
+        loss = torch.zeros_like(weight)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            own = None if d_rows is None else d_rows[part]
+            tile = _Tile(rows[part], labels[part], head, weight, options)
+            loss += tile.loss(own, d_head)
+        d_head = None if d_head is None else d_head.to(head.dtype)
+        ctx.save_for_backward(rows, labels, head, weight, d_rows, d_head)
+        ctx.total, ctx.options = total, options
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, labels, head, weight, *gradients = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # They will be differentiated: the tiles run again, as regions.
+            again = ctx.total(rows, labels, head, weight, *ctx.options)
+            wanted = [
+                each
+                for each, found in zip((rows, head), gradients, strict=True)
+                if found is not None
+            ]
+            found = iter(
+                torch.autograd.grad(again, wanted, cotangent, create_graph=True)
+            )
+            gradients = [None if each is None else next(found) for each in gradients]
+        else:
+            gradients = [
+                None if each is None else cotangent * each for each in gradients
+            ]
+        d_rows, d_head = gradients
+        return None, None, None, d_rows, None, d_head, None
+
+
+class _Tile(NamedTuple):
+    """The tokens of one tile."""
+
+    rows: Tensor
+    labels: Tensor
+    head: Tensor
+    weight: Tensor
+    options: _Options
+
+    def loss(self, d_rows: Tensor | None, d_head: Tensor | None) -> Tensor:
+        """Its part of the loss; writes the gradient of its rows, adds to that of the head.
+
+        The logits become their own gradient, in place.
+        """
+        ignore_index, smoothing, softcap, z_loss = self.options
+        logits = _wide(self.rows @ self.head.T)
+        slope = None
+        if softcap is not None:
+            capped = logits.div_(softcap).tanh_()
+            slope = 1 - capped.square()
+            capped.mul_(softcap)
+        is_used = (self.labels != ignore_index).unsqueeze(-1)
+        index = torch.where(is_used, self.labels.unsqueeze(-1), 0)
+        weight = torch.where(is_used, self.weight, 0)
+        constant = (1 - smoothing) * logits.gather(-1, index)
+        if smoothing:
+            constant += smoothing * logits.mean(-1, keepdim=True)
+        top = logits.amax(-1, keepdim=True)
+        sums = logits.sub_(top).exp_().sum(-1, keepdim=True)
+        partition = top + sums.log()
+        loss = ((partition - constant + z_loss * partition.square()) * weight).sum()
+
+        logits.mul_((1 + 2 * z_loss * partition) * weight / sums)
+        if smoothing:
+            logits.sub_(weight * (smoothing / logits.shape[-1]))
+        logits.scatter_add_(-1, index, (smoothing - 1) * weight)
+        if slope is not None:
+            logits.mul_(slope)
+        products = logits.to(self.head.dtype)
+        if d_rows is not None:
+            torch.mm(products, self.head, out=d_rows)
+        if d_head is not None and d_head.dtype == products.dtype:
+            d_head.addmm_(products.T, self.rows)
+        elif d_head is not None:
+            d_head += products.T @ self.rows
+        return loss
+
+
+def _require_options(options: _Options, reduction: object) -> None:
+    where = "tiled_cross_entropy({}=...)"
+    require_type(
+        where.format("ignore_index"), options.ignore_index, int, wanted="an int"
+    )
+    if not 0 <= options.smoothing <= 1:
+        raise refuse(
+            where.format("label_smoothing"),
+            options.smoothing,
+            why="It is the part of the target that all classes share.",
+            do="Pass a number in [0, 1].",
+        )
+    if options.softcap is not None and not options.softcap > 0:
+        raise refuse(
+            where.format("softcap"),
+            options.softcap,
+            why="It is the limit of the logits' size.",
+            do="Pass a positive number, or None.",
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise refuse(
+            where.format("reduction"),
+            reduction,
+            why="The losses of the tokens are averaged, added, or returned.",
+            do='Pass "mean", "sum" or "none".',
+        )
+
+
+def _laid_as_linear(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """The head as (vocabulary, d); refuses shapes that do not fit."""
+    width = x.shape[-1]
+    if x.shape[:-1] == targets.shape and head.dim() == 2 and width in head.shape:
+        return head if head.shape[1] == width else head.T
+    raise refusal(
+        ValueError,
+        where="tiled_cross_entropy",
+        what=f"got x of the shape {[*x.shape]}, head of {[*head.shape]}, targets of "
+        f"{[*targets.shape]}.",
+        why="They are (..., d), (vocabulary, d) and (...).",
+        do="Pass a row for each target, and the weight of the last linear layer.",
+    )

@@ -1,0 +1,285 @@
+"""Whether a function may run tile by tile along an axis, read off its trace.
+
+The axis is followed from the arguments through each step of the forward graph, by what
+`_axis_rules` knows of the operators. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat._calls.entry import Entry
+from remat._errors import MutationError, TileError, refusal
+from remat._graph import operators
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value
+from remat._torch import schemas
+from remat.layers._axis import Alike, Along, Key, Mixed, MixesError, State, Total
+from remat.layers._axis_rules import Operand, Step, is_pointwise, pointwise, rule_of
+from remat.layers._tile_call import Call
+from remat.layers._tile_pattern import Pattern
+
+#: The traces that were found to be independent, each with the patterns and reductions.
+_known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
+
+
+def require_independent(
+    region: Any, pattern: Pattern, reduce: str, call: Call, size: int
+) -> None:
+    """Refuses a function whose trace mixes places of the axis, once for each trace."""
+    if call.length < 2:
+        return
+    # A tile of one place would not show what is broadcast along it.
+    size = max(size, 2)
+    (args, kwargs), states = call.stand_in(size)
+    entry: Entry = region.entry_of(args, kwargs)[0]
+    known = _known.setdefault(entry.region, set())
+    if (pattern.text, reduce) in known:
+        return
+    _require_no_writes(region, entry)
+    returned = outputs_of(entry, states)
+    made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
+    parts = pattern.of_results(entry.output.around(made))
+    for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
+        _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
+    other = size - 1 if size > 2 else min(3, call.length)
+    if other != size:
+        args, kwargs = call.stand_in(other)[0]
+        _require_no_size(entry, region.entry_of(args, kwargs)[0])
+    known.add((pattern.text, reduce))
+
+
+def _require_no_writes(region: Any, entry: Entry) -> None:
+    if not entry.written and not entry.changed:
+        return
+    raise refusal(
+        MutationError,
+        where=f"tiled: {region!r}",
+        what="changes a buffer or an argument in place.",
+        why="It would change once for each tile.",
+        do="Return the new value, or put the module into eval mode.",
+    )
+
+
+def _require_result(region: Any, state: State, dim: int | None, reduce: Total) -> None:
+    """Refuses a result that tiles do not make."""
+    if isinstance(state, Mixed):
+        raise refusal(
+            TileError,
+            where=f"tiled: {state.step}",
+            what=f"mixes places of the axis that is cut: {state.why}",
+            why="Each tile runs by itself, and sees only its own part.",
+            do="Cut along another axis, or leave the operator out of the function.",
+        )
+    is_alike = isinstance(state, Alike)
+    if dim is None:
+        if state is reduce or (is_alike and reduce is Total.MEAN):
+            return
+        wanted = f"no {reduce.value} over it"
+    else:
+        if state == Along(dim) or (is_alike and dim in state.dims):
+            return
+        wanted = f"not cut along its dimension {dim}"
+    raise refusal(
+        TileError,
+        where=f"tiled: {region!r}",
+        what=f"a result is {wanted}, as its pattern says of the axis, but {_told(state)}.",
+        why="The results of the tiles are put together as the pattern says.",
+        do="Write the pattern of what is returned; reduce over the axis by sum, or by mean "
+        'with reduce="mean".',
+    )
+
+
+def _told(state: State) -> str:
+    if isinstance(state, Along):
+        return f"has it in dimension {state.dim}"
+    if isinstance(state, Total):
+        return f"its {state.value}"
+    return "the same for all tiles"
+
+
+def _require_no_size(entry: Entry, other: Entry) -> None:
+    """Refuses a function that computes with the size of a tile, told by traces of two."""
+    one, two = entry.stages.joint.graph, other.stages.joint.graph
+    for value, same in zip(one.values, two.values, strict=False):
+        if value.is_backward or value.op is not same.op or not is_pointwise(value.op):
+            continue
+        numbers, others = _numbers(value), _numbers(same)
+        if numbers != others:
+            raise refusal(
+                TileError,
+                where=f"tiled: {_label(value)}",
+                what=f"computes with a number that depends on the size of the tile: "
+                f"{numbers}, and {others} for another size.",
+                why="A tile is smaller than the whole, so that the result would differ.",
+                do='Write .mean() with reduce="mean" instead of a division by the size, or '
+                "divide after the call.",
+            )
+
+
+def _numbers(value: Value) -> list[int | float]:
+    given = (*value.args, *(each for _, each in value.kwargs))
+    return [each for each in given if isinstance(each, (int, float))]
+
+
+def outputs_of(
+    entry: Entry, operands: Sequence[State]
+) -> list[tuple[State, TensorMeta]]:
+    """What each tensor that a traced function returns has of the axis, and its metadata.
+
+    `operands` says it for the tensors of the arguments; those that it captures are alike.
+    """
+    joint = entry.stages.joint
+    num_captured = joint.num_operands - len(operands)
+    assert num_captured >= 0, "each operand is an argument or captured"
+    states = follow(joint.graph, [*operands, *[Alike()] * num_captured])
+    found: list[tuple[State, TensorMeta]] = []
+    for view in joint.views:
+        at = view.operand if view.output is None else joint.outputs[view.output].index
+        assert at is not None, "a view has a base"
+        value, state = joint.graph.values[at], states[at]
+        if view.path is not None:
+            value, state = view.path.values[-1], follow(view.path, [state])[-1]
+        assert isinstance(value.meta, TensorMeta), "a tensor is returned"
+        found.append((state, value.meta))
+    return found
+
+
+def follow(graph: Graph, inputs: Sequence[State]) -> list[Any]:
+    """What each value of a graph has of the axis, a list for several outputs of an operator.
+
+    The backward, and inputs beyond those given, are of no interest.
+    """
+    states: list[Any] = [*inputs]
+    states += [Alike()] * (graph.num_inputs - len(inputs))
+    for value in graph.values[graph.num_inputs :]:
+        if value.is_backward:
+            states.append(Alike())  # nobody asks for it
+        elif value.op is operator.getitem:
+            made, place = states[value.args[0].index], value.args[1]
+            states.append(made[place] if isinstance(made, list) else made)
+        else:
+            states.append(_after(value, graph, states))
+    return states
+
+
+def _after(value: Value, graph: Graph, states: Sequence[Any]) -> Any:
+    used = [states[index] for index in value.uses]
+    for state in used:
+        if isinstance(state, Mixed):
+            return state
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    if operators.is_keyed(value.op) or Key() in used:
+        return _keyed(value, used, metas)
+    if value.op is operators.constant:
+        return Alike()
+    if _is_fill(value):
+        return Alike(_all_dims(metas))
+    try:
+        step = _step_of(value, graph, states)
+        if all(isinstance(each.state, Alike) for each in step.operands):
+            return _alike(value, step, metas)
+        rule = rule_of(step)
+        if rule is None:
+            why = "nothing is known of what it does along an axis."
+            return Mixed(_label(value), why)
+        state = rule(step)
+    except MixesError as error:
+        return Mixed(_label(value), str(error))
+    if len(metas) == 1:
+        return state
+    return [_of_output(state, each, metas[0]) for each in metas]
+
+
+def _step_of(value: Value, graph: Graph, states: Sequence[Any]) -> Step:
+    """A step with what its operands have of the axis."""
+
+    def operand(ref: Ref) -> Operand:
+        meta = graph.values[ref.index].meta
+        if not isinstance(meta, TensorMeta):
+            raise MixesError("one of its arguments is no tensor.")
+        return Operand(states[ref.index], meta)
+
+    op: Any = value.op
+    if not isinstance(op, schemas.OpOverload):
+        raise MixesError("it takes a function.")
+    given = operators.arguments(op, value.args, dict(value.kwargs))
+    by_name = {
+        key: operand(each) for key, each in given.items() if isinstance(each, Ref)
+    }
+    every = tuple(operand(Ref(index)) for index in value.uses)
+    out = value.meta[0] if isinstance(value.meta, tuple) else value.meta
+    if out is None:
+        raise MixesError("its result is no tensor.")
+    return Step(value, given, every, by_name, out)
+
+
+def _keyed(
+    value: Value, used: Sequence[Any], metas: Sequence[TensorMeta | None]
+) -> Any:
+    """A draw or a key that is derived, from a key that is a tile's own or all tiles'."""
+    if any(isinstance(each, (Along, Total)) for each in used):
+        return Mixed(_label(value), "it makes keys of values along the axis.")
+    is_own = Key() in used
+    if any(meta is not None and meta.dtype == torch.uint64 for meta in metas):
+        made: State = Key() if is_own else Alike()
+    else:
+        made = Alike(_all_dims(metas)) if is_own else Alike()
+    return made if len(metas) == 1 else [made] * len(metas)
+
+
+def _alike(value: Value, step: Step, metas: Sequence[TensorMeta | None]) -> Any:
+    """What is made of values that have nothing of the axis."""
+    dims = frozenset[int]()
+    ndim = len(step.out.shape)
+    if rule_of(step) is pointwise:
+        suits = [
+            all(each.suits(dim - ndim + len(each.meta.shape)) for each in step.operands)
+            for dim in range(ndim)
+        ]
+        dims = frozenset(dim for dim, each in enumerate(suits) if each)
+    elif operators.returns_view(value.op):
+        (viewed, *_) = step.operands
+        if all(map(viewed.suits, range(len(viewed.meta.shape)))):
+            dims = _all_dims(metas)
+    return Alike(dims) if len(metas) == 1 else [Alike(dims)] * len(metas)
+
+
+def _of_output(
+    state: State, meta: TensorMeta | None, first: TensorMeta | None
+) -> State:
+    """What a further result of an operator has, after what its first one has."""
+    if not isinstance(state, Along) or meta is None or first is None:
+        return state
+    if meta.shape[state.dim : state.dim + 1] == first.shape[state.dim : state.dim + 1]:
+        return state
+    return Mixed("a helper output", "its dimensions are not those of the first.")
+
+
+def _all_dims(metas: Sequence[TensorMeta | None]) -> frozenset[int]:
+    return frozenset(range(max((len(each.shape) for each in metas if each), default=0)))
+
+
+def _is_fill(value: Value) -> bool:
+    """Whether all elements are one number, or drawn each by itself."""
+    name = operators.short_name(value.op).removeprefix("aten.")
+    is_drawn = value.op in operators.IN_PLACE_OF and value.op is not _BY_TENSOR
+    return is_drawn or _FILLS.fullmatch(name) is not None
+
+
+_BY_TENSOR = torch.ops.aten.bernoulli.Tensor
+_FILLS = re.compile(
+    r"(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?|scalar_tensor|fill"
+)
+
+
+def _label(value: Value) -> str:
+    """An operator in a message, with the line that the user wrote."""
+    name = value.function or operators.short_name(value.op)
+    return f"{name} at {value.source}" if value.source else name

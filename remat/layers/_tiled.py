@@ -1,0 +1,283 @@
+"""`tiled`: a function that is independent along an axis, run tile by tile.
+
+Each tile is a region, so that the values of one tile alone exist at a time, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, final, overload
+
+import torch
+from torch import Tensor
+
+from remat._api import remat
+from remat._calls.decorated import is_of_module
+from remat._calls.options import PolicyLike
+from remat._errors import BudgetError, refusal
+from remat._partition.peak import peak_bytes
+from remat._switches.blocks import is_inert
+from remat._torch import dynamo, trees
+from remat.layers import _unrolled
+from remat.layers._independence import require_independent
+from remat.layers._tile_call import Call
+from remat.layers._tile_pattern import Part, Pattern
+from remat.policies._sizes import parse_size, show_size
+from remat.storage._argument_checks import refuse, require_count
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_Reduce = Literal["sum", "mean"]
+
+
+@overload
+def tiled(
+    f: Callable[_P, _R],
+    pattern: str,
+    *,
+    tiles: int | str,
+    reduce: _Reduce = "sum",
+    policy: PolicyLike = None,
+) -> Tiled[_P, _R]: ...
+@overload
+def tiled(
+    f: str,
+    *,
+    tiles: int | str,
+    reduce: _Reduce = "sum",
+    policy: PolicyLike = None,
+) -> Callable[[Callable[_P, _R]], Tiled[_P, _R]]: ...
+def tiled(
+    f: Any,
+    pattern: str | None = None,
+    *,
+    tiles: int | str,
+    reduce: _Reduce = "sum",
+    policy: PolicyLike = None,
+) -> Any:
+    """Runs a function tile by tile along an axis; each tile is recomputed by itself.
+
+    It is this, with a region for `f`, where the pattern cuts `x` and the result::
+
+        torch.cat([f(part, ...) for part in x.split(size, dim)], dim)
+
+    Laws: numbers and gradients are those of the function up to the order of sums, under every
+    transform. Of what `f` computes, one tile's values exist at a time, in the forward and in
+    the backward. What all tiles share gets the sum of the tiles' gradients. A function that is
+    not independent along the axis is refused, by its trace.
+
+    Args:
+        f: takes pytrees and returns one; what it closes over is the same for all tiles. Its
+            size-dependent numbers and buffers may not change with the tile. A region keeps its
+            own options. Or the pattern, to decorate a function.
+        pattern: einops' notation for each positional argument, "->", and for the result, or
+            each item of a tuple. "(tile s)" is the axis that is cut; a part without it is the
+            same for all tiles, and a last "..." stands for all further arguments. Each part
+            holds for all tensors of its argument. A result without the axis is reduced.
+        tiles: how many; the last one may be smaller, and there are at most as many as the axis
+            is long. Or bytes that the values of one tile may take, gradients included, as in
+            "512MiB": the fewest tiles that keep them.
+        reduce: how results without the axis are put together: "sum", or "mean", weighted by
+            size. The function must sum or average over the axis accordingly.
+        policy: what a tile saves for its backward, if `f` is no region.
+
+    Returns:
+        The function. Keys (`remat.random`) among its arguments without the axis are folded
+        with the number of the tile, so that tiles draw different numbers.
+
+    Raises:
+        TileError: the pattern cannot be read, does not fit the arguments, or `f` mixes places
+            of the axis; the message names operator and line.
+        BudgetError: tiles of one step do not fit the bytes.
+        MutationError: `f` changes a buffer or an argument.
+
+    Example:
+        >>> import torch
+        >>> from remat.layers import tiled
+        >>> w = torch.ones(4, 16, requires_grad=True)
+        >>> @tiled("b (tile s) d -> b (tile s) d", tiles=8)
+        ... def mlp(x):
+        ...     return torch.relu(x @ w) @ w.T
+        >>> mlp(torch.ones(2, 100, 4)).shape
+        torch.Size([2, 100, 4])
+        >>> @tiled("(tile n) d, ... -> ", tiles="64KiB", reduce="mean")
+        ... def loss(x, scale):
+        ...     return (x @ w).square().mean() * scale
+        >>> loss(torch.ones(2048, 4), 0.5)
+        tensor(8., grad_fn=<...>)
+
+    References:
+        DeepSpeed's `TiledMLP` and ALST (https://arxiv.org/abs/2506.13996); `jax.lax.map` with
+        a batch size.
+    """
+    _require_options(tiles, reduce)
+    read = Pattern.of(f if pattern is None else pattern)
+
+    def decorate(fun: Callable[..., Any]) -> Any:
+        return Tiled(fun, read, tiles, reduce, policy)
+
+    return decorate if pattern is None else decorate(f)
+
+
+def _require_options(tiles: object, reduce: object) -> None:
+    if isinstance(tiles, str):
+        parse_size(tiles, "tiled(tiles=...)")
+    else:
+        require_count("tiled(tiles=...)", cast("int", tiles), at_least=1)
+    if reduce not in ("sum", "mean"):
+        raise refuse(
+            "tiled(reduce=...)",
+            reduce,
+            why="The results of tiles can be added, or averaged by their sizes.",
+            do='Pass "sum" or "mean".',
+        )
+
+
+@final
+class Tiled(Generic[_P, _R]):
+    """What `tiled` returns."""
+
+    __name__: str
+
+    def __init__(
+        self,
+        fun: Callable[_P, _R],
+        pattern: Pattern,
+        tiles: int | str,
+        reduce: _Reduce,
+        policy: PolicyLike,
+    ) -> None:
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self.pattern = pattern
+        self.tiles = tiles
+        self.reduce: _Reduce = reduce
+        self.policy = policy
+
+    def __repr__(self) -> str:
+        return (
+            f"tiled({self.__wrapped__!r}, {self.pattern.text!r}, tiles={self.tiles!r}, "
+            f"reduce={self.reduce!r}, policy={self.policy!r})"
+        )
+
+    def __reduce__(self) -> Any:
+        parts = (self.__wrapped__, self.pattern, self.tiles, self.reduce, self.policy)
+        return Tiled, parts
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A method of an object, whose patterns leave out the object."""
+        if instance is None:
+            return self
+        bound: Any = cast("Any", self.__wrapped__).__get__(instance, owner)
+        return Tiled(bound, self.pattern, self.tiles, self.reduce, self.policy)
+
+    @functools.cached_property
+    def region(self) -> Any:
+        """The function as a region, which one tile runs."""
+        f: Any = self.__wrapped__
+        if _unrolled.is_region(f):
+            return f
+        rng = "preserve" if is_of_module(f) else "keys"
+        return remat(f, policy=self.policy, rng=rng)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The function's result, computed tile by tile."""
+        return _call(self, *args, **kwargs)
+
+    def length_of_tile(self, *args: _P.args, **kwargs: _P.kwargs) -> int:
+        """How long a tile of a call is along the axis; the last one may be shorter."""
+        return self.size(Call.of(self.pattern, args, kwargs))
+
+    def size(self, call: Call) -> int:
+        """`length_of_tile` of a call whose arguments are cut already."""
+        if not isinstance(self.tiles, str):
+            return max(-(-call.length // self.tiles), 1)
+        return _size_within(
+            self.region, call, parse_size(self.tiles, "tiled(tiles=...)")
+        )
+
+    def joined(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """One result of those of the tiles."""
+        parts = iter(self.pattern.of_results(results[0]))
+        leaves, spec = zip(*map(trees.flatten, results), strict=True)
+        joined = [
+            self._joined_leaf(next(parts), column, sizes)
+            if isinstance(column[0], Tensor)
+            else column[0]
+            for column in zip(*leaves, strict=True)
+        ]
+        return trees.unflatten(joined, spec[0])
+
+    def _joined_leaf(
+        self, part: Part, column: tuple[Tensor, ...], sizes: Sequence[int]
+    ) -> Tensor:
+        dim = part.dim(column[0], f"a result of {self!r}")
+        if dim is not None:
+            return torch.cat(column, dim)
+        if self.reduce == "mean":
+            total = sum(sizes) or 1
+            weights = [size / total for size in sizes]
+            column = tuple(map(operator.mul, column, weights))
+        return functools.reduce(torch.add, column)
+
+
+@dynamo.traced_as(lambda tiled, *args, **kwargs: _unrolled_call(tiled, args, kwargs))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+def _call(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    call = Call.of(tiled.pattern, args, kwargs)
+    size = tiled.size(call)
+    if not is_inert():
+        require_independent(tiled.region, tiled.pattern, tiled.reduce, call, size)
+    region = tiled.region
+    results = [region(*args, **kwargs) for args, kwargs in call.tiles(size)]
+    return tiled.joined(results, call.sizes(size))
+
+
+def _unrolled_call(
+    tiled: Tiled[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A call under torch.compile, whose graph has the tiles in a row."""
+    if isinstance(tiled.tiles, str) or tiled.policy is not None:
+        dynamo.end_graph(
+            "remat.layers.tiled: its policy or its number of tiles is not known."
+        )
+    call = Call.of(tiled.pattern, args, kwargs)
+    size = tiled.size(call)
+    f: Any = tiled.__wrapped__
+    if not _unrolled.is_region(f):
+        f = functools.partial(_in_graph, f)
+    results: list[Any] = [f(*args, **kwargs) for args, kwargs in call.tiles(size)]
+    return tiled.joined(results, call.sizes(size))
+
+
+def _in_graph(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _unrolled.call(f, args, kwargs)
+
+
+def _size_within(region: Any, call: Call, limit: int) -> int:
+    """The largest size of a tile whose values take at most some bytes."""
+    count = 1
+    while True:
+        size = max(-(-call.length // count), 1)
+        found = _working_bytes(region, call, size)
+        if found <= limit:
+            return size
+        if size == 1:
+            raise refusal(
+                BudgetError,
+                where="tiled(tiles=...)",
+                what=f"the values of a tile of one step take {show_size(found)}, and "
+                f"{show_size(limit)} were allowed.",
+                why="Gradients of what all tiles share count, and no tile is smaller.",
+                do=f'Pass at least "{found}B", or a number of tiles.',
+            )
+        count = max(count + 1, min(call.length, math.ceil(count * found / limit)))
+
+
+def _working_bytes(region: Any, call: Call, size: int) -> int:
+    (args, kwargs), _ = call.stand_in(size)
+    stages = region.entry_of(args, kwargs)[0].stages
+    return peak_bytes(stages.joint, stages.cut, stages.saved_bytes, frees=True)

@@ -1,0 +1,185 @@
+"""Which functions run tile by tile: judged by their traces, before anything runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import RematWarning, TileError, random
+from remat.layers import tiled
+from tests.support import assert_close, count_operators, seeded
+
+pytestmark = pytest.mark.contract
+
+X, W, H = seeded(2, 6, 4), seeded(4, 8, seed=1), seeded(8, 4, seed=2)
+ALIKE = "b (tile s) d -> b (tile s) d"
+TARGETS = torch.arange(12).reshape(2, 6) % 8
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(2, -1, 2, 2).transpose(1, 2)
+
+
+INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax over channels": lambda x: x.softmax(-1),
+    "cumsum over channels": lambda x: x.cumsum(-1),
+    "roll of channels": lambda x: x.roll(1, 2),
+    "sort of channels": lambda x: x.sort(-1).values,
+    "split heads": lambda x: heads(x).softmax(-1).transpose(1, 2).flatten(2),
+    "layer norm": lambda x: F.layer_norm(x, (4,), torch.ones(4).double()),
+    "rms norm": lambda x: F.rms_norm(x, (4,)),
+    "centered channels": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
+    "linear": lambda x: F.linear(F.linear(x, H, H[:, 0]), W),
+    "einsum": lambda x: torch.einsum("bsd,de,ec->bsc", x, W, H),
+    "batched products": lambda x: torch.bmm(x, W.expand(2, 4, 8)) @ H,
+    "cross attention": lambda x: F.scaled_dot_product_attention(
+        x, H.expand(2, 8, 4), H.expand(2, 8, 4)
+    ),
+    "joined channels": lambda x: torch.cat([x, x * 2], -1)[..., 2:6],
+    "stacked": lambda x: torch.stack([x, x.exp()], 1).sum(1),
+    "per channel": lambda x: x * torch.arange(4),
+    "masks": lambda x: torch.where(x > 0, x, torch.zeros_like(x)).masked_fill(x < -1, 0.5),
+    "expanded": lambda x: x + torch.ones(4).double().expand(2, x.shape[1], 4).clone(),
+    "embedding": lambda x: F.embedding(x.argmax(-1), H),
+    "a table": lambda x: H[x.argmax(-1)],
+    "gather": lambda x: x.gather(-1, x.argsort(-1)),
+    "top channels": lambda x: x.topk(2, -1).values.repeat(1, 1, 2),
+    "one hot": lambda x: F.one_hot(x.argmax(-1), 4).double(),
+    "gates": lambda x: F.glu(torch.cat([x, x], -1)),
+    "padded channels": lambda x: F.pad(x, (1, 1))[..., 1:-1],
+    "other dtypes": lambda x: x.clamp(0, 1).float().double(),
+    "vmap": torch.func.vmap(lambda row: row.softmax(-1)),
+    "drawn": lambda x: x * 0 + random.normal(random.key(0), (4,)),
+    "conv of each": lambda x: F.conv1d(x.reshape(-1, 1, 4), W[:1, None, :3], padding=1).view(x.shape),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_what_is_independent_runs(name: str):
+    f = INDEPENDENT[name]
+
+    assert_close(tiled(f, ALIKE, tiles=2)(X), f(X))
+
+
+DEPENDENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product"),
+    "causal attention": (
+        lambda x: F.scaled_dot_product_attention(
+            x[:, None], H.expand(2, 1, 8, 4), H.expand(2, 1, 8, 4), is_causal=True
+        )[:, 0],
+        "scaled_dot_product",
+    ),
+    "products of all pairs": (lambda x: x @ x.mT @ x, "matmul"),
+    "softmax": (lambda x: x.softmax(1), "softmax"),
+    "softmax over all": (lambda x: x.flatten(1).softmax(-1).view(x.shape), "softmax"),
+    "cumsum": (lambda x: x.cumsum(1), "cumsum"),
+    "roll": (lambda x: x.roll(1, 1), "roll"),
+    "sort": (lambda x: x.sort(1).values, "sort"),
+    "flip": (lambda x: x.flip(1), "flip"),
+    "centered": (lambda x: x - x.mean(1, keepdim=True), "sub"),
+    "normed": (lambda x: x / x.norm(), "norm"),
+    "largest": (lambda x: x - x.amax(1, keepdim=True), "amax"),
+    "batch norm": (lambda x: F.batch_norm(x.mT, None, None, training=True).mT, "batch_norm"),
+    "convolution": (lambda x: F.conv1d(x.mT, W[None, :, :3], padding=1).mT.expand(x.shape), "conv1d"),
+    "padding": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "pad"),
+    "shifted": (lambda x: torch.cat([x[:, 1:], x[:, :1]], 1), "getitem"),
+    "picked": (lambda x: x[:, [0] * x.shape[1]], "getitem"),
+    "positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "add"),
+    "the size": (lambda x: x.sum(1, keepdim=True).expand(x.shape) / x.shape[1], "."),
+    "divided by the size": (lambda x: x / x.shape[1], "div"),
+    "another order": (lambda x: x.reshape(2, 4, -1).transpose(1, 2), "reshape"),
+    "distances": (lambda x: torch.cdist(x, x) @ x, "cdist"),
+    "lower triangle": (lambda x: x.tril(), "tril"),
+    "a captured key": (
+        lambda x: random.dropout(random.key(0), x, 0.5), "dropout|mul|random",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_mixes_the_axis_is_refused_by_operator_and_line(name: str):
+    f, operator = DEPENDENT[name]
+    text = (
+        rf"tiled: (\w+\.)?({operator})\w* at test_tile_independence.py:\d+: |{name[:3]}"
+    )
+    text = text if name != "the size" else "a result is not cut"
+
+    with pytest.raises(TileError, match=text):
+        tiled(f, ALIKE, tiles=2)(X)
+
+
+@pytest.mark.parametrize(
+    ("f", "reduce"),
+    [
+        (lambda x: x.sum() ** 2, "sum"),
+        (lambda x: x.sum() + 1, "sum"),
+        (lambda x: x.sum() / x.mean(), "sum"),
+        (lambda x: 1 / x.mean(), "mean"),
+        (lambda x: x.amax(), "sum"),
+        (lambda x: x.sum() * x.sum(), "sum"),
+    ],
+)
+def test_what_is_no_sum_or_mean_is_refused(f: Callable[[Tensor], Tensor], reduce: Any):
+    with pytest.raises(TileError):
+        tiled(f, "b (tile s) d ->", tiles=2, reduce=reduce)(X)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("f", "reduce"),
+    [
+        (lambda x: -2 * x.square().sum() / 3 + x.sum(), "sum"),
+        (lambda x: x.flatten(0, 1).T @ x.flatten(0, 1), "sum"),
+        (lambda x: x.sum(1).mean(), "sum"),
+        (lambda x: x.mean() + 1, "mean"),
+        (lambda x: x.mean((0, 1)) * 3, "mean"),
+        (lambda x: F.mse_loss(x, torch.zeros_like(x)), "mean"),
+        (lambda x: F.mse_loss(x, torch.zeros_like(x), reduction="sum"), "sum"),
+        (lambda x: W.sum(), "mean"),
+    ],
+)
+def test_what_is_a_sum_or_mean_runs(f: Callable[[Tensor], Tensor], reduce: Any):
+    cut = tiled(f, "b (tile s) d ->", tiles=2, reduce=reduce)
+
+    assert_close(cut(X), f(X))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_cross_entropy_is_a_sum(reduction: str):
+    def f(x: Tensor, targets: Tensor) -> Tensor:
+        logits = (x @ W).flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+        return losses.sum()
+
+    cut = tiled(f, "b (tile s) d, b (tile s) ->", tiles=3)
+    assert_close(cut(X, TARGETS), f(X, TARGETS))
+
+
+def test_the_mean_of_cross_entropy_warns_of_ignored_targets():
+    def f(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy((x @ W).flatten(0, 1), targets.flatten())
+
+    cut = tiled(f, "b (tile s) d, b (tile s) ->", tiles=3, reduce="mean")
+    with pytest.warns(RematWarning, match="targets that are not ignored"):
+        assert_close(cut(X, TARGETS), f(X, TARGETS))
+
+
+def test_refuses_before_anything_runs():
+    counted = count_operators(_refused)
+
+    assert not counted
+
+
+def _refused() -> None:
+    with pytest.raises(TileError, match="softmax"):
+        tiled(lambda x: x.sin().softmax(1), ALIKE, tiles=2)(X)
+
+
+@pytest.mark.parametrize("tiles", [6, 12])
+def test_tiles_of_one_place_are_judged_by_larger_ones(tiles: int):
+    bias = seeded(6, 4, seed=3)
+
+    with pytest.raises(TileError, match=r"add at .* has a value for each place"):
+        tiled(lambda x: x + bias[: x.shape[1]], ALIKE, tiles=tiles)(X)

@@ -1,0 +1,316 @@
+"""`layers.tiled`: equal to the function that it cuts, under every transform."""
+
+import copy
+import pickle
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+from remat import (
+    BudgetError,
+    MutationError,
+    TileError,
+    checkpoint_name,
+    disabled,
+    policies,
+    random,
+    remat,
+    scan,
+)
+from remat.layers import Tiled, tiled
+from remat.testing import assert_equivalent
+from tests.support import LiveBytes, assert_close, grads, seeded
+
+pytestmark = [
+    pytest.mark.contract,
+    # Forward mode's first use compiles torch's own formulas with it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+X, W, V = seeded(2, 7, 4), seeded(4, 6, seed=1), seeded(6, 4, seed=2)
+
+
+def mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    hidden = checkpoint_name(F.gelu(F.layer_norm(x, (4,)) @ w), "hidden")
+    return x + hidden @ v
+
+
+def total(x: Tensor, w: Tensor) -> Tensor:
+    return torch.logsumexp(x @ w, -1).sum()
+
+
+def average(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return F.softmax(x @ w, -1).square().mean(), x.mean((0, 1))
+
+
+def both(batch: dict[str, Tensor], w: Tensor) -> dict[str, Tensor]:
+    """Pytrees in and out, each with one pattern."""
+    return {"sum": batch["x"] + batch["y"], "product": (batch["x"] * batch["y"]) @ w}
+
+
+def parts(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Results with patterns of their own."""
+    return (x @ w).transpose(1, 2), (x @ w).square().sum()
+
+
+ALIKE = "b (tile s) d, ... -> b (tile s) d"
+CASES: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
+    "mlp": (mlp, ALIKE, "sum", (X, W, V)),
+    "total": (total, "b (tile s) d, ... ->", "sum", (X, W)),
+    "average": (average, "b (tile s) d, ... ->", "mean", (X, W)),
+    "pytree": (both, "... (tile s) d, ... -> ... (tile s) d", "sum", ({"x": X, "y": X.sin()}, W)),
+    "parts": (parts, "b (tile s) d, ... -> b d (tile s),", "sum", (X, W)),
+    "batch": (mlp, "(tile b) ..., ... -> (tile b) ...", "sum", (X, W, V)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tiles", [3, pytest.param("2KiB", marks=pytest.mark.sweep)])
+def test_equals_the_function_under_every_transform(case: str, tiles: int | str):
+    f, pattern, reduce, args = CASES[case]
+    cut = tiled(f, pattern, tiles=tiles, reduce=reduce)
+
+    assert_equivalent(f, cut)(*args)
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
+@given(
+    length=st.integers(0, 12),
+    tiles=st.integers(1, 14),
+    dim=st.integers(0, 2),
+    reduce=st.sampled_from(["sum", "mean"]),
+)
+def test_any_length_in_any_number_of_tiles(
+    length: int, tiles: int, dim: int, reduce: Any
+):
+    axes = ["a", "b", "c"]
+    axes[dim] = f"(tile {axes[dim]})"
+    text = " ".join(axes)
+    shape = [2, 2, 2]
+    shape[dim] = length
+    x = seeded(*shape)
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin() * x, x.square().sum() if reduce == "sum" else x.square().mean()
+
+    if length == 0 and reduce == "mean":
+        return  # the mean of nothing
+    cut = tiled(f, f"{text} -> {text},", tiles=tiles, reduce=reduce)
+
+    assert_close(cut(x), f(x))
+    assert_close(grads(cut, [x]), grads(f, [x]))
+
+
+def test_there_are_as_many_tiles_as_asked_for_and_the_last_may_be_smaller():
+    sizes: list[int] = []
+
+    def f(x: Tensor) -> Tensor:
+        sizes.append(x.shape[0])
+        return x.sin()
+
+    with disabled():
+        tiled(f, "(tile s) -> (tile s)", tiles=3)(torch.ones(8))
+        tiled(f, "(tile s) -> (tile s)", tiles=5)(torch.ones(2))
+
+    assert sizes == [3, 3, 2, 1, 1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    @tiled("b (tile s) d -> b (tile s) d", tiles=3)
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.linear(x).relu()
+
+
+def test_decorates_methods_of_modules():
+    block = Block()
+    wanted = [block.linear.weight, block.linear.bias]
+    found = torch.autograd.grad(block(X).square().sum(), wanted)
+    expected = torch.autograd.grad(block.linear(X).relu().square().sum(), wanted)
+
+    assert_close(found, expected)
+
+
+def test_takes_modules_regions_and_keywords():
+    linear = nn.Linear(4, 4, dtype=torch.float64)
+    region = remat(mlp, policy=policies.everything_saveable)
+
+    assert_close(tiled(linear, "b (tile s) d -> b (tile s) d", tiles=2)(X), linear(X))
+    assert tiled(region, ALIKE, tiles=2).region is region
+    cut = tiled(mlp, "b (tile s) d -> b (tile s) d", tiles=2)
+    assert_close(cut(X, v=V, w=W), mlp(X, W, V))
+
+
+def test_is_nested_in_regions_in_scans_and_in_itself():
+    cut = tiled(mlp, ALIKE, tiles=3)
+    rows = tiled(cut, "(tile b) ..., ... -> (tile b) ...", tiles=2)
+
+    def steps(f: Any, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return scan(lambda h, _: (f(h, w, v), None), x, length=3)[0]
+
+    for inner, plain in (
+        (remat(cut), mlp),
+        (rows, mlp),
+        (lambda *a: steps(cut, *a), lambda *a: steps(mlp, *a)),
+    ):
+        names = ["backward", "grad", "vmap(grad)"]
+        assert_equivalent(plain, inner, transforms=names, exact=False)(X, W, V)
+
+
+def test_is_traced_by_torch_compile_without_a_break():
+    cut = tiled(mlp, ALIKE, tiles=3)
+    compiled = torch.compile(
+        lambda x, w, v: cut(x, w, v), backend="aot_eager", fullgraph=True
+    )
+
+    assert_close(grads(compiled, [X, W, V]), grads(mlp, [X, W, V]))
+
+
+def test_captured_tensors_get_the_sum_of_the_tiles_gradients():
+    w = W.clone().requires_grad_()
+    cut = tiled(lambda x: x @ w, "b (tile s) d -> b (tile s) d", tiles=3)
+    found = torch.autograd.grad(cut(X).sin().sum(), w)
+
+    assert_close(found, torch.autograd.grad((X @ w).sin().sum(), w))
+
+
+def test_policies_say_what_a_tile_saves():
+    def held(policy: Any) -> int:
+        cut = tiled(mlp, ALIKE, tiles=3, policy=policy)
+        args = [each.clone().requires_grad_() for each in (X, W, V)]
+        cut(*args)
+        with LiveBytes() as memory:
+            out = cut(*args)
+            memory.reset_peak()
+            return memory.live - out.nbytes
+
+    # The seven rows of two examples, six hidden values of eight bytes each.
+    assert held(policies.save_only_these_names("hidden")) - held(None) == 7 * 2 * 6 * 8
+
+
+def test_each_tile_draws_numbers_of_its_own():
+    def f(x: Tensor, key: Tensor) -> Tensor:
+        return random.dropout(key, x, 0.5)
+
+    key = random.key(0)
+    ones = torch.ones(6, 32)
+    found = tiled(f, "(tile s) d, ... -> (tile s) d", tiles=3)(ones, key)
+    expected = [f(ones[:2], random.fold_in(key, tile)) for tile in range(3)]
+
+    assert torch.equal(found, torch.cat(expected))
+    assert not torch.equal(found[:2], found[2:4])
+
+
+def test_copies_and_pickles_and_shows_how_it_was_made():
+    cut = tiled(total, "b (tile s) d, ... ->", tiles="1KiB")
+    for other in (pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)):
+        assert isinstance(other, Tiled)
+        assert_close(other(X, W), total(X, W))
+
+    assert cut.__name__ == "total"
+    assert "tiles='1KiB', reduce='sum', policy=None)" in repr(cut)
+
+
+LONG = seeded(1, 512, 16)
+WIDE, BACK = seeded(16, 128, seed=1), seeded(128, 16, seed=2)
+
+
+def hidden_layer(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.tanh(x @ w) @ v
+
+
+def peak(f: Any, *, functional: bool) -> int:
+    args = [each.clone().requires_grad_(not functional) for each in (LONG, WIDE, BACK)]
+
+    def step() -> Any:
+        if functional:
+            return torch.func.grad(lambda *a: f(*a).sum(), (0, 1, 2))(*args)
+        return torch.autograd.grad(f(*args).sum(), args)
+
+    step()
+    with LiveBytes() as memory:
+        step()
+        return memory.peak
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
+@pytest.mark.parametrize("functional", [False, True], ids=["backward", "func.grad"])
+def test_the_working_set_falls_with_the_number_of_tiles(functional: bool):
+    """What a tile computes falls as one over the number; what is held once stays."""
+    hidden = LONG.numel() // 16 * 128 * 8
+    whole = peak(hidden_layer, functional=functional)
+    found = {
+        tiles: peak(tiled(hidden_layer, ALIKE, tiles=tiles), functional=functional)
+        for tiles in (1, 2, 4, 8, 16, 32)
+    }
+    constant = found[32] - (found[16] - found[32])
+    for tiles, size in found.items():
+        # Two hidden values of a tile and its part of the results.
+        assert abs((size - constant) * tiles - (found[1] - constant)) <= 0.1 * found[1]
+    assert found[1] - constant >= 2 * hidden
+    # Results and gradients, each twice: the tiles', and put together.
+    assert constant <= 4 * LONG.nbytes + 4 * (WIDE.nbytes + BACK.nbytes)
+    assert whole >= found[1]
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
+def test_a_size_chooses_the_fewest_tiles_within_it():
+    args = [each.clone().requires_grad_() for each in (LONG, WIDE, BACK)]
+    limit = 256 * 2**10
+    length = tiled(hidden_layer, ALIKE, tiles=f"{limit // 1024}KiB").length_of_tile(
+        *args
+    )
+
+    def working(length: int) -> int:
+        part = [args[0][:, :length].detach().requires_grad_(), *args[1:]]
+        out = remat(hidden_layer)(*part)
+        with LiveBytes() as memory:
+            torch.autograd.grad(out, part, torch.ones_like(out))
+            return memory.peak
+
+    assert working(length) <= limit < working(-(-512 // (512 // length - 1)))
+
+
+def changes_buffers() -> nn.Module:
+    return nn.BatchNorm1d(4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: tiled(mlp, "b s d -> b s d", tiles=2), TileError, "No argument has the axis"),
+        (lambda: tiled(mlp, "b (s tile) d -> b s d", tiles=2), TileError, "consecutive tiles"),
+        (lambda: tiled(mlp, "b (tile s d", tiles=2), TileError, 'no string with one "->"'),
+        (lambda: tiled(mlp, "b (tile s -> b", tiles=2), TileError, "einops cannot read it"),
+        (lambda: tiled(mlp, ALIKE, tiles=0), ValueError, "at least 1"),
+        (lambda: tiled(mlp, ALIKE, tiles="many"), ValueError, "cannot be read"),
+        (lambda: tiled(mlp, ALIKE, tiles=2, reduce=cast("Any", "max")), ValueError, '"sum" or "mean"'),
+        (lambda: tiled(mlp, "b (tile s) d -> b (tile s) d", tiles=2)(X, W, V),
+         TileError, "got 3 positional arguments for 1 patterns"),
+        (lambda: tiled(mlp, "(tile s) d, ... -> (tile s) d", tiles=2)(X, W, V),
+         TileError, "has 3 dimensions"),
+        (lambda: tiled(torch.add, "(tile s), (tile s) -> (tile s)", tiles=2)(X[0, 0], X[0, :, 0]),
+         TileError, r"the lengths \[4, 7\]"),
+        (lambda: tiled(mlp, ALIKE, tiles="100B")(X, W, V), BudgetError, "one step take"),
+        (lambda: tiled(total, "b (tile s) d, ... ->", tiles=2, reduce="mean")(X, W),
+         TileError, "no mean over it.*but its sum"),
+        (lambda: tiled(mlp, "b (tile s) d, ... -> b s (tile d)", tiles=2)(X, W, V),
+         TileError, "not cut along its dimension 2.*has it in dimension 1"),
+        (lambda: tiled(lambda x, w: w.sum(), "(tile s) ..., ... ->", tiles=2)(X, W),
+         TileError, "the same for all tiles"),
+        (lambda: tiled(parts, "b (tile s) d, ... -> b d (tile s), , ", tiles=2)(X, W),
+         TileError, "does not have 3 parts"),
+        (lambda: tiled(changes_buffers(), "(tile n) d -> (tile n) d", tiles=2)(X[0]),
+         MutationError, "changes a buffer"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(make: Any, error: type[Exception], text: str):
+    with pytest.raises(error, match=f"(?s){text}"):
+        make()

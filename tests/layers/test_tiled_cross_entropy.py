@@ -1,0 +1,194 @@
+"""`layers.tiled_cross_entropy` equals the formula, and its logits never exist at once."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import remat
+from remat.layers import tiled_cross_entropy
+from tests.support import LiveBytes, assert_close, count_operators, seeded
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time"),
+]
+
+X, HEAD = seeded(2, 7, 4), seeded(11, 4, seed=1)
+TARGETS = (torch.arange(14).reshape(2, 7) * 5) % 11
+TARGETS[0, :3] = -100
+WORDS = [
+    dict(zip(("label_smoothing", "softcap", "z_loss"), each, strict=True))
+    for each in itertools.product((0.0, 0.1), (None, 2.0), (0.0, 0.01))
+]
+
+
+def formula(
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor = TARGETS,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    logits = x @ head.T
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(
+        logits.flatten(0, -2),
+        targets.flatten(),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(targets.shape)
+    is_used = targets != -100
+    losses = losses + torch.where(is_used, z_loss * logits.logsumexp(-1) ** 2, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (is_used.sum() if reduction == "mean" else 1)
+
+
+def by_backward(f: Any) -> Any:
+    leaves = [each.clone().requires_grad_() for each in (X, HEAD)]
+    return torch.autograd.grad(f(*leaves).square().sum(), leaves)
+
+
+def by_func(f: Any) -> Any:
+    return torch.func.grad(lambda *a: f(*a).square().sum(), (0, 1))(X, HEAD)
+
+
+def twice(f: Any) -> Any:
+    leaves = [each.clone().requires_grad_() for each in (X, HEAD)]
+    first = torch.autograd.grad(f(*leaves).square().sum(), leaves, create_graph=True)
+    squares = torch.stack([each.square().sum() for each in first])
+    return torch.autograd.grad(squares.sum(), leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", WORDS, ids=str)
+def test_equals_the_formula(options: dict[str, Any], reduction: Any):
+    def tiles(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(
+            x, head, TARGETS, tiles=3, reduction=reduction, **options
+        )
+
+    def plain(x: Tensor, head: Tensor) -> Tensor:
+        return formula(x, head, reduction=reduction, **options)
+
+    assert_close(tiles(X, HEAD), plain(X, HEAD))
+    for derivative in (by_backward, by_func, twice):
+        assert_close(derivative(tiles), derivative(plain))
+
+
+@pytest.mark.parametrize("tiles", [1, 14, 100, "4KiB"])
+def test_any_number_of_tiles(tiles: int | str):
+    def cut(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head, TARGETS, tiles=tiles)
+
+    assert_close(by_backward(cut), by_backward(formula))
+    assert_close(by_func(cut), by_func(formula))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["x", "head"])
+def test_gradients_of_one_of_the_two(place: int):
+    given = [X.clone(), HEAD.clone()]
+    given[place].requires_grad_()
+    loss = tiled_cross_entropy(given[0], given[1], TARGETS, tiles=3)
+    (found,) = torch.autograd.grad(loss, given[place])
+
+    assert_close(found, torch.autograd.grad(formula(*given), given[place])[0])
+
+
+def test_a_head_laid_the_other_way():
+    def cut(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head.T.contiguous(), TARGETS, tiles=3)
+
+    assert_close(by_backward(cut), by_backward(formula))
+
+
+def test_per_example_gradients():
+    def each(loss: Any) -> Any:
+        return torch.func.vmap(torch.func.grad(loss))(X, TARGETS)
+
+    assert_close(
+        each(lambda x, t: tiled_cross_entropy(x, HEAD, t, tiles=2)),
+        each(lambda x, t: formula(x, HEAD, t)),
+    )
+
+
+def test_forward_mode_and_regions_and_graphs():
+    def cut(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head, TARGETS, tiles=3)
+
+    tangents = (X.cos(), HEAD.cos())
+    assert_close(
+        torch.func.jvp(cut, (X, HEAD), tangents),
+        torch.func.jvp(formula, (X, HEAD), tangents),
+    )
+    assert_close(by_backward(remat(cut)), by_backward(formula))
+    compiled = torch.compile(cut, backend="aot_eager", fullgraph=True)
+    assert_close(by_backward(compiled), by_backward(formula))
+
+
+def test_half_precision_is_computed_in_single():
+    x, head = X.bfloat16(), HEAD.bfloat16()
+    leaves = [x.requires_grad_(), head.requires_grad_()]
+    loss = tiled_cross_entropy(leaves[0], leaves[1], TARGETS, tiles=3)
+    found = torch.autograd.grad(loss, leaves)
+    wide = [each.detach().float().requires_grad_() for each in leaves]
+    expected = torch.autograd.grad(formula(*wide), wide)
+
+    assert loss.dtype == torch.float32
+    assert [each.dtype for each in found] == [torch.bfloat16] * 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.01)
+
+
+def test_no_product_runs_twice_and_logits_of_one_tile_exist():
+    tokens, width, classes = 512, 16, 4096
+    x = seeded(tokens, width).requires_grad_()
+    head = seeded(classes, width, seed=1).requires_grad_()
+    targets = torch.arange(tokens) * 7 % classes
+
+    def step(tiles: int) -> Any:
+        loss = tiled_cross_entropy(x, head, targets, tiles=tiles)
+        return torch.autograd.grad(loss, (x, head))
+
+    ran = count_operators(step, 4)
+    assert ran["aten.mm"] + ran["aten.addmm_"] == 3 * 4
+    with LiveBytes() as memory:
+        step(32)
+    logits = tokens // 32 * classes * 8
+    gradients = x.nbytes + head.nbytes
+    # They exist twice, as they wait and scaled; or once beside the logits of a tile.
+    assert memory.peak <= gradients + max(gradients, 1.1 * logits) + 64
+
+
+def test_the_graph_may_be_used_twice():
+    leaves = [X.clone().requires_grad_(), HEAD.clone().requires_grad_()]
+    loss = tiled_cross_entropy(leaves[0], leaves[1], TARGETS, tiles=3)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+
+    assert_close(torch.autograd.grad(3 * loss, leaves), [3 * each for each in first])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"head": HEAD[:, :3]}, r"head of \[11, 3\]"),
+        ({"targets": TARGETS[0]}, r"targets of \[7\]"),
+        ({"softcap": -1.0}, "limit of the logits"),
+        ({"label_smoothing": 2.0}, r"a number in \[0, 1\]"),
+        ({"reduction": "max"}, '"mean", "sum" or "none"'),
+        ({"tiles": 0}, "at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, Any], text: str):
+    given: dict[str, Any] = {"x": X, "head": HEAD, "targets": TARGETS, "tiles": 2}
+
+    with pytest.raises(ValueError, match=text):
+        tiled_cross_entropy(**{**given, **change})
