@@ -6,6 +6,7 @@ The axis is followed from the arguments through each step of the forward graph, 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import weakref
@@ -27,6 +28,8 @@ from remat.layers._tile_pattern import Pattern
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
+#: The codes that were found to compute with no size, or regions without one.
+_sizeless: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def require_independent(
@@ -49,9 +52,11 @@ def require_independent(
     for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
         _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
     other = size - 1 if size > 2 else min(3, call.length)
-    if other != size:
+    code = getattr(inspect.unwrap(region), "__code__", region)
+    if other != size and code not in _sizeless:
         args, kwargs = call.stand_in(other)[0]
         _require_no_size(entry, region.entry_of(args, kwargs)[0])
+        _sizeless.add(code)
     known.add((pattern.text, reduce))
 
 

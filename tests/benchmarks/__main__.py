@@ -24,6 +24,7 @@ OTHERS = {
     "sizes": "tests.benchmarks.sizes",
     "reports": "tests.benchmarks.reports",
     "storage": "tests.benchmarks.storage",
+    "tiles": "tests.benchmarks.tiles",
     "transformers": "tests.benchmarks.transformers",
 }
 #: What these measure, each by a name of its own too.

@@ -26,14 +26,19 @@ def num_heads(width: int) -> int:
 
 def block(p: Params, x: Tensor) -> Tensor:
     """Attention and a GELU MLP, each after a layer norm; x and the result are (b, s, d)."""
+    x = attention(p, x)
+    h = F.layer_norm(x, x.shape[-1:], p["norm2"], p["bias2"])
+    return x + F.gelu(h @ p["up"]) @ p["down"]
+
+
+def attention(p: Params, x: Tensor) -> Tensor:
+    """The first half of a block."""
     b, s, d = x.shape
     heads = num_heads(d)
     h = F.layer_norm(x, (d,), p["norm1"], p["bias1"])
     q, k, v = (h @ p["qkv"]).view(b, s, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + a.transpose(1, 2).reshape(b, s, d) @ p["out"]
-    h = F.layer_norm(x, (d,), p["norm2"], p["bias2"])
-    return x + F.gelu(h @ p["up"]) @ p["down"]
+    return x + a.transpose(1, 2).reshape(b, s, d) @ p["out"]
 
 
 def convolutions(p: Params, x: Tensor) -> Tensor:
