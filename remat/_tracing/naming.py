@@ -83,9 +83,6 @@ def checkpoint_name(x: _T, name: str) -> _T:
         >>> x = torch.zeros(2, requires_grad=True)
         >>> [residual.name for residual in f.saved_residuals(x)]
         ['hidden', 'x']
-
-    References:
-        `jax.ad_checkpoint.checkpoint_name`.
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(

@@ -80,9 +80,6 @@ def nothing_saveable(_value: Value, /) -> bool:
         >>> from remat import policies
         >>> policies.as_policy(None) is policies.nothing_saveable
         True
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`.
     """
     return False
 
@@ -97,9 +94,6 @@ def everything_saveable(_value: Value, /) -> bool:
         >>> from remat import policies, storage
         >>> policies.everything_saveable.stored(storage.Keep())
         everything_saveable.stored(Keep())
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`.
     """
     return True
 
@@ -132,9 +126,6 @@ def save_matmul_outputs(value: Value, /) -> bool:
         >>> from remat import policies
         >>> policies.dots_saveable is policies.save_matmul_outputs
         True
-
-    References:
-        `dots_saveable` of `jax.checkpoint_policies`.
     """
     return _is_matmul(value)
 
@@ -154,9 +145,6 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
         >>> from remat import policies
         >>> policies.save_matmul_outputs_no_batch
         save_matmul_outputs_no_batch
-
-    References:
-        `dots_with_no_batch_dims_saveable` of `jax.checkpoint_policies`.
     """
     is_batched = bare_name(value.op) in _BATCHED and value.shape[0] != 1
     return _is_matmul(value) and not is_batched

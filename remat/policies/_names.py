@@ -61,9 +61,6 @@ def save_only_these_names(*globs: str) -> AbstractPolicy:
         >>> from remat import policies
         >>> policies.save_only_these_names("attn", "mlp_*").globs
         ('attn', 'mlp_*')
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
     return ByNames("save_only_these_names", globs, saves_these=True)
 
@@ -84,9 +81,6 @@ def save_any_names_but_these(*globs: str) -> AbstractPolicy:
         >>> from remat import policies
         >>> policies.save_any_names_but_these("scores")
         save_any_names_but_these('scores')
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
     return ByNames("save_any_names_but_these", globs, saves_these=False)
 

@@ -38,9 +38,6 @@ def save_from_both_policies(first: object, second: object) -> AbstractPolicy:
         ...     policies.save_matmul_outputs, policies.save_only_these_names("attn")
         ... )
         save_from_both_policies(save_matmul_outputs, save_only_these_names('attn'))
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`.
     """
     where = "save_from_both_policies(...)"
     left, right = as_policy(first, where), as_policy(second, where)
@@ -81,9 +78,6 @@ def save_and_offload_only_these_names(
         ... )
         >>> policy.globs
         ('attn', 'mlp_*')
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`, without globs.
     """
     saved = _listed_names(names_which_can_be_saved, "names_which_can_be_saved")
     offloaded = _listed_names(
@@ -131,9 +125,6 @@ def offload_dot_with_no_batch_dims(
         >>> from remat import policies
         >>> policies.offload_dot_with_no_batch_dims("device", "pinned_host")
         offload_dot_with_no_batch_dims('device', 'pinned_host')
-
-    References:
-        JAX has it under the same name in `jax.checkpoint_policies`.
     """
     storage = _storage_at_memory(_DOTS, offload_src, offload_dst)
     code = f"{_DOTS}({offload_src!r}, {offload_dst!r})"

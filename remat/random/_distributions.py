@@ -47,9 +47,6 @@ def truncated_normal(
         >>> from remat import random
         >>> random.truncated_normal(random.key(0), (100,), lower=0.0).min() > 0
         tensor(True)
-
-    References:
-        `jax.random.truncated_normal`.
     """
     require_key(key, "truncated_normal")
     computed = computed_in(dtype)
@@ -100,9 +97,6 @@ def gumbel(
         >>> from remat import random
         >>> random.gumbel(random.key(0), (2,)).isfinite().all()
         tensor(True)
-
-    References:
-        `jax.random.gumbel`.
     """
     require_key(key, "gumbel")
     computed = computed_in(dtype)
@@ -139,9 +133,6 @@ def categorical(
         >>> logits = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
         >>> random.categorical(random.key(0), logits=logits)
         tensor([0, 1])
-
-    References:
-        `jax.random.categorical`.
     """
     require_key(key, "categorical")
     last = logits.detach().movedim(axis, -1)
@@ -184,9 +175,6 @@ def permutation(
         >>> from remat import random
         >>> random.permutation(random.key(0), 5).sort().values
         tensor([0, 1, 2, 3, 4])
-
-    References:
-        `jax.random.permutation`.
     """
     require_key(key, "permutation")
     if not isinstance(x, Tensor):

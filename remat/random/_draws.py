@@ -83,9 +83,6 @@ def uniform(
         >>> from remat import random
         >>> random.uniform(random.key(0), (3,), minval=-1.0).abs().max() <= 1
         tensor(True)
-
-    References:
-        `jax.random.uniform`; the bits are those of `torch.func._random.uniform`.
     """
     require_key(key, "uniform")
     _require_drawn_dtype(dtype, _FLOATS, "uniform")
@@ -165,9 +162,6 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         >>> from remat import random
         >>> random.bernoulli(random.key(0), (1000,), p=0.25).sum()
         tensor(238)
-
-    References:
-        `jax.random.bernoulli`.
     """
     require_key(key, "bernoulli")
     shape = as_shape(shape)
@@ -210,9 +204,6 @@ def randint(
         >>> from remat import random
         >>> random.randint(random.key(0), (5,), maxval=10)
         tensor([1, 3, 8, 0, 4], dtype=torch.int32)
-
-    References:
-        `jax.random.randint`; the numbers are those of `torch.func._random.randint`.
     """
     require_key(key, "randint")
     _require_drawn_dtype(dtype, _INTEGERS, "randint")

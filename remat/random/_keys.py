@@ -33,9 +33,6 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> from remat import random
         >>> random.key(42)
         tensor([42,  0], dtype=torch.uint64)
-
-    References:
-        Salmon et al., 2011 (the generator, see `remat.random`); `jax.random.key`.
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(
@@ -74,9 +71,6 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         >>> for_mask, for_noise = random.split(random.key(0))
         >>> torch.equal(for_mask, for_noise)
         False
-
-    References:
-        `jax.random.split`; the derivation is that of `torch.func._random.split`.
     """
     require_key(key, "split")
     if operator.index(num) < 1:
@@ -111,9 +105,6 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> step = torch.tensor(7)
         >>> torch.equal(random.fold_in(key, 7), random.fold_in(key, step))
         True
-
-    References:
-        `jax.random.fold_in`; the derivation is that of `torch.func._random.fold_in`.
     """
     require_key(key, "fold_in")
     if isinstance(data, Tensor):

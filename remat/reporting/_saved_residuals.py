@@ -37,9 +37,6 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
         >>> from remat import saved_residuals
         >>> [r.path for r in saved_residuals(lambda x: x.sin().sum(), torch.ones(3))]
         ['x']
-
-    References:
-        `jax.ad_checkpoint.print_saved_residuals`.
     """
     if is_region(f):
         return f.saved_residuals(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The functions and switches of `torch.utils.checkpoint`, by regions.
+"""The functions and switches of `torch.utils.checkpoint` of torch 2.15, by regions.
 
 A switch for something that regions always do is silent; one for something that they
 cannot do warns that it has no effect.
@@ -199,9 +199,6 @@ def checkpoint(
         >>> checkpoint(lambda x: x.sin().sin(), x, use_reentrant=False).sum().backward()
         >>> x.grad.shape
         torch.Size([3])
-
-    References:
-        `torch.utils.checkpoint.checkpoint` of torch 2.15.
     """
     options = CheckpointOptions(
         use_reentrant=use_reentrant,
@@ -256,9 +253,6 @@ def checkpoint_sequential(
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         >>> checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False).shape
         torch.Size([2, 4])
-
-    References:
-        `torch.utils.checkpoint.checkpoint_sequential` of torch 2.15.
     """
     unknown = kwargs.keys() - {"preserve_rng_state", "engine"}
     if unknown:
@@ -324,8 +318,6 @@ def policy_of(context_fn: ContextFn) -> AbstractPolicy:
 def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
     """Does nothing: a recomputation always ends with the last value that is needed.
 
-    A traced region always recomputes only what some gradient needs.
-
     Args:
         enable: True has no effect, because it always holds.
 
@@ -336,9 +328,6 @@ def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
         >>> from remat.interop.torch import set_checkpoint_early_stop
         >>> with set_checkpoint_early_stop(True):
         ...     pass
-
-    References:
-        `torch.utils.checkpoint.set_checkpoint_early_stop` of torch 2.15.
     """
     if not enable:
         warn_without_effect(
@@ -365,9 +354,6 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
         >>> from remat.interop.torch import set_checkpoint_debug_enabled
         >>> with set_checkpoint_debug_enabled(None):
         ...     pass
-
-    References:
-        `torch.utils.checkpoint.set_checkpoint_debug_enabled` of torch 2.15.
     """
     if enabled:
         warn_without_effect(
@@ -395,9 +381,6 @@ class GraphExecGroup:
         >>> from remat.interop.torch import GraphExecGroup
         >>> with warnings.catch_warnings(action="ignore"), GraphExecGroup():
         ...     pass
-
-    References:
-        `torch.utils.checkpoint.GraphExecGroup` of torch 2.15.
     """
 
     def __enter__(self) -> Self:
@@ -423,9 +406,6 @@ class CheckpointFunction:
         >>> CheckpointFunction.apply(torch.sin, True, x).sum().backward()
         >>> x.grad.shape
         torch.Size([3])
-
-    References:
-        `torch.utils.checkpoint.CheckpointFunction` of torch 2.15.
     """
 
     @staticmethod

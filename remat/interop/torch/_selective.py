@@ -187,9 +187,6 @@ def create_selective_checkpoint_contexts(
         >>> x = torch.ones(2, 2, requires_grad=True)
         >>> drop_in.checkpoint(lambda x: (x @ x).sin().sin(), x, context_fn=save_mm).shape
         torch.Size([2, 2])
-
-    References:
-        `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     """
     del allow_cache_entry_mutation
     if isinstance(policy_fn_or_list, list):

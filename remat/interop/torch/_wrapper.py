@@ -1,4 +1,4 @@
-"""torch's `checkpoint_wrapper` and `apply_activation_checkpointing`, in place.
+"""torch 2.15's `checkpoint_wrapper` and `apply_activation_checkpointing`, in place.
 
 torch puts a wrapper module around each module, and hides it from `state_dict`. Here
 there is no wrapper: a module keeps its class and its names (`remat.modules`).
@@ -65,9 +65,6 @@ def checkpoint_wrapper(
         >>> from remat.interop.torch import checkpoint_wrapper
         >>> checkpoint_wrapper(nn.Linear(2, 2))
         Linear(in_features=2, out_features=2, bias=True)
-
-    References:
-        `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
     """
     del checkpoint_impl
     if checkpoint_fn not in (None, checkpoint):
@@ -123,9 +120,6 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         >>> from remat.interop.torch import offload_wrapper
         >>> offload_wrapper(nn.Linear(2, 2)).forward.settings.policy
         everything_saveable.stored(Offload(device='cpu', pin=True, min_bytes=0, max_bytes=None, prefetch=1, path=None))
-
-    References:
-        `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` of torch 2.15.
     """
     region = region_of(module)
     policy = everything_saveable
