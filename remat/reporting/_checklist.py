@@ -328,14 +328,6 @@ _ROUNDING = {
 }
 
 
-def _rounding(plain: Report, gradients: Sequence[Tensor | None]) -> float:
-    """What gradients may differ by: the coarsest dtype of what waits without remat tells."""
-    dtypes = {value.dtype for value in plain.values}
-    dtypes |= {each.dtype for each in gradients if each is not None}
-    real = {dtype.to_real() for dtype in dtypes}
-    return max((_ROUNDING.get(dtype, 0.0) for dtype in real), default=0.0)
-
-
 def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answer:
     if answer := _without_numbers(found):
         return answer
@@ -345,7 +337,11 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answ
     gaps = _gaps(plain, region)
     if not gaps:
         return PASS, f"all {len(plain)} to the last bit"
-    gap, allowed = max(gaps), _rounding(plain_report, plain)
+    # The coarsest dtype of what waits without remat tells what they may differ by.
+    dtypes = {value.dtype for value in plain_report.values}
+    dtypes |= {each.dtype for each in plain if each is not None}
+    allowed = max(_ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
+    gap = max(gaps)
     figure = (
         f"{len(gaps)} of {len(plain)} differ, relatively by at most {gap:.2g} "
         f"(rounding: {allowed:.0e})"

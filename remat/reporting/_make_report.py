@@ -178,7 +178,6 @@ class _Measurement:
         """The figures in a row."""
         self._caller = self.calls.callers(self.watch.runs)
         self._backwards = self._backward_runs()
-        self._outside = self._outside_values()
         regions = tuple(map(self._region, self.calls.rows))
         traces = self.calls.traces
         for traced in traces:
@@ -213,7 +212,9 @@ class _Measurement:
             values=self._values(),
             recomputed=self._recomputed(),
             unmatched=self._unmatched(),
-            suggestion=suggestions.suggest(traces, self.held_bytes, self._outside),
+            suggestion=suggestions.suggest(
+                traces, self.held_bytes, self._outside_values()
+            ),
             frontier=suggestions.frontier(traces),
             timeline=self._timeline(history),
         )

@@ -72,7 +72,8 @@ def block(
     norm2 (c,), up (c, 4c), down (4c, c); the key decides what is dropped, None nothing.
     """
     x = x + _dropped(_attention(parameters, x, heads), key, 0)
-    return x + _dropped(_perceptron(parameters, x), key, 1)
+    hidden = _layer_norm(x, parameters["norm2"]) @ parameters["up"]  # (b, t, 4c)
+    return x + _dropped(F.gelu(hidden) @ parameters["down"], key, 1)
 
 
 def _dropped(x: Tensor, key: Tensor | None, place: int) -> Tensor:
@@ -85,11 +86,6 @@ def _attention(parameters: Mapping[str, Tensor], x: Tensor, heads: int) -> Tenso
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     attended = checkpoint_name(attended, "attn")  # (b, h, t, d)
     return rearrange(attended, "b h t d -> b t (h d)") @ parameters["out"]
-
-
-def _perceptron(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    hidden = _layer_norm(x, parameters["norm2"]) @ parameters["up"]  # (b, t, 4c)
-    return F.gelu(hidden) @ parameters["down"]
 
 
 def one_layer(device: str) -> tuple[Callable[..., Tensor], dict[str, Any]]:

@@ -57,11 +57,8 @@ class MeasuredStep:
         """Inside, gradients are on, and state may change; it is put back afterwards."""
         others = [each for each in self.devices if each.type not in ("cpu", "meta")]
         kind = others[0].type if others else "cuda"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            stack.enter_context(fork)
+        fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        with torch.inference_mode(False), torch.enable_grad(), fork:
             try:
                 yield
             finally:

@@ -13,6 +13,7 @@ from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, roots
+from remat._partition.analysis import bytes_of
 from remat._partition.budgets import model_of
 from remat._partition.costs import is_free
 from remat._partition.cut import permitted_members
@@ -128,16 +129,19 @@ class RegionTrace:
         for own, ref in zip(program.outputs, joint.outputs, strict=False):
             assert own is not None
             value, made = self.analysis.roots[ref.index], owners[own.index]
-            if joint.graph.values[value].op == program.values[made].op:
-                found[_maker(program, made)] = self.analysis.numbers[value]
+            maker, item = program.values[made], 0
+            if joint.graph.values[value].op != maker.op:
+                continue
+            if maker.op is operator.getitem:
+                made, item = maker.args[0].index, maker.args[1]
+            found[made, item] = self.analysis.numbers[value]
         return found
 
     @property
     def state_bytes(self) -> int:
         """The bytes of the generator states that draws started from."""
         joint = self.analysis.joint
-        metas = [joint.graph.values[state.index].meta for state in joint.states]
-        return sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
+        return bytes_of(joint.graph, [state.index for state in joint.states])
 
     def waits(self, position: int) -> Waits | None:
         """What is held of the saved value, or operand after these, at this place.
@@ -324,14 +328,6 @@ def work_of(graph: Graph, index: int) -> int:
 
 def _held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
     return storage.held(meta)
-
-
-def _maker(graph: Graph, index: int) -> tuple[int, int]:
-    """The traced step that makes a value, and which of the step's tensors it is."""
-    value = graph.values[index]
-    if value.op is operator.getitem:
-        return value.args[0].index, value.args[1]
-    return index, 0
 
 
 def repeated_flops(graph: Graph) -> int:

@@ -59,7 +59,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, the first of which has the heads; numbers stand to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [_is_numeric_column(column[1:]) for column in zip(*cells, strict=True)]
+    numeric = [
+        all(not cell or cell[0] in "-+0123456789" for cell in column[1:])
+        for column in zip(*cells, strict=True)
+    ]
     return [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -67,10 +70,6 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in cells
     ]
-
-
-def _is_numeric_column(cells: Sequence[str]) -> bool:
-    return all(not cell or cell[0] in "-+0123456789" for cell in cells)
 
 
 def heading(facts: Facts) -> Iterator[str]:
