@@ -127,10 +127,6 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         return tracer.make_fx(pure, detached)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.is_floating_point()
-
-
 def _imported_slice_end(bound: int, size: int) -> int:
     """Where a slice starts or ends, counted from the front."""
     return min(bound, size) if bound >= 0 else max(bound + size, 0)
@@ -144,8 +140,7 @@ class Imported:
         self.is_template = is_template
         self.values: list[Value] = []  # the steps
         self.env: dict[fx.Node, Any] = {}
-        self.num_inputs = 0  # how many of the steps are inputs
-        self.inputs: dict[fx.Node, int] = {}
+        self.inputs: dict[fx.Node, int] = {}  # the first steps
         self.mutations: dict[int, Ref] = {}  # by input, what is written to it
         self.states: list[Ref] = []  # of generators, before the forward's draws
         self.sources: dict[Ref, Ref] = {}  # by each copy, what has its elements
@@ -154,19 +149,19 @@ class Imported:
         self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                self._input(node)
+                self.env[node] = Ref(len(self.values))
+                self.inputs[node] = len(self.values)
+                self.values.append(Value(None, meta=_meta_of_node(node)))
             elif node.op == "get_attr":
-                self._attribute(node, getattr(module, node.target))
+                found: Any = getattr(module, node.target)
+                if isinstance(found, fx.GraphModule):
+                    self.env[node] = found
+                else:
+                    self._add(node, operators.constant, (found,), {})
             elif node.op == "output":
                 self.outputs = tuple(map(self._output, self._resolve(node.args[0])))
             else:
                 self._call(node)
-
-    def _attribute(self, node: fx.Node, found: Any) -> None:
-        if isinstance(found, fx.GraphModule):
-            self.env[node] = found
-        else:
-            self._add(node, operators.constant, (found,), {})
 
     def _output(self, ref: Ref | None) -> Ref | None:
         # Zeros without memory get some: forward mode cannot give them a tangent.
@@ -177,12 +172,6 @@ class Imported:
             return ref
         self.values.append(dataclasses.replace(value, op=_aten.zeros.default))
         return Ref(len(self.values) - 1)
-
-    def _input(self, node: fx.Node) -> None:
-        self.env[node] = Ref(len(self.values))
-        self.inputs[node] = len(self.values)
-        self.values.append(Value(None, meta=_meta_of_node(node)))
-        self.num_inputs += 1
 
     def _call(self, node: fx.Node) -> None:
         target, kwargs = node.target, node.kwargs
@@ -203,7 +192,7 @@ class Imported:
         elif target is device_states.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
-            self._operator(node, self._resolve(args), self._resolve(dict(kwargs)))
+            self._operator(node, self._resolve(args), dict(self._resolve(kwargs)))
 
     def _operator(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -227,7 +216,9 @@ class Imported:
             target, args = _aten.where.ScalarOther, (*args, 0.0)
         if target is _aten.copy.default and self._is_like(node, args[1]):
             self.sources[Ref(len(self.values))] = args[1]
-            if not self.is_template and _is_plain(node.meta["val"]):
+            made = node.meta["val"]
+            is_plain = made.is_contiguous() and made.is_floating_point()
+            if not self.is_template and is_plain:
                 # Unlike `copy` it has a derivative.
                 target, args = _aten.clone.default, args[1:2]
                 kwargs = {"memory_format": torch.contiguous_format}
@@ -336,7 +327,7 @@ class Imported:
     def _overwrite(self, old: Ref, new: Ref) -> None:
         # What is overwritten again was the operand's new value until now.
         operands = [k for k, latest in self.mutations.items() if latest == old]
-        if old.index < self.num_inputs:
+        if old.index < len(self.inputs):
             operands.append(old.index)
         self.mutations |= dict.fromkeys(operands, new)
         for node, ref in self.env.items():
@@ -382,16 +373,7 @@ class Imported:
         return dataclasses.replace(value, state=state, stream=stream)
 
     def _resolve(self, tree: Any) -> Any:
-        if isinstance(tree, fx.Node):
-            return self.env[tree]
-        if isinstance(tree, tuple):
-            return tuple(self._resolve(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(tree, list):
-            return [self._resolve(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(tree, dict):
-            items = cast("dict[str, Any]", tree).items()
-            return {key: self._resolve(item) for key, item in items}
-        return tree
+        return fx.map_arg(tree, self.env.__getitem__)
 
 
 def _detaches(node: fx.Node) -> bool:
@@ -432,7 +414,7 @@ def _is_cut_output(node: Any) -> bool:
 def _meta_of_node(node: fx.Node) -> Meta:
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
-        return tuple(_imported_meta(item) for item in val)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return tuple(map(_imported_meta, cast("Sequence[object]", val)))
     return _imported_meta(val)
 
 

@@ -310,7 +310,7 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
     forward = [*outputs, *(new for _, new in mutations), *imported.states]
     steps = without_zeros(imported.values, [*imported.outputs, *forward])
     values = _settle_phases(steps, [ref.index for ref in forward])
-    graph = check(Graph(values, imported.num_inputs, imported.outputs))
+    graph = check(Graph(values, len(imported.inputs), imported.outputs))
     bases = {new: operand for operand, new in mutations}
     num_operands = len(run.request.operands) + len(running.captured)
     plain = [
@@ -452,4 +452,4 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
     values = tuple(
         dataclasses.replace(value, is_backward=repeats) for value in imported.values
     )
-    return check(Graph(values, imported.num_inputs, imported.outputs))
+    return check(Graph(values, len(imported.inputs), imported.outputs))
