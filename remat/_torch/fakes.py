@@ -181,14 +181,6 @@ _LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
 }
 
 
-def are_shapes_alone(args: Any) -> bool:
-    """Whether these are torch's own tensors without data, and not fake ones."""
-    tensors = tensor_leaves(args)
-    return bool(tensors) and all(
-        type(each) is Tensor and each.device == _META for each in tensors
-    )
-
-
 _META = torch.device("meta")
 _MOST_REMEMBERED = 4096  # calls of operators, at two kilobytes each
 

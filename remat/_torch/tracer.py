@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
-from remat._torch.fakes import are_shapes_alone
 from remat._torch.modes import DispatchMode, is_watched
 from remat._torch.sizes import is_exact, is_open, symbol_expression
+from remat._torch.trees import tensor_leaves
 
 _torch: Any = torch
 
@@ -86,7 +86,7 @@ def make_fx(
     is_open_ = any(map(is_open, args))
 
     def run(*inputs: Tensor) -> Any:
-        with _ShapesAside():
+        with ShapesAside():
             if not is_open_:
                 return function(*inputs)
             with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
@@ -117,9 +117,10 @@ def _compiled_functions_as_written() -> Generator[None]:
         yield
 
 
-class _ShapesAside(DispatchMode):
+class ShapesAside(DispatchMode):
     """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
+    Functions that an operator takes run below the trace's own, and need another.
     Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do
     so if an operand has no tangent. All modes see these operators, and fake modes refuse
     their tensors. Obsolete when a trace of torch.func.jvp over layer_norm with a constant
@@ -127,15 +128,12 @@ class _ShapesAside(DispatchMode):
     """
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
-        if are_shapes_alone(args):
+        tensors = tensor_leaves(args)
+        # Torch's own, and not fake ones.
+        if tensors and all(type(each) is Tensor and each.is_meta for each in tensors):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         return op(*args, **kwargs)
-
-
-def shapes_aside() -> contextlib.AbstractContextManager[Any]:
-    """Such a mode for functions that an operator takes, which run below the trace's own."""
-    return _ShapesAside()
 
 
 class _SizesTracked(DispatchMode):

@@ -70,7 +70,7 @@ class _Function:
             return self.stand_in(tensor)
 
         with (
-            tracer.shapes_aside(),  # nor does Dynamo compile what runs under a mode of ours
+            tracer.ShapesAside(),  # nor does Dynamo compile what runs under a mode of ours
             self.within.calls(stand_in),
         ):
             found = self.function(*given[: len(given) - len(self.captured)])
