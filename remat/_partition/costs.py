@@ -41,17 +41,13 @@ def is_free(value: Value) -> bool:
 def by_flops(graph: Graph, index: int) -> int:
     """FLOPs by torch's formulas, plus the bytes that are read and written."""
     value = graph.values[index]
-    return (
-        0 if is_free(value) else step_flops(graph, value) + _moved_bytes(graph, value)
-    )
-
-
-def _moved_bytes(graph: Graph, value: Value) -> int:
+    if is_free(value):
+        return 0
     # Without the state of a generator, which is small.
     read = set(refs((value.args, value.kwargs)))
-    metas = [graph.values[use].meta for use in read]
-    tensors = [each for meta in [*metas, value.meta] for each in _moved(meta)]
-    return sum(each.once.size_bytes for each in tensors)
+    metas = [*(graph.values[use].meta for use in read), value.meta]
+    tensors = [each for meta in metas for each in _moved(meta)]
+    return step_flops(graph, value) + sum(each.once.size_bytes for each in tensors)
 
 
 def _moved(meta: Any) -> list[TensorMeta]:

@@ -41,12 +41,7 @@ def limits(root: Path) -> Iterator[int]:
         if most.exists() and taken.exists() and most.read_text().strip() != "max":
             yield max(0, int(most.read_text()) - int(taken.read_text()))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space != resource.RLIM_INFINITY:
-        yield max(0, space - _address_space(root))
-
-
-def _address_space(root: Path) -> int:
     pages = root / "proc/self/statm"
-    if not pages.exists():
-        return 0
-    return int(pages.read_text().split()[0]) * resource.getpagesize()
+    if space != resource.RLIM_INFINITY:
+        taken = int(pages.read_text().split()[0]) if pages.exists() else 0
+        yield max(0, space - taken * resource.getpagesize())
