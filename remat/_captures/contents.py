@@ -19,15 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from remat._captures.library import (
-    OWN_FILES,
-    cached_weakly,
-    is_library_file,
-    is_library_module,
-    is_standard,
-    mentions,
-    user_bases,
-)
+from remat._captures import library
 from remat._captures.places import Step, attributes, held_bytes, is_simple, look
 from remat._generators import trackers
 from remat._torch import modules
@@ -92,7 +84,7 @@ def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
     """Of the user's function: cells, defaults, and the globals and imports it names."""
     content = _of_function(function, names)
     space = function.__globals__
-    mentioned = mentions(function.__code__)
+    mentioned = library.mentions(function.__code__)
     for key in sorted(mentioned.globals):
         if key in space:
             content["global", key] = space[key]
@@ -100,7 +92,7 @@ def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
         package: str = space.get("__package__") or ""
         full = "." * dots + name
         key = importlib.util.resolve_name(full, package) if package else full
-        if key in sys.modules and not is_library_module(key):
+        if key in sys.modules and not library.is_library_module(key):
             content["import", key] = sys.modules[key]
     return content
 
@@ -117,7 +109,7 @@ def _of_attributes(owner: object, _: set[str]) -> Content:
 
 def _of_object(owner: object, names: set[str]) -> Content:
     content = _of_attributes(owner, names)
-    if user_bases(type(owner)):
+    if library.user_bases(type(owner)):
         content["type", ""] = type(owner)
     return content
 
@@ -212,10 +204,10 @@ def of_class(owner: type, names: set[str]) -> Content:
             continue
         if key in names or key == "forward" or operator:
             content["var", key] = value
-    first, *others = user_bases(owner) or (0,)
+    first, *others = library.user_bases(owner) or (0,)
     for index in others if first == 0 else (first, *others):
         content["base", index] = owner.__mro__[index]
-    if user_bases(type(owner)):
+    if library.user_bases(type(owner)):
         content["type", ""] = type(owner)
     return content
 
@@ -235,7 +227,7 @@ def of_nothing(_owner: object, _: set[str]) -> Content:
     return {}
 
 
-@cached_weakly
+@library.cached_weakly
 def slots(kind: type) -> tuple[str, ...]:
     """Contents of objects: the slots that the Python classes among the bases of a class declare."""
     return tuple(
@@ -280,7 +272,7 @@ _SORTS: tuple[tuple[type, Look], ...] = (
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable")
 
 
-@cached_weakly
+@library.cached_weakly
 def _sort_of_type(kind: type) -> Look:
     for base, sort in _SORTS:
         if issubclass(kind, base):
@@ -295,7 +287,7 @@ def _sort_of_type(kind: type) -> Look:
     if names[0] in _NAMESPACES:
         return _of_attributes
     is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return _of_wrapper if is_own or is_standard(kind.__module__) else _of_object
+    return _of_wrapper if is_own or library.is_standard(kind.__module__) else _of_object
 
 
 def look_for(value: object, step: Step) -> Look:
@@ -304,15 +296,17 @@ def look_for(value: object, step: Step) -> Look:
         return of_nothing  # its states are no constants: see there
     if isinstance(value, types.FunctionType):
         file = value.__code__.co_filename
-        if file.startswith(OWN_FILES):
+        if file.startswith(library.OWN_FILES):
             return _of_wrapper
         # A root is what the user has chosen, even if a library wrote it.
-        is_library = step[0] != "root" and is_library_file(file)
+        is_library = step[0] != "root" and library.is_library_file(file)
         return of_library_function if is_library else of_user_function
     if isinstance(value, types.ModuleType):
-        return of_nothing if is_library_module(value.__name__) else _of_namespace
+        return (
+            of_nothing if library.is_library_module(value.__name__) else _of_namespace
+        )
     if isinstance(value, type):
-        if not user_bases(value):
+        if not library.user_bases(value):
             return of_nothing
         return of_class if is_class_of_an_object(step) else of_called_class
     return _sort_of_type(type(value))
@@ -363,7 +357,7 @@ def hides_contents(value: object) -> bool:
     return not shows_contents(type(value)) and not is_simple(value)
 
 
-@cached_weakly
+@library.cached_weakly
 def shows_contents(kind: type) -> bool:
     """Whether all contents of the values of a class are seen by the walk, whatever they are."""
     if not {set, frozenset, bytearray, array.array}.isdisjoint(kind.__mro__):

@@ -14,13 +14,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import taking_functions
-from remat._torch.fakes import (
-    lacks_a_shape_function,
-    met_a_tensor_outside,
-    needs_values,
-    needs_values_for_a_shape,
-)
+from remat._torch import fakes, taking_functions
 from remat._torch.tensors import ASK_FOR_MEMORY, GET_GRAD
 from remat._user_lines import came_through, is_called_by_torch, line_of, user_line
 
@@ -270,7 +264,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "anyway; or import checkpoint from remat.interop.torch, which makes a "
             "region inside the region.",
         )
-    if is_backward and met_a_tensor_outside(error):
+    if is_backward and fakes.met_a_tensor_outside(error):
         return refusal(
             CapturedTensorError,
             where=line_of(error) or "the function",
@@ -281,14 +275,14 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
         )
     if came_through(error, _TAKE_FUNCTIONS):
         return takes_functions(line_of(error) or "the function", str(error))
-    return of_values(error) if needs_values(error) else None
+    return of_values(error) if fakes.needs_values(error) else None
 
 
 def of_a_step(error: Exception, where: str) -> RematError | None:
     """The error for a step of a program that cannot be traced again, made by this line."""
     if came_through(error, _TAKE_FUNCTIONS):
         return takes_functions(where or "the function", str(error))
-    return of_values(error, where) if needs_values(error) else None
+    return of_values(error, where) if fakes.needs_values(error) else None
 
 
 def takes_functions(where: str, why: str) -> TraceError:
@@ -317,11 +311,11 @@ def raises_in_its_trace(error: Exception) -> TraceError:
 
 def of_values(error: Exception, where: str = "") -> TraceError:
     """The error for an operator that needs the values of a tensor, at this line."""
-    if lacks_a_shape_function(error):
+    if fakes.lacks_a_shape_function(error):
         instead = "torch.library.register_fake, which tells the operator's shapes"
     elif came_through(error, _TORCHS_DISTRIBUTIONS):
         instead = "validate_args=False for the distribution"
-    elif needs_values_for_a_shape(error):
+    elif fakes.needs_values_for_a_shape(error):
         instead = (
             "torch.where, x.masked_fill or torch.nonzero_static, which fix the shape"
         )
