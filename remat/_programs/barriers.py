@@ -101,9 +101,7 @@ class _Writing:
         # What depends on a cotangent, and the last of it, in the new program.
         self._late = set(range(first, graph.num_inputs))
         self._latest = first
-        self._numbers = Numbering()
-        for value in self.values:
-            self._numbers.add(value)
+        self._numbers = Numbering(self.values)
 
     def is_view(self, index: int) -> bool:
         """Whether a step of the old program makes no new memory."""

@@ -187,9 +187,7 @@ def _equal_values(
         places: which input of the first each of the second's is, None for another tensor.
         lent: what is wanted of the second beside its outputs.
     """
-    line, numbering = Building(first.values, {}), Numbering()
-    for value in first.values:
-        numbering.add(value)
+    line, numbering = Building(first.values, {}), Numbering(first.values)
     ones = {numbering.numbers[index]: index for index in _lendable(first)}
     line.places = {k: place for k, place in enumerate(places) if place is not None}
     for index, value in enumerate(second.values):
