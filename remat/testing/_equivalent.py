@@ -229,7 +229,9 @@ class _Pair:
         outputs = apply(inner, flat)(*wanted)
         found = gradients(outputs, operands, cotangents)
         bits = self.exact and not inner
-        alone = bits and _results_share_nothing([*operands, *outputs])
+        given = (*operands, *outputs)
+        keys = [storage_key(each) for each in given if each is not None]
+        alone = bits and len({*keys}) == len(keys)  # no two share memory
         names = _numbered_labels(outputs) if inner else flat.labels
         labels = _gradient_labels([*self.call.wanted_labels, *reached])
         return [*_rows(names, outputs, bits), *_rows(labels, found, alone)]
@@ -263,11 +265,6 @@ def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
 
 def _gradient_labels(names: Sequence[str]) -> list[str]:
     return [f"the gradient of {name}" for name in names]
-
-
-def _results_share_nothing(tensors: Sequence[Tensor | None]) -> bool:
-    keys = [storage_key(each) for each in tensors if each is not None]
-    return len({*keys}) == len(keys)
 
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
