@@ -36,8 +36,8 @@ SYMBOLIC = tuple(PLAIN)
 class OpenSizes:
     """The symbols for sizes and strides in one trace, and the conditions that it assumed.
 
-    Sizes that happen to be equal do not share a symbol. 0 and 1 are constants, as
-    everywhere in torch.
+    Sizes that happen to be equal do not share a symbol. 0 and 1 are constants, as everywhere in
+    torch, which broadcasts by them.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,10 @@
 """Modules that an engine of `torch.distributed` drives: a region around them raises.
 
-Such an engine works in hooks around a module's forward. It gathers parameters there, and asks
-autograd to be told when a gradient is there. A trace would run these hooks once and never again,
-and a region computes its backward on stand-ins of the parameters, whose gradients the engine never
-sees. So a gradient would be left out of the sum over the ranks, without a word: such a call
-raises. A region *inside* such a module is fine: the hooks then run around it.
-
-Two of them do that work in their own `forward`, and not in hooks, so that a region in its
-place is no region inside: it raises too.
+Such an engine gathers parameters in hooks around a module's forward, and asks autograd to be told
+when a gradient is there. A trace would run these hooks once, and a region computes its backward on
+stand-ins of the parameters: a gradient would be left out of the sum over the ranks, without a
+word. A region *inside* such a module is fine, since the hooks run around it. Two engines do that
+work in their own `forward`, in whose place a region is no region inside: it raises too.
 
 `engine="rerun"` takes modules of `fully_shard`: see `_rerun.fully_shard`.
 """

@@ -8,8 +8,7 @@ trace of just these sizes would have given, so that all that follows (policies, 
 kernels) knows the sizes exactly, and runs as fast.
 
 What a template holds for is checked at every use: the given sizes and strides are those that
-its symbols say, and every comparison comes out as it did in the trace. No two sizes are one
-symbol because they happened to be equal. 0 and 1 are constants: torch broadcasts by them.
+its symbols say, and every comparison comes out as it did in the trace.
 """
 
 from __future__ import annotations
