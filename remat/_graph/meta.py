@@ -182,3 +182,14 @@ def without_symbols(key: Any) -> Hashable:
 
 
 Meta = TensorMeta | tuple["TensorMeta | None", ...] | None
+
+
+def metas_in(meta: Meta) -> list[TensorMeta]:
+    """The metadata of each tensor of a value: of one, of an operator's several, or of none."""
+    several = meta if isinstance(meta, tuple) else (meta,)
+    return [each for each in several if each is not None]
+
+
+def device_of(meta: Meta) -> torch.device:
+    """The device of what an operator makes."""
+    return metas_in(meta)[0].device

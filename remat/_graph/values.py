@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from remat._graph import operators
-from remat._graph.meta import Meta, TensorMeta
+from remat._graph.meta import Meta, TensorMeta, metas_in
 
 
 @final
@@ -195,7 +195,6 @@ def label(graph: Graph, index: int) -> str:
     value = graph.values[index]
     names = ", ".join(f'"{name}"' for name in value.names)
     made = f"made by {operators.made_by(value, graph.values)}"
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    first = next((str(meta) for meta in metas if meta is not None), "")
+    first = next(map(str, metas_in(value.meta)), "")
     place = f"at {value.source}" if value.source else ""
     return " ".join(filter(None, [names, first, made, place]))

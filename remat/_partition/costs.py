@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from remat._errors import PolicyError, refusal
 from remat._graph import operators
 from remat._graph.flops import step_flops
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Value, refs, replace_refs
 from remat._torch import isolation
 
@@ -46,14 +47,8 @@ def by_flops(graph: Graph, index: int) -> int:
     # Without the state of a generator, which is small.
     read = set(refs((value.args, value.kwargs)))
     metas = [*(graph.values[use].meta for use in read), value.meta]
-    tensors = [each for meta in metas for each in _moved(meta)]
+    tensors = [each for meta in metas for each in metas_in(meta)]
     return step_flops(graph, value) + sum(each.once.size_bytes for each in tensors)
-
-
-def _moved(meta: Any) -> list[TensorMeta]:
-    if isinstance(meta, TensorMeta):
-        return [meta]
-    return [each for part in meta or () for each in _moved(part)]
 
 
 def measured(metas: list[TensorMeta]) -> Costs:
@@ -76,28 +71,34 @@ def measured(metas: list[TensorMeta]) -> Costs:
         value = graph.values[index]
         if is_free(value):
             return 0
-        args: Any = replace_refs(
+        metas = replace_refs(
             (value.args, value.kwargs), lambda use: graph.values[use].meta
         )
-        key = f"{value.op}{args}"
+        key = f"{value.op}{metas}"
         if key not in known:
-            known[key] = _time_ns(value, *args)
+            known[key] = _time_ns(graph, value)
         return known[key]
 
     return cost
 
 
-def _time_ns(value: Value, args: Any, kwargs: Any) -> int:
+def _time_ns(graph: Graph, value: Value) -> int:
     op: Any = value.op
-    given: Any = _with_tensors((args, dict(kwargs)))
-    drawn = {meta.device for meta in _moved(value.meta) if meta.device.type == "cuda"}
+    drawn = {each.device for each in metas_in(value.meta) if each.device.type == "cuda"}
     fork: Any = torch.random.fork_rng  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     rounds: list[int] = []
+
+    def zeros(use: int) -> Tensor:
+        """What a step is timed with, indices and numbers alike."""
+        (meta,) = metas_in(graph.values[use].meta)
+        return meta.empty().zero_()
+
     with fork(drawn), isolation.isolated(), torch.no_grad():
+        args, kwargs = replace_refs((value.args, value.kwargs), zeros)
         for _ in range(_ROUNDS):
             _finish_timed_work()
             started = time.perf_counter_ns()
-            op(*given[0], **given[1])
+            op(*args, **dict(kwargs))
             _finish_timed_work()
             rounds.append(time.perf_counter_ns() - started)
     return max(1, round(statistics.median(rounds)))
@@ -106,19 +107,3 @@ def _time_ns(value: Value, args: Any, kwargs: Any) -> int:
 def _finish_timed_work() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _with_tensors(tree: Any) -> Any:
-    """The arguments to time a step with: tensors of zeros, indices and numbers alike."""
-    match tree:
-        case TensorMeta():
-            empty = torch.empty_strided(
-                tree.shape, tree.stride, dtype=tree.dtype, device=tree.device
-            )
-            return empty.zero_()
-        case dict():
-            return {key: _with_tensors(each) for key, each in tree.items()}  # pyright: ignore[reportUnknownVariableType]
-        case tuple() | list():
-            return type(tree)(map(_with_tensors, tree))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        case _:
-            return tree

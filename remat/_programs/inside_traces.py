@@ -14,6 +14,7 @@ from torch import Tensor
 
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
+from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._torch import levels, modes, schemas, tracer
 from remat._torch.forward_ad import dual_level_is_active
@@ -51,9 +52,9 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
         out = _whole_draw(value, args, dict(kwargs), env)
     elif value.is_redraw:
         assert value.state is not None
-        found = device_states.swap(env[value.state.index], device_of(value))
+        found = device_states.swap(env[value.state.index], device_of(value.meta))
         out = _draw(value, args, dict(kwargs))
-        device_states.swap(found, device_of(value))
+        device_states.swap(found, device_of(value.meta))
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
     elif value.op is device_states.STATE:
@@ -76,7 +77,7 @@ def _whole_draw(
     """A draw inside the trace of a compiler; its state comes with it, not before."""
     if value.state is None:
         return None
-    place, device = value.state.index, device_of(value)
+    place, device = value.state.index, device_of(value.meta)
     if value.is_redraw:
         return compiled_draws.from_state(value, env[place], args, kwargs, device)
     out, env[place] = compiled_draws.with_state(value, args, kwargs, device)
@@ -87,7 +88,8 @@ def _stream_around(value: Value) -> str | None:
     """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
     if value.is_redraw:
         return ""
-    return streams.take_inside(value.stream, device_of(value)) if value.stream else None
+    device = device_of(value.meta)
+    return streams.take_inside(value.stream, device) if value.stream else None
 
 
 def _state_around(device: torch.device) -> torch.Tensor:
@@ -112,12 +114,6 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if in_place is None or not (value.in_place or is_alike):
         return value.op(*args, **kwargs)
     return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
-
-
-def device_of(value: Value) -> torch.device:
-    """The device of what a step inside another trace makes."""
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    return next(meta.device for meta in metas if meta is not None)
 
 
 _aten = torch.ops.aten

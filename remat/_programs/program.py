@@ -22,12 +22,13 @@ from torch import Tensor
 
 from remat._generators import device_states, streams
 from remat._graph import operators
+from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
 from remat._programs.bindings import bindings_of
 from remat._programs.composites import fold
-from remat._programs.inside_traces import device_of, interpret
+from remat._programs.inside_traces import interpret
 from remat._programs.lending import Lender
 from remat._programs.overwriting import reusing
 from remat._torch import guards, modes, schemas, tracer
@@ -242,7 +243,8 @@ class _Writer:
         if not value.is_redraw and not value.stream:
             return [call]
         assert value.state is not None
-        state, device = f"v{value.state.index}", self._bind("device", device_of(value))
+        state = f"v{value.state.index}"
+        device = self._bind("device", device_of(value.meta))
         begin, end = f"rng_swap({state}, {device})", f"rng_swap(found, {device})"
         if not value.is_redraw:
             begin = f"stream_enter({value.stream!r}, {device})"

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from remat._generators import device_states, streams
 from remat._graph import operators
-from remat._graph.meta import Meta, TensorMeta
+from remat._graph.meta import Meta, TensorMeta, device_of
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import (
@@ -80,7 +80,7 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             continue
         node.meta["remat"] = note
         if note.stream is None and operators.may_draw(node.target):
-            stream = streams.take(_imported_device(_meta_of_node(node)))
+            stream = streams.take(device_of(_meta_of_node(node)))
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
@@ -356,7 +356,7 @@ class Imported:
         if self.forced is not None:
             return dataclasses.replace(value, state=self.forced, is_redraw=True)
         if self.recorded is None:
-            device = _imported_device(value.meta)
+            device = device_of(value.meta)
             size = device_states.size_bytes(device)
             state = Value(
                 op=streams.STATE if stream else device_states.STATE,
@@ -423,8 +423,3 @@ def _imported_meta(val: object) -> TensorMeta | None:
     if isinstance(val, Tensor) and val.layout == torch.strided:
         return TensorMeta.of(val)
     return None
-
-
-def _imported_device(meta: Meta) -> torch.device:
-    metas = meta if isinstance(meta, tuple) else (meta,)
-    return next(meta.device for meta in metas if meta is not None)

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 from remat import _captures, policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, roots
 from remat._partition.analysis import bytes_of
 from remat._partition.budgets import model_of
@@ -320,9 +320,8 @@ def work_of(graph: Graph, index: int) -> int:
     value = graph.values[index]
     if is_free(value):
         return 0
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
     return step_flops(graph, value) or sum(
-        meta.size_bytes // meta.dtype.itemsize for meta in metas if meta is not None
+        meta.size_bytes // meta.dtype.itemsize for meta in metas_in(value.meta)
     )
 
 
