@@ -18,7 +18,9 @@ from remat._api import remat
 from remat._calls.options import PolicyLike
 from remat._torch import dynamo
 from remat._user_lines import warn
-from remat.storage._argument_checks import require_count
+from remat.interop._late_product import LateHead
+from remat.layers import Tiled, tiled
+from remat.storage._argument_checks import refuse, require_count
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
@@ -40,7 +42,13 @@ _SELECTED = "_hidden_states_layers"
 
 
 def enable(
-    model: _M, policy: PolicyLike = None, *, every: int = 1, **options: Any
+    model: _M,
+    policy: PolicyLike = None,
+    *,
+    every: int = 1,
+    tiled_loss: int | str | None = None,
+    tiled_mlp: int | str | None = None,
+    **options: Any,
 ) -> _M:
     """Makes the layers of a model of transformers recompute while it trains, in place.
 
@@ -54,6 +62,11 @@ def enable(
         model: a `PreTrainedModel`, or a `PeftModel` around one.
         policy: which values of a layer may be saved; None means nothing.
         every: makes each `every`-th layer recompute.
+        tiled_loss: in how many tiles the logits are computed for the loss, or a size (see
+            `layers.tiled_cross_entropy`). The model's `logits` are computed when something
+            else reads them; a model that changes them before its loss gets them whole.
+        tiled_mlp: in how many tiles along the sequence the modules named `mlp` run, or a
+            size (see `layers.tiled`).
         **options: further options of `remat`. The default of `rng` is "preserve"; a layer
             that cannot be traced (experts that are chosen in a Python loop) needs
             `engine="rerun"`, or "auto" where others can be.
@@ -63,7 +76,8 @@ def enable(
 
     Raises:
         TypeError: it is not a model of transformers, or `remat` has no such option.
-        ValueError: it does not support checkpointing, or `every` is below 1.
+        ValueError: it does not support checkpointing, or `every` is below 1; its head is no
+            linear layer without bias, or no module is named `mlp`.
 
     Example:
         >>> import torch
@@ -87,7 +101,51 @@ def enable(
     setter = functools.partial(_set, owner, run, every)
     setter(enable=True)
     owner.__dict__[_HOOK] = setter
+    _undo_tiles(model)
+    if tiled_loss is not None:
+        head = _head_of(model)
+        head.__dict__["forward"] = LateHead(head, tiled_loss)
+    if tiled_mlp is not None:
+        for mlp in _mlps_of(model):
+            mlp.__dict__["forward"] = tiled(
+                mlp.forward, _ALONG_SEQUENCE, tiles=tiled_mlp
+            )
     return model
+
+
+_ALONG_SEQUENCE = "b (tile s) d -> b (tile s) d"
+
+
+def _undo_tiles(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), (LateHead, Tiled)):
+            del module.__dict__["forward"]
+
+
+def _head_of(model: nn.Module) -> nn.Linear:
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    if isinstance(head, nn.Linear) and head.bias is None:  # pyright: ignore[reportUnnecessaryComparison]
+        return head
+    raise refuse(
+        "interop.transformers.enable(tiled_loss=...)",
+        type(model).__name__,
+        why="Its logits are not the product with one weight.",
+        do="Pass a model whose head is a linear layer without bias, or leave it out.",
+    )
+
+
+def _mlps_of(model: nn.Module) -> list[nn.Module]:
+    named: list[Any] = [getattr(each, "mlp", None) for each in model.modules()]
+    found = [each for each in named if isinstance(each, nn.Module)]
+    if found:
+        return found
+    raise refuse(
+        "interop.transformers.enable(tiled_mlp=...)",
+        type(model).__name__,
+        why="None of its modules is named `mlp`.",
+        do="Leave it out; layers.tiled takes any function.",
+    )
 
 
 def disable(model: _M) -> _M:
@@ -116,6 +174,7 @@ def disable(model: _M) -> _M:
     getattr(owner, _HOOK)(enable=False)
     for module in owner.modules():
         module.__dict__.pop(_FUNCTION, None)
+    _undo_tiles(model)
     return model
 
 

@@ -21,6 +21,7 @@ from remat._errors import BudgetError, refusal
 from remat._partition.peak import peak_bytes
 from remat._switches.blocks import is_inert
 from remat._torch import dynamo, trees
+from remat._torch.modules import calling_module
 from remat.layers import _unrolled
 from remat.layers._independence import require_independent
 from remat.layers._tile_call import Call
@@ -172,7 +173,8 @@ class Tiled(Generic[_P, _R]):
         """A method of an object, whose patterns leave out the object."""
         if instance is None:
             return self
-        bound: Any = cast("Any", self.__wrapped__).__get__(instance, owner)
+        fun: Any = getattr(self.__wrapped__, "__func__", self.__wrapped__)
+        bound = fun.__get__(instance, owner)
         return Tiled(bound, self.pattern, self.tiles, self.reduce, self.policy)
 
     @functools.cached_property
@@ -181,12 +183,21 @@ class Tiled(Generic[_P, _R]):
         f: Any = self.__wrapped__
         if _unrolled.is_region(f):
             return f
+        dense = functools.partial(_on_dense, f, self.pattern)
+        if hasattr(f, "__qualname__"):
+            functools.update_wrapper(dense, f, updated=())
         rng = "preserve" if is_of_module(f) else "keys"
-        return remat(f, policy=self.policy, rng=rng)
+        return remat(dense, policy=self.policy, rng=rng)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result, computed tile by tile."""
-        return _call(self, *args, **kwargs)
+        own = getattr(self.__wrapped__, "__self__", None)
+        if own is None or torch.compiler.is_dynamo_compiling():
+            return _call(self, *args, **kwargs)
+        through = calling_module()
+        # It may stand in the attributes of a copy of its module.
+        is_copy = through is not own and type(through) is type(own)
+        return _call(self.__get__(through) if is_copy else self, *args, **kwargs)
 
     def length_of_tile(self, *args: _P.args, **kwargs: _P.kwargs) -> int:
         """How long a tile of a call is along the axis; the last one may be shorter."""
@@ -225,6 +236,18 @@ class Tiled(Generic[_P, _R]):
         return functools.reduce(torch.add, column)
 
 
+def _on_dense(
+    f: Callable[..., Any], pattern: Pattern, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function with tiles that lie in memory as a whole tensor does."""
+    pairs = pattern.of_arguments(args)
+    given = [
+        trees.map_tensors(Tensor.contiguous, arg) if part.is_cut else arg
+        for part, arg in pairs
+    ]
+    return f(*given, **kwargs)
+
+
 @dynamo.traced_as(lambda tiled, *args, **kwargs: _unrolled_call(tiled, args, kwargs))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
 def _call(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
     call = Call.of(tiled.pattern, args, kwargs)
@@ -249,7 +272,10 @@ def _unrolled_call(
     f: Any = tiled.__wrapped__
     if not _unrolled.is_region(f):
         f = functools.partial(_in_graph, f)
-    results: list[Any] = [f(*args, **kwargs) for args, kwargs in call.tiles(size)]
+    results: list[Any] = [
+        _on_dense(f, tiled.pattern, *args, **kwargs)
+        for args, kwargs in call.tiles(size)
+    ]
     return tiled.joined(results, call.sizes(size))
 
 

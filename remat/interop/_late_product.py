@@ -1,0 +1,183 @@
+"""The logits of a head, as a tensor that is computed when something reads it.
+
+What goes row by row keeps it late: slices of tokens, a change of shape or dtype. A cross-entropy of
+it runs tile by tile; anything else gets the logits themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat._torch import levels, modes, trees
+from remat._torch.modules import calling_module
+from remat._tracing.thread import is_running
+from remat.layers import tiled_cross_entropy
+
+
+@final
+class LateProduct(Tensor):
+    """`rows @ head.T` in a dtype, of shape (..., vocabulary)."""
+
+    rows: Tensor
+    head: Tensor
+    tiles: int | str
+
+    @staticmethod
+    def __new__(
+        cls: Any, rows: Tensor, head: Tensor, tiles: int | str, dtype: torch.dtype
+    ) -> LateProduct:
+        """A tensor without data, with the metadata of the product."""
+        shape = (*rows.shape[:-1], len(head))
+        made = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
+        made.rows, made.head, made.tiles = rows, head, tiles
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Stays late where `func` goes row by row; computes the product otherwise."""
+        with modes.without_torch_function():
+            if func in _METADATA:
+                return func(*args, **(kwargs or {}))
+            own, *rest = args or (None,)
+            rule = _LATE.get(func) if isinstance(own, cls) else None
+            late = rule and rule(own, *rest, **(kwargs or {}))
+            if late is not None:
+                return late
+        given: tuple[Any, dict[str, Any]] = _computed((args, dict(kwargs or {})))
+        return func(*given[0], **given[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        """What comes here has gone past autograd, and with it the gradient."""
+        raise TypeError(
+            f"interop.transformers: {func} got logits that are not computed yet, of a model with "
+            "tiled_loss. It was called where no gradient can follow. Compute them first: "
+            "logits + 0."
+        )
+
+    def changed(self, rows: Tensor, dtype: torch.dtype | None = None) -> LateProduct:
+        """The product of other rows, or in another dtype."""
+        return LateProduct(rows, self.head, self.tiles, dtype or self.dtype)
+
+
+def _computed(tree: Any) -> Any:
+    leaves, spec = trees.flatten(tree)
+    found = [
+        F.linear(each.rows, each.head).to(_dtype(each))
+        if isinstance(each, LateProduct)
+        else each
+        for each in leaves
+    ]
+    return trees.unflatten(found, spec)
+
+
+def _dtype(late: LateProduct) -> torch.dtype:
+    with modes.without_torch_function():
+        return late.dtype
+
+
+def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
+    is_listed = isinstance(sizes[0], (tuple, list))
+    shape: tuple[int, ...] = tuple(sizes[0]) if is_listed else sizes
+    if shape[-1] != len(late.head):
+        return None
+    return late.changed(late.rows.reshape(*shape[:-1], late.rows.shape[-1]))
+
+
+def _sliced(late: LateProduct, index: Any) -> LateProduct | None:
+    is_listed = isinstance(index, tuple)
+    parts: tuple[Any, ...] = index if is_listed else (index,)
+    is_open = any(each is Ellipsis for each in parts)
+    is_whole = parts[-1] == slice(None) if is_open else len(parts) < late.dim()
+    if not is_whole or not all(
+        isinstance(each, slice) or each is Ellipsis for each in parts
+    ):
+        return None
+    return late.changed(late.rows[parts])
+
+
+def _cross_entropy(
+    late: LateProduct, target: Tensor, weight: Tensor | None = None, **options: Any
+) -> Tensor | None:
+    is_plain = late.dim() == 2 and not target.is_floating_point() and weight is None
+    options = {key: each for key, each in options.items() if each is not None}
+    if not is_plain or options.keys() - {
+        "ignore_index",
+        "label_smoothing",
+        "reduction",
+    }:
+        return None
+    with modes.without_torch_function():
+        return tiled_cross_entropy(
+            late.rows, late.head, target, tiles=late.tiles, **options
+        )
+
+
+def _to(late: LateProduct, *given: Any, **options: Any) -> LateProduct | None:
+    if len(given) != 1 or options or given[0] not in (late.device, torch.float32):
+        return None
+    return _floated(late) if given[0] == torch.float32 else late
+
+
+def _floated(late: LateProduct) -> LateProduct:
+    return late.changed(late.rows, torch.float32)
+
+
+def _unchanged(late: LateProduct) -> LateProduct:
+    return late
+
+
+def _is_differentiable(late: LateProduct) -> bool:
+    return late.rows.requires_grad or late.head.requires_grad
+
+
+_METADATA = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout")
+        ),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
+    }
+)
+_requires_grad: Any = Tensor.requires_grad
+_LATE: dict[Any, Callable[..., Any]] = {
+    Tensor.float: _floated,
+    Tensor.to: _to,
+    Tensor.contiguous: _unchanged,
+    Tensor.view: _viewed,
+    Tensor.reshape: _viewed,
+    Tensor.__getitem__: _sliced,
+    F.cross_entropy: _cross_entropy,
+    _requires_grad.__get__: _is_differentiable,
+}
+
+
+@final
+class LateHead:
+    """Stands in the place of a head's `forward`: its product is computed when it is read."""
+
+    def __init__(self, head: nn.Linear, tiles: int | str) -> None:
+        self.head = head
+        self.tiles = tiles
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The logits, late while the model trains."""
+        through = calling_module()
+        head: nn.Linear = self.head if through is None else through
+        is_traced = torch.compiler.is_compiling() or is_running()
+        is_plain = not is_traced and not levels.interpreter_is_active()
+        if not is_plain or not head.training or not torch.is_grad_enabled():
+            return type(head).forward(head, x)
+        return LateProduct(x, head.weight, self.tiles, x.dtype)

@@ -1,0 +1,147 @@
+"""`interop.transformers.enable(tiled_loss=, tiled_mlp=)`: the same step, in less at a time."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support import LiveBytes, assert_close
+
+tr: Any = pytest.importorskip("transformers")
+
+from remat.interop.transformers import disable, enable  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+VOCABULARY, LENGTH = 1024, 64
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "use_cache": False,
+}
+#: Gemma's logits go through a softcap before its loss, which reads them whole.
+KINDS = {
+    "Llama": {**SIZES, "num_key_value_heads": 2},
+    "Gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": {
+        "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+    },
+}  # fmt: skip
+HEADS = {
+    "Llama": "LlamaForCausalLM",
+    "Gemma2": "Gemma2ForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+}
+IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCABULARY
+
+
+def made(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(tr, f"{kind}Config")(**KINDS[kind])
+    return getattr(tr, HEADS[kind])(config).train()
+
+
+def step(model: Any, **given: Any) -> tuple[Any, list[Any]]:
+    output = model(input_ids=IDS, labels=IDS, **given)
+    return output, [*torch.autograd.grad(output.loss, [*model.parameters()])]
+
+
+def peak(model: Any) -> int:
+    step(model)
+    with LiveBytes() as memory:
+        step(model)
+        return memory.peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_the_models_own(kind: str):
+    plain, model = made(kind), enable(made(kind), tiled_loss=4, tiled_mlp=4)
+    for given in ({}, {"num_items_in_batch": 100}):
+        (expected, gradients), (output, found) = (
+            step(plain, **given),
+            step(model, **given),
+        )
+
+        assert_close(output.loss, expected.loss)
+        assert_close(found, gradients)
+        assert_close(output.logits + 0, expected.logits)
+
+
+def test_logits_of_one_tile_and_hidden_values_of_one_tile_exist():
+    logits = IDS.numel() * VOCABULARY * 4
+    layers = peak(enable(made("Llama")))
+    loss = peak(enable(made("Llama"), tiled_loss=16))
+    both = peak(enable(made("Llama"), tiled_loss=16, tiled_mlp=8))
+
+    assert layers - loss >= 1.5 * logits
+    assert both < loss
+
+
+def test_what_reads_the_logits_gets_them():
+    plain, model = made("Llama"), enable(made("Llama"), tiled_loss=4)
+    expected, output = plain(input_ids=IDS), model(input_ids=IDS)
+    late = output.logits
+
+    assert isinstance(late, torch.Tensor)
+    assert late.shape == expected.logits.shape
+    assert late.dtype == torch.float32
+    assert late.requires_grad
+    for read in (
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits[..., :3].sum(),
+        lambda logits: logits[:, -1].softmax(-1),
+        lambda logits: logits.view(-1),
+        lambda logits: F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), IDS[:, 1:].reshape(-1)),
+        lambda logits: F.cross_entropy(logits.flatten(0, 1), logits.flatten(0, 1).softmax(-1)),
+        lambda logits: logits.to(torch.float64).sum(),
+        lambda logits: torch.stack([logits, logits]).mean(),
+    ):  # fmt: skip
+        assert_close(read(late), read(expected.logits))
+
+
+def test_generation_and_evaluation_are_as_before():
+    plain, model = made("Llama").eval(), enable(made("Llama"), tiled_loss=4).eval()
+    prompt = IDS[:, :4]
+
+    assert type(model(input_ids=IDS).logits) is torch.Tensor
+    assert torch.equal(
+        model.generate(prompt, max_new_tokens=3, do_sample=False),
+        plain.generate(prompt, max_new_tokens=3, do_sample=False),
+    )
+
+
+def test_copies_follow_their_own_weights():
+    model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+
+    assert_close(step(other)[0].loss, step(disable(copy.deepcopy(other)))[0].loss)
+    assert step(other)[0].loss != step(model)[0].loss
+
+
+def test_disable_takes_the_tiles_away():
+    model = disable(enable(made("Llama"), tiled_loss=4, tiled_mlp=4))
+
+    assert all("forward" not in vars(each) for each in model.modules())
+    assert type(step(model)[0].logits) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"tiled_loss": 2}, "not the product with one weight"), ({"tiled_mlp": 2}, "named `mlp`")],
+)  # fmt: skip
+def test_models_without_such_a_part_are_refused(options: dict[str, int], text: str):
+    config = tr.BertConfig(**{key: SIZES[key] for key in SIZES if key != "use_cache"})
+
+    with pytest.raises(ValueError, match=text):
+        enable(tr.BertModel(config), **options)  # pyright: ignore[reportArgumentType]
