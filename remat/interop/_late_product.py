@@ -97,7 +97,7 @@ def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
 
 def _sliced(late: LateProduct, index: Any) -> LateProduct | None:
     is_listed = isinstance(index, tuple)
-    parts: tuple[Any, ...] = index if is_listed else (index,)
+    parts: Any = index if is_listed else (index,)
     is_open = any(each is Ellipsis for each in parts)
     is_whole = parts[-1] == slice(None) if is_open else len(parts) < late.dim()
     if not is_whole or not all(
