@@ -412,16 +412,7 @@ class CheckpointFunction:
     def apply(
         run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
-        """Calls `checkpoint(run_function, *args, use_reentrant=True)`.
-
-        Args:
-            run_function: what to run.
-            preserve_rng_state: see `checkpoint`.
-            *args: its arguments.
-
-        Returns:
-            What `run_function` returns.
-        """
+        """Calls `checkpoint(run_function, *args, use_reentrant=True)`, which see."""
         return checkpoint(
             run_function,
             *args,
