@@ -88,8 +88,9 @@ def _stream_around(value: Value) -> str | None:
     """Whose numbers a draw takes in the outer trace; None leaves it to the generator."""
     if value.is_redraw:
         return ""
-    device = device_of(value.meta)
-    return streams.take_inside(value.stream, device) if value.stream else None
+    if not value.stream:
+        return None
+    return streams.take_inside(value.stream, device_of(value.meta))
 
 
 def _state_around(device: torch.device) -> torch.Tensor:
