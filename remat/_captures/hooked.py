@@ -22,8 +22,7 @@ from remat._torch import modules
 def put_back(survey: Survey) -> tuple[tuple[Step, ...], ...]:
     """Removes the stand-ins of a trace from the attributes that hooks compute.
 
-    Returns:
-        The steps from the roots to each module that has any.
+    Tells the steps from the roots to each module that has any.
     """
     ways: list[tuple[Step, ...]] = []
     for node in survey.nodes.values():

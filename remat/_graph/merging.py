@@ -32,15 +32,10 @@ def merge(
     """The program that returns the outputs of the first, then those of the second.
 
     If the first draws random numbers, the order of its steps counts. Then it runs as a whole
-    before the second, and nothing is shared.
-
-    Args:
-        first: a program.
-        second: another one.
-        reads: for each input of the second, which value of the first it is; None for one
-            that the first does not have, which becomes a further input.
-        known: a program over the first's inputs whose outputs these are known to be, in
-            their order: what the second reads instead of computing it.
+    before the second, and nothing is shared. `reads` says for each input of the second which
+    value of the first it is; None for one that the first does not have, which becomes a further
+    input. `known` is a program over the first's inputs whose outputs these are known to be, in
+    their order: what the second reads instead of computing it.
     """
     line = _line_up(first, second, reads, known)
     if any(map(_moves_generator, first.values)):

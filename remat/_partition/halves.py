@@ -22,11 +22,8 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
 
     Draws stay even if nothing reads them, because the generator must end in the same state.
     An output that shares storage with an earlier one is cloned, because the caller may change
-    one of them in place.
-
-    Returns:
-        The graph, and which outputs are views of something that nothing else holds. They
-        must be returned as plain tensors, which the caller may change in place.
+    one of them in place. With the graph comes which outputs are views of something that nothing
+    else holds: they must be returned as plain tensors, which the caller may change in place.
     """
     graph = _ranked(joint.graph)
     effects = [
@@ -149,16 +146,10 @@ def unique_outputs(
 ) -> tuple[Graph, tuple[View, ...], tuple[Any, ...]]:
     """Each output of a half once, and none that is only a view of an input after `skip`.
 
-    `autograd.Function` can return neither a tensor twice nor one of its inputs.
-
-    Args:
-        graph: whose outputs to change.
-        skip: how many inputs none may be a view of.
-        inputs: how each input after these is spread, as a DTensor; empty if none is.
-        outputs: how each output is, likewise.
-
-    Returns:
-        The graph, how each of its former outputs is made, and how the new ones are spread.
+    `autograd.Function` can return neither a tensor twice nor one of its inputs. `inputs` says how
+    each input after `skip` is spread, as a DTensor (empty if none is), and `outputs` how each
+    output is. With the graph come how each of its former outputs is made, and how the new ones
+    are spread.
     """
     unique: list[tuple[Ref, Any]] = []
     views: list[View] = []

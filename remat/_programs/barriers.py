@@ -59,15 +59,10 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
-    """The program with copies that a compiler cannot see through.
+    """The program with copies (`remat.hold`) that a compiler cannot see through.
 
-    Args:
-        graph: a backward program: saved values, operands, cotangents -> gradients.
-        num_saved: how many of its first inputs are saved values.
-        num_cotangents: how many of its last inputs are cotangents.
-
-    Returns:
-        The same program with copies (`remat.hold`) among its steps.
+    A backward program: saved values, operands, cotangents -> gradients. Of its inputs the first
+    `num_saved` are saved values, and the last `num_cotangents` are cotangents.
     """
     writing = _Writing(graph, num_saved, num_cotangents)
     for index in range(graph.num_inputs, len(graph.values)):
@@ -81,9 +76,6 @@ class _Writing:
     """Writes the new program step by step.
 
     A view is written where it is read, as a view of a value or of the value's copy.
-
-    Attributes:
-        values: the new program, so far.
     """
 
     def __init__(self, graph: Graph, num_saved: int, num_cotangents: int) -> None:
@@ -91,7 +83,7 @@ class _Writing:
         self._owners = roots(graph)
         self._num_inputs = graph.num_inputs
         self._num_saved = num_saved
-        self.values = list(graph.values[: graph.num_inputs])
+        self.values = list(graph.values[: graph.num_inputs])  # the new program, so far
         # Where values of the old program are in the new one; a view, by where its owner is.
         self._places = {index: index for index in range(graph.num_inputs)}
         self._views: dict[tuple[int, int], int] = {}
@@ -110,9 +102,7 @@ class _Writing:
     def place(self, index: int, copied: int | None = None) -> int:
         """Where a value is in the new program; a view is written if need be.
 
-        Args:
-            index: the value.
-            copied: whose copy is to be read in its place, if anyone's.
+        `copied` is the value whose copy is to be read in its place, if anyone's.
         """
         owner = self._owners[index]
         base = self._held[owner] if owner == copied else self._places[owner]

@@ -78,16 +78,12 @@ _thread = _Thread()
 
 @final
 class Lender:
-    """A program that takes values from the one before, and holds some for the next.
-
-    Attributes:
-        graph: what it computes.
-        lent: the values that a program after it has asked for.
-    """
+    """A program that takes values from the one before, and holds some for the next."""
 
     def __init__(self, graph: Graph, run_of: Callable[[Graph], _Run]) -> None:
         """Makes one of a graph, and of what makes a function of a graph."""
-        self.graph = graph
+        self.graph = graph  # what it computes
+        #: The values that a program after it has asked for.
         self.lent: frozenset[int] = frozenset()
         self._run_of = run_of
         self._runs: dict[tuple[tuple[int, ...], frozenset[int]], _Run] = {}
@@ -181,11 +177,8 @@ def _equal_values(
 ) -> tuple[tuple[int, int], ...]:
     """Values of the first graph, and those equal to them at which the second need not compute.
 
-    Args:
-        first: a graph.
-        second: another one.
-        places: which input of the first each of the second's is, None for another tensor.
-        lent: what is wanted of the second beside its outputs.
+    `places` says which input of the first each of the second's is, None for another tensor;
+    `lent` is what is wanted of the second beside its outputs.
     """
     line, numbering = Building(first.values, {}), Numbering(first.values)
     ones = {numbering.numbers[index]: index for index in _lendable(first)}

@@ -55,11 +55,7 @@ def takes_functions(op: Any) -> bool:
 
 
 def taking(op: Any) -> Taking:
-    """How an operator takes functions.
-
-    Raises:
-        NotImplementedError: if a trace does not know it.
-    """
+    """How an operator takes functions; a `NotImplementedError` if a trace does not know it."""
     if op.name() not in _KNOWN:
         raise NotImplementedError(f"A trace does not know `{op}`")
     return _KNOWN[op.name()]

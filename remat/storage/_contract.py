@@ -223,16 +223,8 @@ _Form = tuple[torch.Size, torch.dtype, torch.device]
 def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
     """What a storage makes of a value, with a decoder that is checked.
 
-    Args:
-        storage: how it is to wait.
-        value: what is to wait.
-        place: which value it is.
-
-    Returns:
-        What `storage.store` returns.
-
     Raises:
-        RematError: it broke its contract.
+        RematError: the storage broke its contract.
     """
     before = levels.versions_below([value])
     stored: Any = storage.store(value, place)
@@ -338,9 +330,8 @@ def densely(
 ) -> tuple[Tensor, Place, tuple[int, ...] | None]:
     """A value as a storage is given it: contiguous, and each of its numbers once, as it is.
 
-    Returns:
-        A view of it where that will do, its place with the order of its dimensions, and
-        that order; None for a copy in their own.
+    A view of it where that will do, its place with the order of its dimensions, and that order;
+    None for a copy in their own.
     """
     stride = value.stride()
     sizes = unexpanded_shape(value.shape, stride)

@@ -65,10 +65,7 @@ class MeasuredStep:
                 self._survey.restore(self._numbers)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Calls the function.
-
-        Returns:
-            The tensors that it returns and through which gradients flow.
+        """Calls the function: the tensors that it returns and through which gradients flow.
 
         Raises:
             RematError: there are none.
