@@ -12,6 +12,8 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from remat._generators import device_states
+from tests import accelerator
+from tests.accelerator import Counts
 from tests.probe import Errors, forget_retraces, nothing_left, use_torch_at_length
 from tests.support import FakeDevice
 
@@ -55,13 +57,33 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs an accelerator where there is none."""
-    if torch.accelerator.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the device on which the tests make their tensors, unless they name another."""
+    parser.addoption("--device", default="cpu", help="cpu, cuda, standin or another")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes it torch's own default, for this thread."""
+    device = config.getoption("--device")
+    if device == accelerator.NAME:
+        if lacking := accelerator.missing():
+            pytest.exit(lacking, returncode=0)
+        accelerator.load()
+    if device != "cpu":
+        torch.set_default_device(torch.device(device, 0))
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Skips what needs an accelerator where there is none, and what cannot run on one."""
+    device = config.getoption("--device")
+    has = {"gpu": torch.accelerator.is_available(), "standin": device == "standin"}
+    reasons = {"gpu": "needs an accelerator", "standin": "needs --device standin"}
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+        for mark in (mark for mark, is_there in has.items() if not is_there):
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=reasons[mark]))
 
 
 def pytest_collection_finish() -> None:
@@ -115,6 +137,24 @@ def _fixed_seeds() -> None:
 @pytest.fixture(autouse=True)
 def _no_retraces_counted() -> None:
     forget_retraces()
+
+
+@pytest.fixture
+def device_counts() -> Counts:
+    """What the stand-in for an accelerator has counted in this test."""
+    return Counts()
+
+
+@pytest.fixture(autouse=True)
+def _all_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that has read, on the stand-in, what nothing has waited for."""
+    if request.config.getoption("--device") != accelerator.NAME:
+        yield
+        return
+    counts = Counts()
+    counts.forget()
+    yield
+    assert counts.of("unordered_accesses", "early_frees") == (0, 0)
 
 
 @pytest.fixture
