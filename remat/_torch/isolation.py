@@ -41,10 +41,15 @@ def without_inference_mode() -> Generator[None]:
 
     The caller cannot be asked: inside a level of torch.func the mode reports that it is off,
     although the dispatch keys that it excludes still are excluded outside the level. Obsolete
-    when torch undoes both.
+    when torch undoes both. Leaving the mode also lets backwards use autograd's own threads.
     """
     records = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(records):
+    has_threads = torch.autograd.is_multithreading_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(records),
+        torch.autograd.set_multithreading_enabled(has_threads),
+    ):
         yield
 
 
