@@ -2,10 +2,12 @@
 
 A recomputed draw reads the state from which its first run started. So it gives the same
 numbers even if other draws are left out because nothing reads them. The generator itself is
-left as it was found. The state of a CPU generator is 5,056 bytes, that of a CUDA one 16.
+left as it was found. The state of a CPU generator is 5,056 bytes, that of an accelerator's 16.
 Tensors on "meta" have no numbers, and a draw there no generator: its state is empty.
 """
 
+import contextlib
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from torch.fx.node import has_side_effect
 
 from remat._torch import levels, schemas
 
+_SIZE_OF_CPU, _SIZE = SIZES = 5056, 16  # in bytes: a CPU's, an accelerator's
+
 
 def _module(kind: str) -> Any:
-    """What torch offers for the generators of an accelerator, such as `torch.cuda`."""
+    """What torch offers for the generators of an accelerator."""
     return getattr(torch, kind, None)
 
 
@@ -52,6 +56,17 @@ def put(state: torch.Tensor, device: torch.device) -> None:
         _module(device.type).set_rng_state(state, device)
 
 
+@contextlib.contextmanager
+def put_back(devices: Iterable[torch.device]) -> Generator[None]:
+    """Puts the generators of the CPU and of these devices back at the end."""
+    states = {each: get(each) for each in filter(has, {torch.device("cpu"), *devices})}
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            put(state, device)
+
+
 def _swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     found = get(device)
     put(state, device)
@@ -65,7 +80,7 @@ def fake_state(device: torch.device) -> torch.Tensor:
 
 def size_bytes(device: torch.device) -> int:
     """How large the state of a device's generator is."""
-    return {"cpu": 5056, "meta": 0}.get(device.type, 16)
+    return {"cpu": _SIZE_OF_CPU, "meta": 0}.get(device.type, _SIZE)
 
 
 def _fake_swap(state: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from remat._torch import schemas
 # began nor the current state of a stream.
 UNKNOWN = "?"
 
-_SEED_BYTES = 8  # the states of CPU and CUDA generators begin with their seed
+_SEED_BYTES = 8  # the states of generators begin with their seed, on each device
 _seeds = itertools.count(int.from_bytes(b"remat\0\0\0", "big"))
 
 _States = list[tuple[int, Tracker, dict[str, Any]]]
@@ -271,8 +271,8 @@ def unregistered(where: str) -> ImplicitRandomnessError:
 
 def looks_like_state(tensor: Tensor) -> bool:
     """Whether a tensor has the shape of a state that a stream on some device could have."""
-    sizes = [device_states.size_bytes(torch.device(kind)) for kind in ("cpu", "cuda")]
-    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel() in sizes
+    is_one = tensor.dtype is torch.uint8 and tensor.ndim == 1
+    return is_one and tensor.numel() in device_states.SIZES
 
 
 def enter(stream: str, device: torch.device) -> Tensor:

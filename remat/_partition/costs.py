@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import PolicyError, refusal
+from remat._generators import device_states
 from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
@@ -84,8 +85,7 @@ def measured(metas: list[TensorMeta]) -> Costs:
 
 def _time_ns(graph: Graph, value: Value) -> int:
     op: Any = value.op
-    drawn = {each.device for each in metas_in(value.meta) if each.device.type == "cuda"}
-    fork: Any = torch.random.fork_rng  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    drawn = {meta.device for meta in metas_in(value.meta)}
     rounds: list[int] = []
 
     def zeros(use: int) -> Tensor:
@@ -93,7 +93,7 @@ def _time_ns(graph: Graph, value: Value) -> int:
         (meta,) = metas_in(graph.values[use].meta)
         return meta.empty().zero_()
 
-    with fork(drawn), isolation.isolated(), torch.no_grad():
+    with device_states.put_back(drawn), isolation.isolated(), torch.no_grad():
         args, kwargs = replace_refs((value.args, value.kwargs), zeros)
         for _ in range(_ROUNDS):
             _finish_timed_work()

@@ -18,14 +18,14 @@ _CGROUPS = (  # limit and use: the second version's names, then the first's
 def free_bytes(device: torch.device) -> int:
     """Bytes that are still free on a device.
 
-    On a CUDA device: what the driver has free, and what torch's allocator keeps unused.
-    Elsewhere: the least of what the machine has available, what the process's control
-    group has left, and what its limit of address space has.
+    On an accelerator that tells it: what the driver has free, and what torch's allocator
+    keeps unused. Elsewhere: the least of what the machine has available, what the
+    process's control group has left, and what its limit of address space has.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + kept
+    module = getattr(torch, device.type, None)
+    if hasattr(module, "mem_get_info"):
+        free, _ = module.mem_get_info(device)
+        return free + module.memory_reserved(device) - module.memory_allocated(device)
     return min(limits(Path("/")))
 
 

@@ -78,8 +78,8 @@ class RunState:
         self.buffers = buffers  # what the function may change
         self.engine = engine  # of the modules of `fully_shard` that it may call
         self.draws = draws  # whether it may draw, from the generators of these devices
-        kinds = {tensor.device for tensor in operands}
-        self.devices = {torch.device("cpu"), *(d for d in kinds if d.type == "cuda")}
+        devices = {torch.device("cpu"), *(tensor.device for tensor in operands)}
+        self.devices = set(filter(device_states.has, devices))
         # The states of generators and trackers when the first run began: while it runs, after.
         self.start: _Randomness | None = None
         self.before: _Randomness | None = None

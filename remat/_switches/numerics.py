@@ -7,6 +7,7 @@ the default dtype, deterministic algorithms, matmul precision, and the choice of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Numerics(NamedTuple):
         precision, *switches = kernels
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
-            for device in _DEVICES
+            for device in _devices()
             if torch.is_autocast_enabled(device)
         )
         current = cls(
@@ -70,7 +71,7 @@ class Numerics(NamedTuple):
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
-            for device in _DEVICES:
+            for device in _devices():
                 dtype = dict(self.autocast).get(device)
                 enabled = dtype is not None
                 stack.enter_context(
@@ -110,20 +111,20 @@ class Numerics(NamedTuple):
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
-        for write, value in zip(_WRITE, self.switches, strict=True):
-            write(value)
+        guards.choose_attention(self.switches)
 
 
 # By grad mode, which the guard looks at too: when it holds, the kernels that it goes with,
 # and what was found then.
 _known: dict[bool, tuple[Callable[[], bool], tuple[Any, ...], Numerics]] = {}
-_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-# In the order of `Numerics.switches`.
-_WRITE = (
-    torch.backends.cuda.enable_flash_sdp,
-    torch.backends.cuda.enable_mem_efficient_sdp,
-    torch.backends.cuda.enable_math_sdp,
-    torch.backends.cuda.enable_cudnn_sdp,
-)
+def _devices() -> tuple[str, ...]:
+    """The kinds of devices that may autocast."""
+    return _with(torch.accelerator.current_accelerator())
+
+
+@functools.cache
+def _with(accelerator: torch.device | None) -> tuple[str, ...]:
+    is_there = accelerator is not None and torch.accelerator.is_available()
+    return ("cpu", accelerator.type) if is_there else ("cpu",)

@@ -47,6 +47,15 @@ def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
     )
 
 
+def choose_attention(are_allowed: Sequence[bool]) -> None:
+    """Sets which attention kernels may run, in the order of `kernel_choices`."""
+    flash, efficient, math, cudnn = are_allowed
+    torch._C._set_sdp_use_flash(flash)
+    torch._C._set_sdp_use_mem_efficient(efficient)
+    torch._C._set_sdp_use_math(math)
+    torch._C._set_sdp_use_cudnn(cudnn)
+
+
 def is_quiet() -> bool:
     """Whether this thread has no transform, no forward mode and no dispatch mode."""
     return (

@@ -106,6 +106,11 @@ def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
+def has_kernel_on(device_type: str, name: str) -> bool:
+    """Whether an operator has a kernel of its own for a kind of device."""
+    return has_kernel(name, torch._C._dispatch_key_for_device(device_type))
+
+
 def needs_grad_mode(op: Any) -> bool:
     """Whether a kernel looks at grad mode to learn if a backward will follow.
 

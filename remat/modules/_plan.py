@@ -14,6 +14,7 @@ from torch import nn
 
 from remat._api import remat
 from remat._errors import BudgetError, refusal
+from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan, plan as plan_of
@@ -361,10 +362,8 @@ def _called(
             instead = functools.partial(stand_in, name, module, module.forward)
             stack.enter_context(_called_instead(module, instead))
         if has_data:
-            others = {each.device for each in tensors if each.device.type != "cpu"}
-            kind = next((each.type for each in others), "cuda")
-            fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            stack.enter_context(fork)
+            devices = {each.device for each in tensors}
+            stack.enter_context(device_states.put_back(devices))
             copies = {name: each.clone() for name, each in model.named_buffers()}
             torch.func.functional_call(model, copies, args, kwargs)
         else:

@@ -18,7 +18,6 @@ from remat.random import _portable
 from remat.random._philox import as_int64
 
 _aten = torch.ops.aten
-_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 _KERNELS = ("key_split", "uniform_", "normal_", "randint_")
 
 # (out, keys, two bounds or moments) -> out
@@ -37,9 +36,9 @@ def has_kernels(device_type: str) -> bool:
     Obsolete, with all that draws without them, when the oldest supported torch has them
     on every device.
     """
-    return device_type in _DISPATCH_KEYS and all(
+    return all(
         hasattr(_aten, f"_philox_{name}")
-        and schemas.has_kernel(f"aten::_philox_{name}", _DISPATCH_KEYS[device_type])
+        and schemas.has_kernel_on(device_type, f"aten::_philox_{name}")
         for name in _KERNELS
     )
 

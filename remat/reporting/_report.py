@@ -40,7 +40,7 @@ class Report(Facts):
         output_bytes: the part of the held bytes that lives only because it was
             returned.
         peak: the moment at which most lived, gradients included.
-        allocator_peak_bytes: the same by CUDA's allocator, which rounds sizes up and
+        allocator_peak_bytes: the same by the device's allocator, which rounds sizes up and
             sees buffers inside kernels; None on other devices.
         parameter_bytes: the leaves that are differentiated.
         argument_bytes: the other tensors among the arguments.

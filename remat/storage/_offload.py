@@ -131,7 +131,7 @@ class Offload(AbstractStorage):
                 device,
                 self.device,
                 why="torch knows no device of that name.",
-                do='Pass, for example, "cpu" or "cuda:1".',
+                do='Pass "cpu", or an accelerator by its name and number.',
             ) from error
         require_type("Offload(pin=...)", self.pin, bool, wanted="True or False")
         require_count("Offload(min_bytes=...)", self.min_bytes, at_least=0)

@@ -119,7 +119,7 @@ class Pool:
 
 @final
 class Driver:
-    """The interface of an accelerator: `torch.cuda`, or a module like it."""
+    """The interface of an accelerator: the module that torch has for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from remat import _captures
 from remat._calls.signature import labels
+from remat._generators import device_states
 from remat._torch import trees
 from remat._torch.tensors import storage_key
 from remat.testing._named_transforms import is_differentiable
@@ -60,7 +61,7 @@ class RepeatedCall:
         self.wanted = tuple(sorted(firsts.values()))
         self.wanted_labels = tuple(self.labels[place] for place in self.wanted)
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self._devices = {each.device for each in tensors if each.device.type != "cpu"}
+        self._devices = {each.device for each in tensors}
         self._functions = tuple(map(inspect.unwrap, functions))
         self._survey = _captures.Survey(self._functions)
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
@@ -81,8 +82,7 @@ class RepeatedCall:
         """Inside, the state may change; afterwards it is restored, and noted as it was."""
         flat = FlatFunction(function, self)
         leaves = flat.leaves
-        kind = next((each.type for each in self._devices), "cuda")
-        with torch.random.fork_rng(self._devices, device_type=kind):  # pyright: ignore[reportUnknownMemberType]
+        with device_states.put_back(self._devices):
             torch.set_rng_state(self._cpu)
             try:
                 yield flat

@@ -87,10 +87,16 @@ struct DeviceMemory final : c10::DeviceAllocator {
     }
   }
 
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    size_t used = runtime().allocated[device];
+    return {kBytes - used, kBytes};
+  }
+
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = runtime().allocated[device];
     stats.allocated_bytes[0].peak = runtime().peak[device];
+    stats.reserved_bytes = stats.allocated_bytes;
     return stats;
   }
 

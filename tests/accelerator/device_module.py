@@ -56,6 +56,14 @@ def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize(_index(device))
 
 
+# What torch counts for any accelerator.
+memory_allocated = torch.accelerator.memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
+max_memory_allocated = torch.accelerator.max_memory_allocated
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+mem_get_info = torch.accelerator.get_memory_info
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 

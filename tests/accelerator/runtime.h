@@ -25,6 +25,7 @@
 namespace standin {
 
 constexpr int kDevices = 2;
+constexpr size_t kBytes = size_t(1) << 34; // of each device, as it tells
 constexpr int kPoison = 0xFF; // not a number, for each floating type
 constexpr int kHost = -1;
 

@@ -78,19 +78,20 @@ class LiveBytes(modes.DispatchMode):
 
 
 def allocator_peak(devices: Iterable[torch.device]) -> Callable[[], int | None]:
-    """Begins to measure what a step adds to the memory of CUDA devices, all together.
+    """Begins to measure what a step adds to the memory of accelerators, all together.
 
-    The result tells the peak so far, None without such a device. The allocator keeps one
-    peak per device, which is reset here: what `torch.cuda.max_memory_allocated` recorded
-    of earlier steps is lost.
+    The result tells the peak so far, None without an accelerator whose allocator counts.
+    The allocator keeps one peak per device, which is reset here: what `torch.accelerator.
+    max_memory_allocated` recorded of earlier steps is lost.
     """
-    cuda = [device for device in devices if device.type == "cuda"]
-    before = sum(map(torch.cuda.memory_allocated, cuda))
-    for device in cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    modules = [(getattr(torch, device.type, None), device) for device in devices]
+    counting = [each for each in modules if hasattr(each[0], "max_memory_allocated")]
+    before = sum(module.memory_allocated(device) for module, device in counting)
+    for module, device in counting:
+        module.reset_peak_memory_stats(device)
 
     def peak() -> int | None:
-        most = sum(map(torch.cuda.max_memory_allocated, cuda))
-        return most - before if cuda else None
+        most = sum(module.max_memory_allocated(device) for module, device in counting)
+        return most - before if counting else None
 
     return peak

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from remat import _captures
 from remat._errors import RematError, refusal
+from remat._generators import device_states
 from remat._regions.out_of_memory import name_of
 from remat._torch import fakes, trees
 from remat.reporting._held import leaves_of
@@ -55,10 +56,10 @@ class MeasuredStep:
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Inside, gradients are on, and state may change; it is put back afterwards."""
-        others = [each for each in self.devices if each.type not in ("cpu", "meta")]
-        kind = others[0].type if others else "cuda"
-        fork: Any = torch.random.fork_rng(others, device_type=kind)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        with torch.inference_mode(False), torch.enable_grad(), fork:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(device_states.put_back(self.devices))
             try:
                 yield
             finally:
