@@ -361,3 +361,19 @@ def test_a_change_that_no_call_shows_raises() -> None:
 
     with pytest.raises(MutationError, match=r"`held`.*Register it as a buffer"):
         remat(fun, engine="rerun")(seeded(3).requires_grad_())
+
+
+def test_each_run_makes_tensors_on_the_default_device_of_the_first() -> None:
+    """Each thread has a default of its own, and a backward may have its own thread."""
+
+    def fun(x: Tensor) -> Tensor:
+        assert torch.empty(1).device.type == "meta"
+        return branches(x)
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.device("meta"):
+        y = remat(fun, engine="rerun")(x)
+    with torch.device("cpu"):
+        y.sum().backward()
+
+    assert x.grad is not None
