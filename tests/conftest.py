@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from remat._generators import device_states
 from tests import accelerator
-from tests.accelerator import Counts
+from tests.accelerator import Counts, left_out
 from tests.probe import Errors, forget_retraces, nothing_left, use_torch_at_length
 from tests.support import FakeDevice
 
@@ -81,9 +81,26 @@ def pytest_collection_modifyitems(
     has = {"gpu": torch.accelerator.is_available(), "standin": device == "standin"}
     reasons = {"gpu": "needs an accelerator", "standin": "needs --device standin"}
     for item in items:
-        for mark in (mark for mark, is_there in has.items() if not is_there):
-            if item.get_closest_marker(mark) is not None:
-                item.add_marker(pytest.mark.skip(reason=reasons[mark]))
+        lacking = [
+            mark for mark in has if not has[mark] and item.get_closest_marker(mark)
+        ]
+        why = reasons[lacking[0]] if lacking else None
+        if device == accelerator.NAME:
+            why = why or left_out.reason(item.nodeid)
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says how many tests a device other than the CPU has run."""
+    device, stats = config.getoption("--device"), terminalreporter.stats
+    if device != "cpu":
+        num_passed, num_skipped = (
+            len(stats.get(key, [])) for key in ("passed", "skipped")
+        )
+        terminalreporter.write_line(
+            f"on {device}: {num_passed} tests passed, {num_skipped} did not run"
+        )
 
 
 def pytest_collection_finish() -> None:

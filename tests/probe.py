@@ -128,7 +128,7 @@ def use_torch() -> None:
     assert torch.equal(torch.cond(x.sum() > 0, _sine, _cosine, (x,)), x.sin())
     assert torch.equal(_doubled(x), x.sin() * 2.0)
     matrix = torch.ones(2, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(matrix.device.type, dtype=torch.bfloat16):
         assert torch.mm(matrix, matrix).dtype == torch.bfloat16
     assert torch.mm(matrix, matrix).dtype == torch.float32
     layer = nn.Linear(2, 2)

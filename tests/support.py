@@ -387,7 +387,7 @@ class FakeDevice:
     """What `torch.cuda` offers for generators, without a device behind it."""
 
     def __init__(self) -> None:
-        self.states = {0: torch.zeros(16, dtype=torch.uint8)}
+        self.states = {0: torch.zeros(16, dtype=torch.uint8, device="cpu")}
 
     def is_available(self) -> bool:
         return True

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Generator.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GeneratorImpl.h>
 
 #include <cstring>
@@ -57,8 +57,9 @@ struct Generator final : c10::GeneratorImpl {
   }
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({sizeof(words)}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
-    std::memcpy(state.data_ptr(), words, sizeof(words));
+    // No operator, which a mode that stands for tensors without data would take.
+    auto state = at::detail::empty_cpu({sizeof(words)}, c10::ScalarType::Byte);
+    std::memcpy(state.mutable_data_ptr(), words, sizeof(words));
     return state.getIntrusivePtr();
   }
 

@@ -30,10 +30,15 @@ struct BelowAll {
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
+c10::DispatchKeySet keys_of(c10::DispatchKey place, const at::Tensor& tensor) {
+  auto keys = c10::DispatchKeySet(place);
+  return tensor._is_zerotensor() ? keys.add(c10::DispatchKey::ZeroTensor) : keys;
+}
+
 // A tensor of the CPU with the same numbers in the same memory.
 at::Tensor alias_in(const c10::Storage& storage, const at::Tensor& tensor) {
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+      c10::Storage(storage), keys_of(c10::DispatchKey::CPU, tensor), tensor.dtype());
   auto impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   impl->_set_conj(tensor.is_conj());
@@ -54,7 +59,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 at::Tensor device_tensor(const c10::Storage& storage, const at::Tensor& like) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.dtype());
+      c10::Storage(storage), keys_of(c10::DispatchKey::PrivateUse1, like), like.dtype());
   auto impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   impl->_set_conj(like.is_conj());
@@ -126,7 +131,6 @@ class Call {
   std::unordered_map<c10::StorageImpl*, c10::Storage> origins_; // by those of the CPU
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;
   std::vector<MemoryPtr> reads_, writes_;
-  at::Generator cpu_generator_;
   Generator* generator_ = nullptr;
 
   c10::IValue taken(c10::IValue value, bool is_write) {
@@ -153,9 +157,7 @@ class Call {
     }
     if (value.isGenerator() && value.toGenerator().device().type() == kType) {
       generator_ = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl());
-      cpu_generator_ = at::detail::createCPUGenerator(generator_->seed_of_draw());
-      generator_->words[1] += 4;
-      return cpu_generator_;
+      return at::detail::createCPUGenerator(generator_->seed_of_draw());
     }
     return value;
   }
@@ -219,6 +221,9 @@ class Call {
     }
     if (generator_ != nullptr || !op_.hasTag(at::Tag::nondeterministic_seeded)) {
       op_.callBoxed(stack_);
+      if (generator_ != nullptr) {
+        generator_->words[1] += 4;
+      }
       return;
     }
     // It takes no generator, and so draws from the CPU's, if it does at all.
@@ -246,9 +251,9 @@ class Call {
     }
   }
 
-  // What an operator made on the CPU, in memory of the device.
+  // What an operator made on the CPU, in memory of the device; zeros may have no memory.
   c10::DataPtr moved(const c10::Storage& storage) {
-    auto data = device_allocator()->allocate(storage.nbytes());
+    auto data = device_allocator()->allocate(storage.data() == nullptr ? 0 : storage.nbytes());
     if (data.get() != nullptr) {
       std::memcpy(data.get(), storage.data(), storage.nbytes());
       Lock lock(runtime().lock);
@@ -387,7 +392,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   BelowAll below;
-  auto host = at::empty({}, tensor.options().device(at::kCPU));
+  auto host = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
   copy_from(tensor, host, false);
   return host.item();
 }

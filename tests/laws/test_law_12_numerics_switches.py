@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import chain, checkpoint_name, policies, remat, scan, schedules
 from tests.support import assert_bitwise, pairwise, seeded
 
-bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
+HERE = torch.get_default_device().type
+bfloat16 = torch.autocast(HERE, dtype=torch.bfloat16)
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -33,9 +34,9 @@ def tied(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def autocast_inside(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Switches autocast on, and in a part of it off, by itself."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(HERE, dtype=torch.bfloat16):
         h = torch.sin(x @ w1)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(HERE, enabled=False):
             h = torch.sin(h.float() @ w2)
         return torch.sin(h)
 
@@ -44,14 +45,14 @@ def written_in_place(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Writes through a view, which takes a second trace, beside a part without autocast."""
     h = x @ w1
     h.view(-1).mul_(2)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(HERE, enabled=False):
         h = torch.sin(h.float() @ w2)
     return torch.sin(h)
 
 
 def autocast_off(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Computes in single precision whatever is around it."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(HERE, enabled=False):
         return torch.sin(torch.tanh(x @ w1) @ w2)
 
 
@@ -98,10 +99,10 @@ def deterministic(*, warn_only: bool = False) -> Iterator[None]:
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 SWITCHES: dict[str, Around] = {
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "autocast_float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast": lambda: torch.autocast(HERE, dtype=torch.bfloat16),
+    "autocast_float16": lambda: torch.autocast(HERE, dtype=torch.float16),
     "autocast_no_cache": lambda: torch.autocast(
-        "cpu", dtype=torch.bfloat16, cache_enabled=False
+        HERE, dtype=torch.bfloat16, cache_enabled=False
     ),
     "default_dtype": lambda: default_dtype(torch.float64),
     "matmul_precision": lambda: matmul_precision("medium"),
@@ -329,7 +330,7 @@ def test_autocast_under_func_grad(engine: str) -> None:
 
     def gradients(fun: Any) -> Any:
         def loss(*leaves: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(HERE, dtype=torch.bfloat16):
                 return fun(*leaves).float().sum()
 
         return torch.func.grad(loss, argnums=(0, 1, 2))(*leaves)
@@ -372,11 +373,11 @@ def test_autocast_states_after_a_call_are_as_before() -> None:
     leaves = arguments()
     with bfloat16:
         y = remat(mlp)(*leaves)
-        assert torch.is_autocast_enabled("cpu")
-    assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(HERE)
+    assert not torch.is_autocast_enabled(HERE)
     y.float().sum().backward()
 
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(HERE)
 
 
 @pytest.mark.contract

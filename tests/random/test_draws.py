@@ -72,7 +72,7 @@ def test_uniform_bounds(dtype: torch.dtype) -> None:
 
     assert drawn.min() >= -2
     assert drawn.max() <= 3
-    assert drawn.double().mean() == pytest.approx(0.5, abs=0.1)
+    assert drawn.double().mean().item() == pytest.approx(0.5, abs=0.1)
     low, high = torch.tensor(-2.0, dtype=dtype), torch.tensor([3.0], dtype=dtype)
     again = random.uniform(KEY, (4096,), dtype=dtype, minval=low, maxval=high)
     torch.testing.assert_close(again, drawn)

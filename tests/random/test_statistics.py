@@ -55,14 +55,14 @@ CONTINUOUS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize(("draw", "law"), CONTINUOUS.values(), ids=CONTINUOUS)
 def test_kolmogorov_smirnov(draw: Any, law: Any, seed: int) -> None:
     """The largest distance of the empirical distribution function."""
-    drawn = draw(random.key(seed)).double().numpy()
+    drawn = draw(random.key(seed)).double().cpu().numpy()
 
     assert scipy.stats.kstest(drawn, law.cdf).pvalue > THRESHOLD
 
 
 def chi_square(drawn: Tensor, probabilities: Any) -> float:
     """The p-value of counts of 0, 1, ... against their probabilities."""
-    found = torch.bincount(drawn.long(), minlength=len(probabilities)).numpy()
+    found = torch.bincount(drawn.long(), minlength=len(probabilities)).cpu().numpy()
     expected = np.asarray(probabilities) * found.sum()
     return scipy.stats.chisquare(found, expected).pvalue
 
@@ -92,7 +92,7 @@ def test_categorical(seed: int) -> None:
     logits = torch.tensor([0.0, 1.0, -2.0, 0.5])
     drawn = random.categorical(random.key(seed), (COUNT,), logits=logits)
 
-    assert chi_square(drawn, logits.double().softmax(0).numpy()) > THRESHOLD
+    assert chi_square(drawn, logits.double().softmax(0).cpu().numpy()) > THRESHOLD
 
 
 @each_seed
@@ -107,7 +107,7 @@ def test_permutation(seed: int) -> None:
 @each_seed
 def test_bits(seed: int) -> None:
     """Each bit is set half of the time, and no two of a word go together."""
-    words = random.bits(random.key(seed), (COUNT,)).numpy().view(np.uint32)
+    words = random.bits(random.key(seed), (COUNT,)).cpu().numpy().view(np.uint32)
     bits = np.unpackbits(words.view(np.uint8).reshape(COUNT, 4), axis=1).astype(float)
     signs = 2 * bits - 1
 
@@ -135,7 +135,7 @@ def test_related_keys_are_independent(family: Any, seed: int) -> None:
         random.uniform(key, (COUNT,)).double() for key in family(random.key(seed))
     )
 
-    correlation: Any = scipy.stats.pearsonr(one.numpy(), other.numpy())
+    correlation: Any = scipy.stats.pearsonr(one.cpu().numpy(), other.cpu().numpy())
     cells = (one * 16).floor() * 16 + (other * 16).floor()
     assert correlation.pvalue > THRESHOLD
     assert chi_square(cells, [1 / 256] * 256) > THRESHOLD
@@ -146,7 +146,9 @@ def test_neighbours_in_a_stream_are_independent() -> None:
     drawn = random.uniform(random.key(0), (COUNT,)).double()
 
     for lag in (1, 2, 3, 4, 5, 8):
-        found: Any = scipy.stats.pearsonr(drawn[:-lag].numpy(), drawn[lag:].numpy())
+        found: Any = scipy.stats.pearsonr(
+            drawn[:-lag].cpu().numpy(), drawn[lag:].cpu().numpy()
+        )
         assert found.pvalue > THRESHOLD
 
 
@@ -154,6 +156,6 @@ def test_streams_of_many_keys_are_one_sample() -> None:
     """The first numbers of a million sibling keys are uniform, too."""
     keys = random.split(random.key(0), COUNT)
 
-    drawn = torch.func.vmap(random.uniform)(keys).double().numpy()
+    drawn = torch.func.vmap(random.uniform)(keys).double().cpu().numpy()
 
     assert scipy.stats.kstest(drawn, "uniform").pvalue > THRESHOLD

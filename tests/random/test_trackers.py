@@ -29,7 +29,14 @@ from remat._generators import device_states, trackers
 from remat._generators.streams import STATE, enter, leave
 from remat._graph.meta import TensorMeta
 from remat._tracing.trace import Request, trace
-from tests.random.trackers import GraphSafe, InPlace, Tracker
+from tests.random.trackers import (
+    DEVICE,
+    GraphSafe,
+    InPlace,
+    Tracker,
+    generator_state,
+    new_generator,
+)
 from tests.support import FakeDevice, assert_bitwise, assert_close, pairwise, seeded
 
 pytestmark = [
@@ -157,7 +164,7 @@ def states() -> list[Tensor]:
     values = [
         each.clone() if isinstance(each, Tensor) else each.get_state() for each in held
     ]
-    return [torch.get_rng_state(), *values]
+    return [generator_state(), *values]
 
 
 def settle() -> None:
@@ -336,7 +343,7 @@ def test_states_are_taken_by_value() -> None:
             y = region(x).sum()
             if is_disturbed:
                 for held in tracker.get_states().values():
-                    state = torch.Generator().manual_seed(99).get_state()
+                    state = new_generator(99).get_state()
                     held.copy_(state) if isinstance(held, Tensor) else held.set_state(
                         state
                     )
@@ -352,7 +359,7 @@ def test_a_tracker_that_is_not_registered() -> None:
     before = states()
 
     def fun(x: Tensor) -> Tensor:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([] if DEVICE.type == "cpu" else [DEVICE]):
             torch.manual_seed(3)
             return torch.sin(drop(x))
 
@@ -528,7 +535,7 @@ class OnDevice(Tracker):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self.device = device
-        self.states_["tp"] = torch.full((16,), 5, dtype=torch.uint8)
+        self.states_["tp"] = torch.full((16,), 5, dtype=torch.uint8, device="cpu")
 
     @contextlib.contextmanager
     def fork(self, name: str = "tp") -> Generator[None]:
@@ -560,8 +567,12 @@ def test_a_trace_on_a_device(fake_device: FakeDevice) -> None:
     streams = [value.stream[-3:] for value in joint.graph.values if value.state]
     assert ops == [device_states.STATE, STATE, device_states.STATE]
     assert streams == ["", "/tp", ""]
-    assert_bitwise(mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8))
-    assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
+    assert_bitwise(
+        mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8, device="cpu")
+    )
+    assert_bitwise(
+        fake_device.states[0], torch.zeros(16, dtype=torch.uint8, device="cpu")
+    )
 
 
 def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
@@ -573,8 +584,12 @@ def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
         fake_device.states[0] += 2
         leave(stream, found, place)
 
-    assert_bitwise(mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8))
-    assert_bitwise(fake_device.states[0], torch.zeros(16, dtype=torch.uint8))
+    assert_bitwise(
+        mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8, device="cpu")
+    )
+    assert_bitwise(
+        fake_device.states[0], torch.zeros(16, dtype=torch.uint8, device="cpu")
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -89,13 +89,17 @@ class FakeDriver:
         self.used.append(stream.name)
 
 
+def on_the_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
 class Fake:
-    """A lane from the CPU to the CPU, and what tells of it."""
+    """A lane from the tests' device to the CPU, and what tells of it."""
 
     def __init__(self) -> None:
         self.driver = FakeDriver()
-        self.pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8))
-        self.lane = Lane(self.driver, torch.device("cpu"), self.pool)
+        self.pool = Pool(on_the_host)
+        self.lane = Lane(self.driver, torch.get_default_device(), self.pool)
         self.compute = self.driver.compute
         self.there, self.back = self.driver.streams
         self.fetched: list[int] = []
@@ -218,7 +222,7 @@ def test_a_pool_is_used_again_in_each_step() -> None:
 
 def test_a_pool_holds_no_more_than_was_in_use_at_one_time() -> None:
     """Steps of other sizes replace buffers; near sizes share them."""
-    pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8))
+    pool = Pool(on_the_host)
     held = [pool.lease(100), pool.lease(100)]
     held.clear()
     assert (pool.size_bytes, pool.free_bytes) == (200, 200)
