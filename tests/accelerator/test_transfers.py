@@ -1,0 +1,145 @@
+"""Offloading under load: how much is under way at once, who waits, and the numbers."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import checkpoint_name, policies, remat
+from remat.storage import Cast, Keep, Offload, Quantize, _transfer
+from tests.support import assert_bitwise, daily
+
+pytestmark = [pytest.mark.standin, pytest.mark.contract]
+
+HERE = torch.device("privateuseone", 0)
+
+
+@pytest.fixture(autouse=True)
+def _lanes_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_transfer, "_lanes", {})
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return x + (x @ w).tanh()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("pin", [True, False])
+def test_so_many_copies_are_under_way(prefetch: int, pin: bool, device_counts: Any):
+    """Of the value that is read and of those sent for ahead; and the host never waits."""
+    layer = remat(block, saved_inputs={"x": Offload(pin=pin, prefetch=prefetch)})
+    x = torch.randn(8, 4, device=HERE, requires_grad=True)
+    w = torch.randn(4, 4, device=HERE, requires_grad=True)
+
+    def step(layer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        y = x
+        for _ in range(8):
+            y = layer(y, w)
+        return torch.autograd.grad(y.sum(), (x, w))
+
+    step(layer)  # traces
+    torch.accelerator.synchronize(HERE)
+    device_counts.forget()
+    found = step(layer)
+
+    sent, back, at_once, waits = device_counts.of(
+        "copies_to_host",
+        "copies_to_device",
+        "most_copies_to_device_at_once",
+        "synchronizations",
+    )
+    assert (sent, back) == (8, 8)
+    assert at_once <= prefetch + 1
+    # Memory that is not page-locked is copied to while the host waits.
+    assert waits == (0 if pin else sent)
+    assert_bitwise(found, step(block))
+
+
+def test_the_device_holds_what_is_under_way():
+    """A backward holds what is read, what is sent for ahead, and what it computes."""
+    layer = remat(lambda x: x.sin().exp(), saved_inputs=Offload())
+    y = x = torch.randn(2**12, device=HERE, requires_grad=True)
+    for _ in range(20):
+        y = layer(y)
+    torch.accelerator.synchronize(HERE)
+    torch.accelerator.reset_peak_memory_stats(HERE)
+    before = torch.accelerator.memory_allocated(HERE)
+
+    torch.autograd.grad(y.sum(), x)
+
+    most = torch.accelerator.max_memory_allocated(HERE) - before
+    assert most <= 7 * x.nbytes
+
+
+OPERATORS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, w: x @ w,
+    lambda x, w: x.sin(),
+    lambda x, w: x.tanh() + x,
+    lambda x, w: (x * x).softmax(-1),
+    lambda x, w: x.exp().clamp(max=3.0),
+]
+STORAGES: list[Any] = [
+    Offload(),
+    Offload(prefetch=3),
+    Offload(prefetch=0, pin=False),
+    Cast(torch.bfloat16) >> Offload(),
+    Quantize(8) >> Offload(prefetch=2),
+    Keep(),
+    None,
+]
+
+
+def program(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Regions in a row, each of a few operators, whose values wait in some storage."""
+    choose = random.Random(seed)
+
+    def layer() -> Any:
+        ops = choose.choices(OPERATORS, k=choose.randint(1, 3))
+
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            for op in ops:
+                x = checkpoint_name(op(x, w), "h")
+            return x
+
+        saved, policy = choose.choice(STORAGES), policies.save_only_these_names("h")
+        stored = choose.choice(STORAGES)
+        return remat(
+            run,
+            saved_inputs=None if saved is None else {"x": saved},
+            policy=None if stored is None else policy.stored(stored),
+        )
+
+    layers = [layer() for _ in range(choose.randint(2, 4))]
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x, w)
+        return x
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+@pytest.mark.parametrize(
+    "seeds", daily({f"{n}": range(n, n + 20) for n in range(0, 1000, 20)}, ["0"])
+)
+def test_random_programs_have_the_numbers_of_the_cpu(seeds: Any, device_counts: Any):
+    """Whatever waits where; nothing is read before it is there."""
+    for seed in seeds:
+        run = program(seed)
+        torch.manual_seed(seed)
+        x, w = torch.randn(4, 4, device="cpu"), torch.randn(4, 4, device="cpu")
+        found: list[list[Tensor]] = []
+        for device in ("cpu", HERE):
+            leaves = [each.to(device).requires_grad_() for each in (x, w)]
+            with torch.device(device):
+                y = run(*leaves)
+            grads = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+            found.append(
+                [each.cpu() for each in (y.detach(), *grads) if each is not None]
+            )
+        assert_bitwise(found[1], found[0])
+    assert device_counts.of("unordered_accesses", "early_frees") == (0, 0)
