@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes it torch's own default, for this thread."""
-    device = config.getoption("--device")
+    device = str(config.getoption("--device"))
     if device == accelerator.NAME:
         if lacking := accelerator.missing():
             pytest.exit(lacking, returncode=0)

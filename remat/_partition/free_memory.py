@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
     keeps unused. Elsewhere: the least of what the machine has available, what the
     process's control group has left, and what its limit of address space has.
     """
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if hasattr(module, "mem_get_info"):
         free, _ = module.mem_get_info(device)
         return free + module.memory_reserved(device) - module.memory_allocated(device)

@@ -126,5 +126,6 @@ def _devices() -> tuple[str, ...]:
 
 @functools.cache
 def _with(accelerator: torch.device | None) -> tuple[str, ...]:
-    is_there = accelerator is not None and torch.accelerator.is_available()
-    return ("cpu", accelerator.type) if is_there else ("cpu",)
+    if accelerator is None or not torch.accelerator.is_available():
+        return ("cpu",)
+    return ("cpu", accelerator.type)

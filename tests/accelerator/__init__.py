@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
+from torch.utils import backend_registration, cpp_extension
 
 from tests.accelerator import device_module
 
@@ -28,8 +28,8 @@ class Counts:
     def of(self, *names: str) -> Any:
         """One count, or several."""
         counted = load().counted()
-        found = tuple(counted[name] for name in names)
-        return found if len(found) > 1 else found[0]
+        found = [counted[name] for name in names]
+        return tuple(found) if len(found) > 1 else found[0]
 
     def forget(self) -> None:
         """Starts all counts from 0."""
@@ -38,19 +38,21 @@ class Counts:
 
 def missing() -> str | None:
     """What it takes to build the device and is not here, in words; None if all is."""
-    tools = [cpp_extension.get_cxx_compiler(), "ninja"]
-    lacking = [tool for tool in tools if shutil.which(tool) is None]
-    return f"the stand-in device needs {lacking[0]} to be built" if lacking else None
+    for tool in (cpp_extension.get_cxx_compiler(), "ninja"):
+        if shutil.which(tool) is None:
+            return f"the stand-in device needs {tool} to be built"
+    return None
 
 
 @functools.cache
 def load() -> Any:
     """The compiled device, which is built if it is not yet, and registered with torch."""
     library = _built()
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device_module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    device_module.default_generators = tuple(map(library.default_generator, range(2)))
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    numbers = range(device_module.DEVICE_COUNT)
+    device_module.default_generators = tuple(map(library.default_generator, numbers))
     return library
 
 

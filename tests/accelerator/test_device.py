@@ -167,9 +167,9 @@ def test_two_devices():
     assert value.to(HERE).device == HERE
     assert_bitwise(value.to(HERE).cpu(), torch.ones(SIZE, device="cpu"))
     with pytest.raises(RuntimeError, match="on the same device"):
-        value + torch.ones(SIZE, device=HERE)
+        value.add(torch.ones(SIZE, device=HERE))
     with pytest.raises(RuntimeError, match="on the same device"):
-        value + torch.ones(SIZE, device="cpu")
+        value.add(torch.ones(SIZE, device="cpu"))
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -218,7 +218,7 @@ FUNCTIONS: dict[str, Any] = {
     "resized": lambda x: torch.cat([x, x], out=torch.empty(0, device=x.device)).sum(),
     "sort": lambda x: x.sort(-1).values,
     "convolution": lambda x: F.conv1d(x, x[:2, :, :2].contiguous()),
-    "foreach": lambda x: torch._foreach_mul([x, x], [2.0, 3.0])[1],
+    "foreach": lambda x: torch.ops.aten._foreach_mul.ScalarList([x, x], [2.0, 3.0])[1],
     "complex": lambda x: torch.view_as_complex(x.view(2, 3, 2, 2)).conj().abs(),
     "factories": lambda x: (
         x + torch.arange(4.0, device=x.device) + torch.eye(3, 4).to(x)

@@ -22,7 +22,7 @@ def test_casts_of_weights_do_not_outlive_the_body(way: str) -> None:
     x = seeded(2, 3, dtype=torch.float32)
     w = seeded(3, 3, dtype=torch.float32).requires_grad_()
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         inside = None
         with contextlib.suppress(ZeroDivisionError), Numerics.current().applied():
             inside = x @ w
@@ -42,7 +42,7 @@ def test_casts_of_weights_do_not_enter_the_body() -> None:
     x = seeded(2, 3, dtype=torch.float32)
     w = seeded(3, 3, dtype=torch.float32).requires_grad_()
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         _ = x @ w
         with torch.no_grad():
             w.mul_(2)

@@ -24,9 +24,9 @@ class Alone(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None: ...
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, *grad_outputs: Tensor) -> Tensor:
         assert not torch.autograd.is_multithreading_enabled()
-        return grad * 2
+        return grad_outputs[0] * 2
 
 
 def test_the_backward_of_a_trace_runs_on_its_thread():

@@ -84,7 +84,9 @@ def allocator_peak(devices: Iterable[torch.device]) -> Callable[[], int | None]:
     The allocator keeps one peak per device, which is reset here: what `torch.accelerator.
     max_memory_allocated` recorded of earlier steps is lost.
     """
-    modules = [(getattr(torch, device.type, None), device) for device in devices]
+    modules: list[tuple[Any, torch.device]] = [
+        (getattr(torch, device.type, None), device) for device in devices
+    ]
     counting = [each for each in modules if hasattr(each[0], "max_memory_allocated")]
     before = sum(module.memory_allocated(device) for module, device in counting)
     for module, device in counting:
