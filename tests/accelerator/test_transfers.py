@@ -74,6 +74,24 @@ def test_the_device_holds_what_is_under_way():
     assert most <= 7 * x.nbytes
 
 
+def test_what_was_sent_for_in_vain_is_dropped():
+    """At the end of the run, which is on the thread that autograd has for the device."""
+    layer = remat(lambda x: x.sin().exp(), saved_inputs=Offload(prefetch=3))
+    x = torch.randn(2**12, device=HERE, requires_grad=True)
+    outputs = [x]
+    for _ in range(6):
+        outputs.append(layer(outputs[-1]))
+
+    def held_bytes() -> int:
+        torch.accelerator.synchronize(HERE)
+        return torch.accelerator.memory_allocated(HERE)
+
+    before = held_bytes()
+    (gradient,) = torch.autograd.grad(outputs[-1].sum(), outputs[-2], retain_graph=True)
+
+    assert held_bytes() - before == gradient.nbytes
+
+
 OPERATORS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, w: x @ w,
     lambda x, w: x.sin(),
