@@ -4,7 +4,7 @@
 "file.py:line" of the user's code behind a value, warning or error; `__main__`: the command line.
 """
 
-from remat import interop, layers, modules, policies, random, schedules, storage
+from remat import interop, modules, policies, random, schedules, storage
 from remat._api import remat
 from remat._calls.residuals import Residual
 from remat._errors import (
@@ -72,7 +72,6 @@ __all__ = [
     "disabled",
     "first_order",
     "interop",
-    "layers",
     "modules",
     "named_values",
     "plan",

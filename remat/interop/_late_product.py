@@ -96,15 +96,14 @@ def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
 
 
 def _sliced(late: LateProduct, index: Any) -> LateProduct | None:
-    is_listed = isinstance(index, tuple)
-    parts: Any = index if is_listed else (index,)
+    parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
     is_open = any(each is Ellipsis for each in parts)
     is_whole = parts[-1] == slice(None) if is_open else len(parts) < late.dim()
     if not is_whole or not all(
         isinstance(each, slice) or each is Ellipsis for each in parts
     ):
         return None
-    return late.changed(late.rows[parts])
+    return late.changed(late.rows[tuple(parts)])
 
 
 def _cross_entropy(
