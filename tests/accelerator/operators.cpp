@@ -57,9 +57,14 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return alias_in(aliased(tensor.storage()), tensor);
 }
 
-at::Tensor device_tensor(const c10::Storage& storage, const at::Tensor& like) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), keys_of(c10::DispatchKey::PrivateUse1, like), like.dtype());
+// With the keys of a tensor that it is a view of, if it is one: in inference mode, too.
+at::Tensor device_tensor(const c10::Storage& storage, const at::Tensor& like,
+                         std::optional<c10::DispatchKeySet> base) {
+  auto keys = keys_of(c10::DispatchKey::PrivateUse1, like);
+  auto made = base.has_value()
+      ? at::detail::make_tensor<c10::TensorImpl>(
+            c10::TensorImpl::VIEW, c10::Storage(storage), *base | keys, like.dtype())
+      : at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, like.dtype());
   auto impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   impl->_set_conj(like.is_conj());
@@ -129,6 +134,7 @@ class Call {
   std::optional<c10::Device> device_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> aliases_; // by those of the device
   std::unordered_map<c10::StorageImpl*, c10::Storage> origins_; // by those of the CPU
+  std::unordered_map<c10::StorageImpl*, c10::DispatchKeySet> keys_; // of the given tensors
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;
   std::vector<MemoryPtr> reads_, writes_;
   Generator* generator_ = nullptr;
@@ -176,6 +182,7 @@ class Call {
       auto alias = aliased(storage);
       known = aliases_.emplace(storage.unsafeGetStorageImpl(), alias).first;
       origins_.emplace(alias.unsafeGetStorageImpl(), storage);
+      keys_.emplace(alias.unsafeGetStorageImpl(), tensor.key_set());
     }
     Lock lock(runtime().lock);
     if (auto memory = runtime().find(storage.data())) {
@@ -295,7 +302,9 @@ class Call {
                         device_allocator(), /*resizable=*/true);
       origin = origins_.emplace(storage.unsafeGetStorageImpl(), made).first;
     }
-    return device_tensor(origin->second, result);
+    auto base = keys_.find(storage.unsafeGetStorageImpl());
+    return device_tensor(origin->second, result,
+                         base == keys_.end() ? std::nullopt : std::optional(base->second));
   }
 };
 
