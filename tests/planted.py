@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from remat._calls import decorated, entry
 from remat._captures import generated_check
 from remat._graph import numbering, values
-from remat._regions import forwards, rules, traced
+from remat._regions import rules, traced
 from remat._torch import tracer
 from remat._tracing import in_place_operators, naming, thread
 from tests.properties import budget, cases, check
@@ -135,14 +135,14 @@ def merged_draws():
 
 def wrong_index_of_output():
     """A value that is saved and handed out is looked for at the first output."""
-    honest = forwards.forward_graph
+    honest = traced.forward_graph
 
     def forward_graph(joint, saved):
         outputs = [ref.index for ref in joint.outputs]
         moved = [outputs[0] if index in outputs else index for index in saved]
         return honest(joint, moved)
 
-    return mock.patch.object(forwards, "forward_graph", forward_graph)
+    return mock.patch.object(traced, "forward_graph", forward_graph)
 
 
 def stale_global():

@@ -88,8 +88,7 @@ def _dtype(late: LateProduct) -> torch.dtype:
 
 
 def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
-    first: Any = sizes[0]
-    shape: Any = first if isinstance(first, (tuple, list)) else sizes
+    shape: list[Any] = [*sizes[0]] if isinstance(sizes[0], (tuple, list)) else [*sizes]
     if shape[-1] != len(late.head):
         return None
     return late.changed(late.rows.reshape(*shape[:-1], late.rows.shape[-1]))
