@@ -17,6 +17,7 @@ from remat._graph import numbering, values
 from remat._regions import rules, traced
 from remat._torch import tracer
 from remat._tracing import in_place_operators, naming, thread
+from remat.testing.strategies import _program
 from tests.properties import budget, cases, check
 
 
@@ -94,8 +95,9 @@ def in_place_left_in():
 def opaque_name():
     """A named value is a copy of what it names."""
     honest = naming.checkpoint_name
-    return mock.patch.object(
-        naming, "checkpoint_name", lambda value, name: honest(value.clone(), name)
+    return mock.patch.dict(
+        _program.NAMESPACE,
+        {"checkpoint_name": lambda value, name: honest(value.clone(), name)},
     )
 
 
