@@ -92,13 +92,19 @@ def in_place_left_in():
     return stack
 
 
+@contextlib.contextmanager
 def opaque_name():
     """A named value is a copy of what it names."""
     honest = naming.checkpoint_name
-    return mock.patch.dict(
-        _program.NAMESPACE,
-        {"checkpoint_name": lambda value, name: honest(value.clone(), name)},
-    )
+
+    def copying(value, name):
+        return honest(value.clone(), name)
+
+    with (
+        mock.patch.object(naming, "checkpoint_name", copying),
+        mock.patch.dict(_program.NAMESPACE, {"checkpoint_name": copying}),
+    ):
+        yield
 
 
 def dropped_capture():
