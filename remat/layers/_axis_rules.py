@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast, final
 
@@ -47,6 +48,7 @@ class Step:
     operands: tuple[Operand, ...]  # the tensors, in the order of the arguments
     by_name: dict[str, Operand]  # those that are arguments by themselves
     out: TensorMeta  # its first result
+    length: int  # of the axis, in a tile
 
     @property
     def name(self) -> str:
@@ -124,6 +126,9 @@ def _linear(step: Step) -> State:
         is_linear = kind is Total.MEAN or len(kinds) == len(step.value.args)
     elif name == "div":
         is_linear = is_only and not _is_alike(step.operands[0])
+    elif name == "_to_copy":
+        given = step.operands[0].meta
+        is_linear = given.is_differentiable == step.out.is_differentiable
     else:
         is_linear = is_only and (
             name in _KEEP_TOTALS or operators.returns_view(step.value.op)
@@ -133,14 +138,16 @@ def _linear(step: Step) -> State:
     return kind
 
 
-_KEEP_TOTALS = frozenset(["mul", "neg", "clone", "_to_copy", "sum", "mean"])
+_KEEP_TOTALS = frozenset(["mul", "neg", "clone", "sum", "mean"])
 
 
 def _view(step: Step) -> State:
     """A view: found by what it makes of strides that tell where the axis is."""
     state, meta = step.first
+    if step.name in ("diagonal", "as_strided") or not _is_whole(step, state.dim):
+        raise MixesError("it takes a part of the axis.")
     strides = [int(dim == state.dim) for dim, _ in enumerate(meta.shape)]
-    probe = torch.empty_strided(meta.shape, strides, device="meta")
+    probe = torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device="meta")
     args, kwargs = step.value.args[1:], dict(step.value.kwargs)
     made: Any = cast("Any", step.value.op)(probe, *args, **kwargs)
     first = made if isinstance(made, torch.Tensor) else made[0]
@@ -151,15 +158,27 @@ def _view(step: Step) -> State:
     return Along(dims[0], state.inner)
 
 
+def _is_whole(step: Step, dim: int) -> bool:
+    """Whether a step is no slice of a dimension, by numbers that may fit a tile by chance."""
+    given = step.given
+    if step.name != "slice" or given["dim"] % len(step.out.shape) != dim:
+        return True
+    size = step.operands[0].meta.shape[dim]
+    is_open = given["end"] is None or given["end"] in (size, sys.maxsize)
+    return is_open and given["start"] in (None, 0)
+
+
 def _reshape(step: Step) -> State:
     """A view that merges dimensions, or splits them."""
     state, meta = step.first
     block = state.inner * math.prod(meta.shape[state.dim + 1 :])
     behind = math.prod(step.out.shape)
+    if behind != math.prod(meta.shape):
+        raise MixesError("it reads elements as others of another dtype.")
     for dim, size in enumerate(step.out.shape):
         behind, whole = behind // size, behind
-        is_inside = behind <= block < whole
-        if is_inside and block % behind == 0 and whole % block == 0:
+        is_inside = behind <= block and block * step.length <= whole
+        if is_inside and block % behind == 0 and whole % (block * step.length) == 0:
             return Along(dim, block // behind)
     raise MixesError("it merges the axis with others in another order.")
 
@@ -319,7 +338,7 @@ def _letter(operand: Operand, letters: str) -> str:
 _attention_dims = _by_letters(
     "query:bhqd key:bhkd value:bhkv attn_mask:+bhqk attn_bias:+bhqk => bhqv"
 )
-_batch_norm_dims = _by_letters("input:bc* => bc")
+_batch_norm_dims = _by_letters("input:b* => b")
 
 
 def _attention(step: Step) -> State:
@@ -352,6 +371,8 @@ def _nll_loss(step: Step) -> State:
     if logits.state != Along(state.dim + behind, state.inner):
         raise MixesError("the axis is in different dimensions.")
     if step.given["reduction"] == 1:
+        if step.given["weight"] is not None:
+            raise MixesError("it averages by the weights of the targets.")
         warn(
             where="tiled: cross_entropy",
             what="averages over the targets that are not ignored.",

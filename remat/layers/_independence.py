@@ -36,28 +36,35 @@ def require_independent(
     region: Any, pattern: Pattern, reduce: str, call: Call, size: int
 ) -> None:
     """Refuses a function whose trace mixes places of the axis, once for each trace."""
-    if call.length < 2:
-        return
+    if size >= call.length:
+        return  # one tile, which is the whole
     # A tile of one place would not show what is broadcast along it.
     size = max(size, 2)
+    entry = _checked_trace(region, pattern, reduce, call, size)
+    code = getattr(inspect.unwrap(region), "__code__", region)
+    if code not in _sizeless and size < call.length:
+        # Where one size fits by chance, another does not.
+        other = min(2 * size, call.length)
+        _require_no_size(entry, _checked_trace(region, pattern, reduce, call, other))
+        _sizeless.add(code)
+
+
+def _checked_trace(
+    region: Any, pattern: Pattern, reduce: str, call: Call, size: int
+) -> Entry:
+    """The trace of a tile of some size, whose results are those that the pattern names."""
     (args, kwargs), states = call.stand_in(size)
     entry: Entry = region.entry_of(args, kwargs)[0]
     known = _known.setdefault(entry.region, set())
-    if (pattern.text, reduce) in known:
-        return
-    _require_no_writes(region, entry)
-    returned = outputs_of(entry, states)
-    made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
-    parts = pattern.of_results(entry.output.around(made))
-    for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
-        _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
-    other = size - 1 if size > 2 else min(3, call.length)
-    code = getattr(inspect.unwrap(region), "__code__", region)
-    if other != size and code not in _sizeless:
-        args, kwargs = call.stand_in(other)[0]
-        _require_no_size(entry, region.entry_of(args, kwargs)[0])
-        _sizeless.add(code)
-    known.add((pattern.text, reduce))
+    if (pattern.text, reduce) not in known:
+        _require_no_writes(region, entry)
+        returned = outputs_of(entry, states, size)
+        made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
+        parts = pattern.of_results(entry.output.around(made))
+        for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
+            _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
+        known.add((pattern.text, reduce))
+    return entry
 
 
 def _require_no_writes(region: Any, entry: Entry) -> None:
@@ -111,12 +118,10 @@ def _told(state: State) -> str:
 
 def _require_no_size(entry: Entry, other: Entry) -> None:
     """Refuses a function that computes with the size of a tile, told by traces of two."""
-    one, two = entry.stages.joint.graph, other.stages.joint.graph
-    for value, same in zip(one.values, two.values, strict=False):
-        if value.is_backward or value.op is not same.op or not is_pointwise(value.op):
-            continue
-        numbers, others = _numbers(value), _numbers(same)
-        if numbers != others:
+    for (value, numbers), (same, others) in zip(
+        _steps_with_numbers(entry), _steps_with_numbers(other), strict=False
+    ):
+        if value.op is same.op and numbers != others:
             raise refusal(
                 TileError,
                 where=f"tiled: {_label(value)}",
@@ -128,35 +133,48 @@ def _require_no_size(entry: Entry, other: Entry) -> None:
             )
 
 
-def _numbers(value: Value) -> list[int | float]:
+def _steps_with_numbers(entry: Entry) -> list[tuple[Value, list[Any]]]:
+    values = entry.stages.joint.graph.values
+    pairs = [(each, _numbers(each)) for each in values if not each.is_backward]
+    return [(each, numbers) for each, numbers in pairs if numbers]
+
+
+def _numbers(value: Value) -> list[Any]:
+    """The numbers that a step computes with; those of other operators may be sizes."""
+    if value.op is operators.constant:
+        return value.args[0].flatten().tolist()
+    name = operators.short_name(value.op)
+    if not is_pointwise(value.op) and "full" not in name and "scalar" not in name:
+        return []
     given = (*value.args, *(each for _, each in value.kwargs))
     return [each for each in given if isinstance(each, (int, float))]
 
 
 def outputs_of(
-    entry: Entry, operands: Sequence[State]
+    entry: Entry, operands: Sequence[State], length: int
 ) -> list[tuple[State, TensorMeta]]:
     """What each tensor that a traced function returns has of the axis, and its metadata.
 
-    `operands` says it for the tensors of the arguments; those that it captures are alike.
+    `operands` says it for the tensors of the arguments; those that it captures are alike. The
+    axis has a length in the tile that was traced.
     """
     joint = entry.stages.joint
     num_captured = joint.num_operands - len(operands)
     assert num_captured >= 0, "each operand is an argument or captured"
-    states = follow(joint.graph, [*operands, *[Alike()] * num_captured])
+    states = follow(joint.graph, [*operands, *[Alike()] * num_captured], length)
     found: list[tuple[State, TensorMeta]] = []
     for view in joint.views:
         at = view.operand if view.output is None else joint.outputs[view.output].index
         assert at is not None, "a view has a base"
         value, state = joint.graph.values[at], states[at]
         if view.path is not None:
-            value, state = view.path.values[-1], follow(view.path, [state])[-1]
+            value, state = view.path.values[-1], follow(view.path, [state], length)[-1]
         assert isinstance(value.meta, TensorMeta), "a tensor is returned"
         found.append((state, value.meta))
     return found
 
 
-def follow(graph: Graph, inputs: Sequence[State]) -> list[Any]:
+def follow(graph: Graph, inputs: Sequence[State], length: int) -> list[Any]:
     """What each value of a graph has of the axis, a list for several outputs of an operator.
 
     The backward, and inputs beyond those given, are of no interest.
@@ -170,11 +188,11 @@ def follow(graph: Graph, inputs: Sequence[State]) -> list[Any]:
             made, place = states[value.args[0].index], value.args[1]
             states.append(made[place] if isinstance(made, list) else made)
         else:
-            states.append(_after(value, graph, states))
+            states.append(_after(value, graph, states, length))
     return states
 
 
-def _after(value: Value, graph: Graph, states: Sequence[Any]) -> Any:
+def _after(value: Value, graph: Graph, states: Sequence[Any], length: int) -> Any:
     used = [states[index] for index in value.uses]
     for state in used:
         if isinstance(state, Mixed):
@@ -187,7 +205,7 @@ def _after(value: Value, graph: Graph, states: Sequence[Any]) -> Any:
     if _is_fill(value):
         return Alike(_all_dims(metas))
     try:
-        step = _step_of(value, graph, states)
+        step = _step_of(value, graph, states, length)
         if all(isinstance(each.state, Alike) for each in step.operands):
             return _alike(value, step, metas)
         rule = rule_of(step)
@@ -202,7 +220,7 @@ def _after(value: Value, graph: Graph, states: Sequence[Any]) -> Any:
     return [_of_output(state, each, metas[0]) for each in metas]
 
 
-def _step_of(value: Value, graph: Graph, states: Sequence[Any]) -> Step:
+def _step_of(value: Value, graph: Graph, states: Sequence[Any], length: int) -> Step:
     """A step with what its operands have of the axis."""
 
     def operand(ref: Ref) -> Operand:
@@ -222,7 +240,7 @@ def _step_of(value: Value, graph: Graph, states: Sequence[Any]) -> Step:
     out = value.meta[0] if isinstance(value.meta, tuple) else value.meta
     if out is None:
         raise MixesError("its result is no tensor.")
-    return Step(value, given, every, by_name, out)
+    return Step(value, given, every, by_name, out, length)
 
 
 def _keyed(
