@@ -72,9 +72,9 @@ def tiled(
     not independent along the axis is refused, by its trace.
 
     Args:
-        f: takes pytrees and returns one; what it closes over is the same for all tiles. Its
-            size-dependent numbers and buffers may not change with the tile. A region keeps its
-            own options. Or the pattern, to decorate a function.
+        f: takes pytrees and returns one; what it closes over is the same for all tiles. It may
+            neither compute with the size of a tile nor change buffers. A region keeps its own
+            options. Or the pattern, to decorate a function.
         pattern: einops' notation for each positional argument, "->", and for the result, or
             each item of a tuple. "(tile s)" is the axis that is cut; a part without it is the
             same for all tiles, and a last "..." stands for all further arguments. Each part
