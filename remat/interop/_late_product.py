@@ -172,10 +172,11 @@ class LateHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits, late while the model trains."""
+        if torch.compiler.is_compiling():
+            return type(self.head).forward(self.head, x)
         through = calling_module()
         head: nn.Linear = self.head if through is None else through
-        is_traced = torch.compiler.is_compiling() or is_running()
-        is_plain = not is_traced and not levels.interpreter_is_active()
+        is_plain = not is_running() and not levels.interpreter_is_active()
         if not is_plain or not head.training or not torch.is_grad_enabled():
             return type(head).forward(head, x)
         return LateProduct(x, head.weight, self.tiles, x.dtype)

@@ -118,6 +118,25 @@ def test_generation_and_evaluation_are_as_before():
     )
 
 
+# Dynamo looks at every tensor's gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_under_torch_compile_and_torch_func_the_logits_are_whole():
+    model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4)
+    expected = step(made("Llama"))[0].loss
+    compiled = torch.compile(model, backend="eager")
+
+    assert_close(compiled(input_ids=IDS, labels=IDS).loss, expected)
+    weights = dict(model.named_parameters())
+    found = torch.func.grad_and_value(
+        lambda w: (
+            torch.func.functional_call(
+                model, w, kwargs={"input_ids": IDS, "labels": IDS}
+            ).loss
+        )
+    )(weights)[1]
+    assert_close(found, expected)
+
+
 def test_copies_follow_their_own_weights():
     model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4)
     other = copy.deepcopy(model)
