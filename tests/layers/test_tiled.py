@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from remat import (
@@ -23,7 +23,7 @@ from remat import (
 )
 from remat.layers import Tiled, tiled
 from remat.testing import assert_equivalent
-from tests.support import LiveBytes, assert_close, grads, seeded
+from tests.support import LiveBytes, assert_close, daily, grads, seeded, swept
 
 pytestmark = [
     pytest.mark.contract,
@@ -68,16 +68,19 @@ CASES: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tiles", [3, pytest.param("2KiB", marks=pytest.mark.sweep)])
-def test_equals_the_function_under_every_transform(case: str, tiles: int | str):
-    f, pattern, reduce, args = CASES[case]
+@pytest.mark.parametrize("case", daily(CASES, ("mlp", "parts")))
+@pytest.mark.parametrize("tiles", [3, *swept(["2KiB"])])
+def test_equals_the_function_under_every_transform(
+    case: tuple[Any, str, Any, tuple[Any, ...]], tiles: int | str
+):
+    f, pattern, reduce, args = case
     cut = tiled(f, pattern, tiles=tiles, reduce=reduce)
 
     assert_equivalent(f, cut)(*args)
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
+@settings(max_examples=40)
 @given(
     length=st.integers(0, 12),
     tiles=st.integers(1, 14),
@@ -136,6 +139,16 @@ def test_decorates_methods_of_modules():
     expected = torch.autograd.grad(block.linear(X).relu().square().sum(), wanted)
 
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_those_of_the_function(
+    case: tuple[Any, str, Any, tuple[Any, ...]],
+):
+    f, pattern, reduce, args = case
+    cut = tiled(f, pattern, tiles=3, reduce=reduce)
+
+    assert_close(grads(cut, args), grads(f, args))
 
 
 def test_takes_modules_regions_and_keywords():
