@@ -6,7 +6,6 @@ The axis is followed from the arguments through each step of the forward graph, 
 
 from __future__ import annotations
 
-import inspect
 import operator
 import re
 import weakref
@@ -28,8 +27,6 @@ from remat.layers._tile_pattern import Pattern
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
-#: The codes that were found to compute with no size, or regions without one.
-_sizeless: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def require_independent(
@@ -40,31 +37,40 @@ def require_independent(
         return  # one tile, which is the whole
     # A tile of one place would not show what is broadcast along it.
     size = max(size, 2)
-    entry = _checked_trace(region, pattern, reduce, call, size)
-    code = getattr(inspect.unwrap(region), "__code__", region)
-    if code not in _sizeless and size < call.length:
-        # Where one size fits by chance, another does not.
-        other = min(2 * size, call.length)
-        _require_no_size(entry, _checked_trace(region, pattern, reduce, call, other))
-        _sizeless.add(code)
-
-
-def _checked_trace(
-    region: Any, pattern: Pattern, reduce: str, call: Call, size: int
-) -> Entry:
-    """The trace of a tile of some size, whose results are those that the pattern names."""
-    (args, kwargs), states = call.stand_in(size)
-    entry: Entry = region.entry_of(args, kwargs)[0]
+    entry, states = _traced(region, call, size)
     known = _known.setdefault(entry.region, set())
-    if (pattern.text, reduce) not in known:
-        _require_no_writes(region, entry)
-        returned = outputs_of(entry, states, size)
-        made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
-        parts = pattern.of_results(entry.output.around(made))
-        for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
-            _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
-        known.add((pattern.text, reduce))
-    return entry
+    if (pattern.text, reduce) in known:
+        return
+    _require_no_writes(region, entry)
+    _require_results(region, entry, outputs_of(entry, states, size), pattern, reduce)
+    # Where one size fits by chance, another does not.
+    other = min(2 * size, call.length)
+    if other != size:
+        larger, states = _traced(region, call, other)
+        found = outputs_of(larger, states, other)
+        _require_results(region, larger, found, pattern, reduce)
+        _require_no_size(entry, larger)
+    known.add((pattern.text, reduce))
+
+
+def _traced(region: Any, call: Call, size: int) -> tuple[Entry, list[State]]:
+    """The trace of a tile of some size, and what its arguments have of the axis."""
+    (args, kwargs), states = call.stand_in(size)
+    return region.entry_of(args, kwargs)[0], states
+
+
+def _require_results(
+    region: Any,
+    entry: Entry,
+    returned: Sequence[tuple[State, TensorMeta]],
+    pattern: Pattern,
+    reduce: str,
+) -> None:
+    """Refuses a trace whose results are not those that the pattern names."""
+    made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
+    parts = pattern.of_results(entry.output.around(made))
+    for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
+        _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
 
 
 def _require_no_writes(region: Any, entry: Entry) -> None:

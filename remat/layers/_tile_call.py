@@ -74,23 +74,23 @@ class Call:
         """
         metas: list[TensorMeta] = []
         states: list[State] = []
-        shared: dict[int, int] = {}
-        leaves: list[Any] = [*self.leaves]
-        places: list[tuple[int, int]] = []
+        numbers: dict[object, int] = {}
+        places: dict[int, int] = {}
         for place, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True)):
             if not isinstance(leaf, Tensor):
                 continue
-            is_again = dim is None and id(leaf) in shared
-            places.append((place, shared[id(leaf)] if is_again else len(metas)))
-            if is_again:
-                continue
-            if dim is None:
-                shared[id(leaf)] = len(metas)
-            metas.append(_of_tile(TensorMeta.of_operand(leaf), dim, size))
-            states.append(_state_of(leaf, dim))
+            # What is cut is a tensor of its own each time.
+            which = id(leaf) if dim is None else ("cut", place)
+            if which not in numbers:
+                numbers[which] = len(metas)
+                metas.append(_of_tile(TensorMeta.of_operand(leaf), dim, size))
+                states.append(_state_of(leaf, dim))
+            places[place] = numbers[which]
         made = stand_ins(metas)
-        for place, number in places:
-            leaves[place] = made[number]
+        leaves = [
+            made[places[place]] if place in places else leaf
+            for place, leaf in enumerate(self.leaves)
+        ]
         return trees.unflatten(leaves, self.spec), states
 
     def _tile(self, parts: Sequence[Sequence[Tensor] | None], number: int) -> Any:
