@@ -17,11 +17,12 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError, explain, refusal
 from remat._partition.peak import peak_bytes
 from remat._switches.blocks import is_inert
 from remat._torch import dynamo, trees
 from remat._torch.modules import calling_module
+from remat._user_lines import warn
 from remat.layers import _unrolled
 from remat.layers._independence import require_independent
 from remat.layers._tile_call import Call
@@ -119,6 +120,13 @@ def tiled(
     read = Pattern.of(f if pattern is None else pattern)
 
     def decorate(fun: Callable[..., Any]) -> Any:
+        if policy is not None and _unrolled.is_region(fun):
+            warn(
+                where=f"tiled({fun!r}, policy=...)",
+                what="has no effect.",
+                why="The function is a region already, which keeps its own policy.",
+                do="Leave it out, or pass the function that was decorated.",
+            )
         return Tiled(fun, read, tiles, reduce, policy)
 
     return decorate if pattern is None else decorate(f)
@@ -264,9 +272,7 @@ def _unrolled_call(
 ) -> Any:
     """A call under torch.compile, whose graph has the tiles in a row."""
     if isinstance(tiled.tiles, str) or tiled.policy is not None:
-        dynamo.end_graph(
-            "remat.layers.tiled: its policy or its number of tiles is not known."
-        )
+        dynamo.end_graph(_WITH_OPTIONS)
     call = Call.of(tiled.pattern, args, kwargs)
     size = tiled.size(call)
     f: Any = tiled.__wrapped__
@@ -277,6 +283,15 @@ def _unrolled_call(
         for args, kwargs in call.tiles(size)
     ]
     return tiled.joined(results, call.sizes(size))
+
+
+_WITH_OPTIONS = explain(
+    where="remat.layers.tiled",
+    what="has a policy or a size in bytes, and is called under torch.compile.",
+    why="Both need its own trace, which cannot be part of a graph.",
+    do="Pass a number of tiles and no policy, or compile without fullgraph=True: the tiles "
+    "then run between two graphs.",
+)
 
 
 def _in_graph(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 
 from remat import (
     BudgetError,
     MutationError,
+    RematWarning,
     TileError,
     checkpoint_name,
     disabled,
@@ -184,6 +186,31 @@ def test_is_traced_by_torch_compile_without_a_break():
     )
 
     assert_close(grads(compiled, [X, W, V]), grads(mlp, [X, W, V]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"tiles": "1KiB"}, {"policy": policies.save_matmul_outputs}]
+)
+def test_what_needs_its_own_trace_ends_a_graph_of_torch_compile(
+    options: dict[str, Any],
+):
+    torch.compiler.reset()  # a frame that ended once is not tried again
+    cut = tiled(mlp, ALIKE, **{"tiles": 3, **options})
+
+    def step(*args: Tensor) -> Tensor:
+        return cut(*args)
+
+    with pytest.raises(Unsupported, match="has a policy or a size in bytes"):
+        torch.compile(step, backend="eager", fullgraph=True)(X, W, V)
+    assert_close(torch.compile(step, backend="eager")(X, W, V), mlp(X, W, V))
+
+
+def test_a_policy_beside_a_region_has_no_effect_and_warns():
+    region = remat(mlp)
+
+    with pytest.warns(RematWarning, match=r"has no effect.*keeps its own policy"):
+        cut = tiled(region, ALIKE, tiles=3, policy=policies.everything_saveable)
+    assert_close(cut(X, W, V), mlp(X, W, V))
 
 
 def test_captured_tensors_get_the_sum_of_the_tiles_gradients():
