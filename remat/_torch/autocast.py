@@ -40,6 +40,17 @@ def is_cast_each_time(tensor: Tensor) -> bool:
     return requires_grad_anywhere(tensor) and not is_weight(tensor)
 
 
+def in_products(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype in which autocast multiplies matrices; itself where it is off.
+
+    For what multiplies in place, or later than it is called, which autocast does not see.
+    """
+    device, wide = tensor.device.type, (torch.float32, torch.float16, torch.bfloat16)
+    if tensor.dtype not in wide or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
 def is_weight(tensor: Tensor) -> bool:
     """Whether autocast keeps its cast of a tensor: it does for leaves that require grad."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()

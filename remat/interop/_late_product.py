@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat._torch import levels, modes, trees
+from remat._errors import refusal
+from remat._torch import autocast, levels, modes, trees
 from remat._torch.modules import calling_module
 from remat._tracing.thread import is_running
 from remat.layers import tiled_cross_entropy
@@ -33,8 +34,12 @@ class LateProduct(Tensor):
     ) -> LateProduct:
         """A tensor without data, with the metadata of the product."""
         shape = (*rows.shape[:-1], len(head))
-        made = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
+        made = cls._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=rows.device, requires_grad=True
+        )
         made.rows, made.head, made.tiles = rows, head, tiles
+        with modes.without_torch_function():
+            made.register_hook(_refuse_gradient)
         return made
 
     @classmethod
@@ -50,7 +55,8 @@ class LateProduct(Tensor):
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
             own, *rest = args or (None,)
-            rule = _LATE.get(func) if isinstance(own, cls) else None
+            is_known = func is F.cross_entropy or not kwargs
+            rule = _LATE.get(func) if is_known and isinstance(own, cls) else None
             late = rule and rule(own, *rest, **(kwargs or {}))
             if late is not None:
                 return late
@@ -60,15 +66,26 @@ class LateProduct(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         """What comes here has gone past autograd, and with it the gradient."""
-        raise TypeError(
-            f"interop.transformers: {func} got logits that are not computed yet, of a model with "
-            "tiled_loss. It was called where no gradient can follow. Compute them first: "
-            "logits + 0."
-        )
+        raise _past_autograd(f"{func} got them")
 
     def changed(self, rows: Tensor, dtype: torch.dtype | None = None) -> LateProduct:
         """The product of other rows, or in another dtype."""
         return LateProduct(rows, self.head, self.tiles, dtype or self.dtype)
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise _past_autograd("a gradient came back to them")
+
+
+def _past_autograd(what: str) -> TypeError:
+    return refusal(
+        TypeError,
+        where="the logits of a model with interop.transformers.enable(tiled_loss=...)",
+        what=f"{what} before they were computed.",
+        why="They are computed where an operator of torch reads them. An autograd.Function "
+        "takes them as they are, and their gradient would be lost.",
+        do="Pass it `logits + 0`, or leave `tiled_loss` out.",
+    )
 
 
 def _computed(tree: Any) -> Any:
@@ -179,4 +196,5 @@ class LateHead:
         is_plain = not is_running() and not levels.interpreter_is_active()
         if not is_plain or not head.training or not torch.is_grad_enabled():
             return type(head).forward(head, x)
-        return LateProduct(x, head.weight, self.tiles, x.dtype)
+        rows, weight = map(autocast.in_products, (x, head.weight))
+        return LateProduct(rows, weight, self.tiles, rows.dtype)

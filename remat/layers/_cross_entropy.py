@@ -11,7 +11,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._errors import refusal
 from remat._switches.blocks import is_inert
-from remat._torch import guards, levels
+from remat._torch import autocast, guards, levels
 from remat._torch.forward_ad import dual_level_is_active
 from remat._tracing.thread import is_running
 from remat.layers._tiled import tiled
@@ -74,7 +74,8 @@ def tiled_cross_entropy(
     """
     options = _Options(ignore_index, label_smoothing, softcap, z_loss)
     _require_options(options, reduction)
-    head = _laid_as_linear(x, head, targets)
+    head = autocast.in_products(_laid_as_linear(x, head, targets))
+    x = autocast.in_products(x)
     rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if reduction == "none":
         losses = tiled(_LOSSES, "(tile n) d, (tile n), ... -> (tile n)", tiles=tiles)

@@ -103,8 +103,45 @@ def test_what_reads_the_logits_gets_them():
         lambda logits: F.cross_entropy(logits.flatten(0, 1), logits.flatten(0, 1).softmax(-1)),
         lambda logits: logits.to(torch.float64).sum(),
         lambda logits: torch.stack([logits, logits]).mean(),
+        lambda logits: logits[:, None].contiguous(memory_format=torch.channels_last),
     ):  # fmt: skip
         assert_close(read(late), read(expected.logits))
+
+
+class Squares(torch.autograd.Function):
+    """A loss of somebody's own, which takes a tensor as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.shape = logits.shape
+        return torch.ones(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        return grad_outputs[0].expand(ctx.shape)
+
+
+def test_a_gradient_that_would_be_lost_raises():
+    model = enable(made("Llama"), tiled_loss=4)
+
+    loss: Any = Squares.apply(model(input_ids=IDS).logits)
+    with pytest.raises(TypeError, match=r"a gradient came back to them.*logits \+ 0"):
+        loss.backward()
+    assert all(each.grad is None for each in model.parameters())
+    Squares.apply(model(input_ids=IDS).logits + 0).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    assert model.lm_head.weight.grad is not None
+
+
+def test_autocast_computes_the_logits_in_its_dtype():
+    plain, model = made("Llama"), enable(made("Llama"), tiled_loss=4)
+    with torch.autocast("cpu"):
+        (expected, gradients), (output, found) = step(plain), step(model)
+
+    assert output.logits.dtype == expected.logits.dtype == torch.bfloat16
+    assert output.loss.dtype == expected.loss.dtype
+    torch.testing.assert_close(output.loss, expected.loss, rtol=0.01, atol=0.01)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.02)
 
 
 def test_generation_and_evaluation_are_as_before():

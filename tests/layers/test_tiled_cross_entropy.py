@@ -149,6 +149,30 @@ def test_half_precision_is_computed_in_single():
         torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_multiplies_in_its_dtype(reduction: Any):
+    """As it does a plain head's, whose weights are wide and whose rows are narrow."""
+
+    def step(loss: Any, x: Tensor) -> Any:
+        leaves = [x.clone().requires_grad_(), HEAD.float().requires_grad_()]
+        with torch.autocast("cpu"):
+            found = loss(leaves[0], leaves[1])
+        return found, torch.autograd.grad(found.sum(), leaves)
+
+    def cut(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head, TARGETS, tiles=3, reduction=reduction)
+
+    for x in (X.float(), X.bfloat16()):
+        (found, gradients), (expected, plain) = (
+            step(cut, x),
+            step(lambda *a: formula(*a, reduction=reduction), x),
+        )
+        assert [each.dtype for each in gradients] == [each.dtype for each in plain]
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+        for one, other in zip(gradients, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
+
+
 def test_no_product_runs_twice_and_logits_of_one_tile_exist():
     tokens, width, classes = 512, 16, 4096
     x = seeded(tokens, width).requires_grad_()
