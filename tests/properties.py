@@ -58,7 +58,7 @@ PROGRAMS = {
 #: How many are tried: more than it takes to find each bug of `tests/planted.py`, because
 #: hypothesis also tries constants of the modules that are imported, so that the functions
 #: depend on which other tests are collected.
-EXAMPLES = {"known": 140, "pure": 140, "effects": 200}
+EXAMPLES = {"known": 150, "pure": 140, "effects": 200}
 
 
 def budget(kind, share=1):
