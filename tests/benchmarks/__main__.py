@@ -19,6 +19,7 @@ OTHERS = {
     "budget": "tests.benchmarks.budget",
     "growth": "tests.benchmarks.growth",
     "overhead": "tests.benchmarks.overhead",
+    "peaks": "tests.benchmarks.peaks",
     "random": "tests.benchmarks.random",
     "sharding": "tests.benchmarks.sharding",
     "sizes": "tests.benchmarks.sizes",

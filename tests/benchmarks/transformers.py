@@ -102,7 +102,10 @@ def _t5(tr: Any, size: Size) -> Any:
 
 def _vit(tr: Any, size: Size) -> Any:
     dropouts = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    config = tr.ViTConfig(**_stack(size), **dropouts, image_size=64, patch_size=8)
+    kind = {"problem_type": "single_label_classification"}  # else a call sets it
+    config = tr.ViTConfig(
+        **_stack(size), **dropouts, **kind, image_size=64, patch_size=8
+    )
     return tr.ViTForImageClassification(config)
 
 
