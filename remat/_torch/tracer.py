@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -54,6 +56,35 @@ def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     # What torch itself computes for a fake tensor.
     classes = torch.arange(num_classes, device=tensor.device)
     return torch.eq(tensor.unsqueeze(-1), classes).to(torch.int64)
+
+
+MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
+
+
+def _never(_: Sequence[Tensor]) -> bool:
+    return False
+
+
+def multi_head_under(mode: TorchFunctionMode) -> Callable[..., Any]:
+    """`MULTI_HEAD`, whose call of `scaled_dot_product_attention` a mode sees.
+
+    Once a mode has seen a function of torch, it does not see what that calls. Obsolete when
+    torch has one operator for attention, with dropout and on every device.
+    """
+    own = MULTI_HEAD.__globals__
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        with mode:
+            return own["scaled_dot_product_attention"](*args, **kwargs)
+
+    instead: dict[str, Any] = {
+        "has_torch_function": _never,
+        "scaled_dot_product_attention": attend,
+    }
+    name, defaults = MULTI_HEAD.__name__, MULTI_HEAD.__defaults__
+    found = types.FunctionType(MULTI_HEAD.__code__, {**own, **instead}, name, defaults)
+    found.__kwdefaults__ = MULTI_HEAD.__kwdefaults__
+    return found
 
 
 _tracing = threading.RLock()

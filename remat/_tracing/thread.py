@@ -339,6 +339,8 @@ class UserCalls(TorchFunctionMode):
             return taken_functions.call(_Within(self._running), func, args, kwargs)
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
+        if func is tracer.MULTI_HEAD:
+            return tracer.multi_head_under(UserCalls(self._running))(*args, **kwargs)
         return tracer.traceable(func)(*args, **kwargs)
 
 

@@ -158,8 +158,7 @@ def save_attention_outputs(value: Value, /) -> bool:
     kernel's log-sum-exp. Where torch has no fused kernel, as on a CPU for attention with
     dropout, the call is a chain of plain operators: nothing else of it is saved, so that the
     scores, whose size is quadratic, are recomputed. Attention that is written without such a
-    call is not known as attention: name its output (`checkpoint_name`). Nor is the call seen
-    that `nn.MultiheadAttention` makes, where it is such a chain.
+    call is not known as attention: name its output (`checkpoint_name`).
 
     Example:
         >>> from remat import policies

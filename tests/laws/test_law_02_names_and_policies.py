@@ -11,12 +11,13 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad, vmap
 
 from remat import RematWarning, checkpoint_name, policies, remat
 from tests.functions import attention, attention_args, mlp, tensors
 from tests.inspection import assert_saves, split_residuals
-from tests.support import backward_operators, held_bytes, seeded
+from tests.support import assert_bitwise, backward_operators, held_bytes, seeded
 
 NAMED = policies.save_only_these_names
 X = seeded(5)
@@ -38,6 +39,30 @@ def test_names_cover_the_helpers_of_attention():
         assert_saves(region, args, count=2, size_bytes=out_bytes + helper_bytes)
         assert counts["aten.sin"] == 3
         assert not any("attention" in op and "backward" not in op for op in counts)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("mask", [None, torch.ones(6, 6).tril().log()])
+def test_of_multi_head_attention_the_output_alone_is_saved(mask, dropout):
+    """Its own call of attention is seen, though dropout makes it a chain on a CPU."""
+    module = nn.MultiheadAttention(4, 2, dropout, batch_first=True)
+    x = seeded(3, 6, 4, dtype=torch.float32).requires_grad_()
+
+    def fun(x):
+        found = module(x.sin(), x.cos(), x, attn_mask=mask, need_weights=False)
+        return found[0].sin()
+
+    region = remat(fun, policy=policies.save_attention_outputs, rng="preserve")
+    log_sum_exp = [] if dropout else [(3, 2, 6)]
+    _, made = split_residuals(region, x)
+    assert [each.shape for each in made] == [(3, 2, 6, 2), *log_sum_exp]
+
+    def step(f):
+        torch.manual_seed(0)
+        return torch.autograd.grad(f(x).sum(), [x, *module.parameters()])
+
+    assert_bitwise(step(region), step(fun))
 
 
 def test_naming_an_argument():
