@@ -115,6 +115,15 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs may run once more: `retain_graph=True`.
+
+    Obsolete when torch has a public name for it.
+    """
+    c_autograd: Any = vars(torch._C)["_autograd"]
+    return c_autograd._get_current_graph_task_keep_graph()
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return graph_task() != -1

@@ -11,7 +11,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._errors import refusal
 from remat._switches.blocks import is_inert
-from remat._torch import autocast, guards, levels
+from remat._torch import autocast, autograd, guards, levels
 from remat._torch.forward_ad import dual_level_is_active
 from remat._tracing.thread import is_running
 from remat.layers._tiled import tiled
@@ -178,8 +178,13 @@ class _WithGradients(torch.autograd.Function):
             )
             gradients = [None if each is None else next(found) for each in gradients]
         else:
+            # What no other backward will read takes the result.
+            is_last = not autograd.keeps_graph()
+            is_last = is_last and not autograd.is_batched_by_autograd(cotangent)
+            ctx.maybe_clear_saved_tensors()
+            scale = Tensor.mul_ if is_last else Tensor.mul
             gradients = [
-                None if each is None else cotangent * each for each in gradients
+                each if each is None else scale(each, cotangent) for each in gradients
             ]
         d_rows, d_head = gradients
         return None, None, None, d_rows, None, d_head, None

@@ -1,6 +1,6 @@
 """What tiles take: `python -m tests.benchmarks tiles`.
 
-Cross-entropy over a large vocabulary beside plain torch and torch.compile; the
+Cross-entropy over a large vocabulary beside plain torch, its own chunks and torch.compile; the
 peak of an MLP against the number of tiles; and a GPT on a long sequence, whose blocks are regions
 and whose MLPs and loss run tile by tile.
 """
@@ -50,6 +50,11 @@ def vocabulary(
 
     contenders: dict[str, Callable[[Tensor, Tensor], Any]] = {
         PLAIN: loss,
+        "F.linear_cross_entropy": functools.partial(
+            F.linear_cross_entropy,
+            target=targets,
+            options=torch.nn.LinearCrossEntropyOptions(),
+        ),
     }
     if compiles:
         contenders["torch.compile"] = torch.compile(loss)
