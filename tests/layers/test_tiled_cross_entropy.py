@@ -223,6 +223,20 @@ def test_many_cotangents_may_come_at_once():
     assert_close([each[2] for each in found], [2 * each for each in right])
 
 
+def test_torchs_own_chunks_run_in_a_region_under_torch_func():
+    """Outside of one torch refuses them there."""
+    options = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=4, chunking_method=None
+    )
+
+    def loss(x: Tensor, head: Tensor) -> Tensor:
+        rows, labels = x.flatten(0, 1), TARGETS.flatten()
+        return F.linear_cross_entropy(rows, head, labels, options=options)
+
+    found = torch.func.grad(remat(loss), (0, 1))(X, HEAD)
+    assert_close(found, torch.func.grad(formula, (0, 1))(X, HEAD))
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
