@@ -10,13 +10,12 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from remat import _captures
 from remat._errors import StaticArgumentError, refusal
@@ -25,6 +24,7 @@ from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
 from remat._torch import dtensor, fakes, isolation, levels, trees
 from remat._torch.tensors import overrides_functions
+from remat._tracing.arguments import labels, parameter_names, positional_parameters
 from remat._tracing.refusals import is_strided, overriding, unstrided
 
 TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
@@ -303,7 +303,7 @@ def _with_wrapped_statics(
     kwargs: Mapping[str, Any],
     statics: Statics,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names = _parameter_names(function, len(args))
+    names = parameter_names(function, len(args))
     positions = {
         index + len(args) if index < 0 else index for index in statics.positions
     }
@@ -311,7 +311,7 @@ def _with_wrapped_statics(
     # other way round.
     by_position = {
         parameter.name
-        for index, parameter in enumerate(_positional(function))
+        for index, parameter in enumerate(positional_parameters(function))
         if index in positions
     }
     chosen = statics.names | by_position
@@ -406,49 +406,3 @@ def _unseen_argument(leaf: Any, label: str) -> StaticArgumentError:
         "gradients would be lost, and changes would not be seen.",
         do="Pass its contents as a tuple, a list or a dict.",
     )
-
-
-def labels(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """What messages and reports call each leaf of a call: "x", "params.w", "xs.0"."""
-    names = _parameter_names(function, len(args))
-    return tuple(
-        ".".join([name, *path])
-        for name, tree in [*zip(names, args, strict=True), *kwargs.items()]
-        for path, _ in trees.leaves_with_path(tree)
-    )
-
-
-_BY_POSITION = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-
-
-def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """For the labels: the parameters that take arguments by position, in order."""
-    # A module's own signature is (*args, **kwargs): what it is called with goes to forward.
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        every = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):
-        # Builtins without a signature.
-        return []
-    return [each for each in every if each.kind in _BY_POSITION]
-
-
-def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """What the first arguments of a call are called; those of `*xs` are xs.0, xs.1, ..."""
-    positional = _positional(function)
-    names: list[str] = []
-    for index in range(count):
-        last = min(index, len(positional) - 1)
-        if not positional:
-            names.append(f"args.{index}")
-        elif positional[last].kind is inspect.Parameter.VAR_POSITIONAL:
-            names.append(f"{positional[last].name}.{index - last}")
-        else:
-            names.append(positional[last].name)
-    return names

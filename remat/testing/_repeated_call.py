@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._calls.signature import labels
 from remat._generators import device_states
 from remat._torch import trees
 from remat._torch.tensors import storage_key
+from remat._tracing.arguments import labels
 from remat.testing._named_transforms import is_differentiable
 
 
