@@ -24,7 +24,12 @@ from remat._regions.retraceable import Roots
 from remat._switches.numerics import Numerics
 from remat._torch import dtensor, fakes, isolation, levels, trees
 from remat._torch.tensors import overrides_functions
-from remat._tracing.arguments import labels, parameter_names, positional_parameters
+from remat._tracing.arguments import (
+    labels,
+    own_set,
+    parameter_names,
+    positional_parameters,
+)
 from remat._tracing.refusals import is_strided, overriding, unstrided
 
 TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
@@ -101,9 +106,10 @@ class Signature(NamedTuple):
                 kinds.append(ROOT)
             else:
                 kinds.append(STATIC)
-                value = leaf.value if isinstance(leaf, _Static) else leaf
                 # A set may change after the call.
-                values.append(value.copy() if type(value) is set else value)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+                values.append(
+                    own_set(leaf.value if isinstance(leaf, _Static) else leaf)
+                )
         return Layout(spec, tuple(kinds), tuple(again), tuple(values))
 
     @property

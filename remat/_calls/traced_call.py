@@ -25,6 +25,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import label
 from remat._regions.retraceable import Roots
 from remat._torch import guards, modes, trees
+from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
 from remat._tracing.left_behind import taken_out_on_error
 from remat._tracing.open_sizes import Fixed, Template, trace_open
@@ -65,7 +66,7 @@ class Flattened:
             given = list(operands[: self.num_tensors])
             for place in self.changed:
                 given[place] = given[place].clone()
-            args, kwargs = self.layout.arguments(given, roots[1:])
+            passed = Given(*self.layout.arguments(given, roots[1:]))
             had = [*map(guards.requires_grad, given)]
             captured = () if fetch is None else fetch(roots)
             stand_ins = operands[self.num_tensors :]
@@ -73,7 +74,9 @@ class Flattened:
             # The first trace looks at the changes itself.
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
-                returned, output = trees.Frame.of(function(*args, **kwargs))
+                result = function(*passed.args, **passed.kwargs)
+                passed.require_unchanged(function)
+                returned, output = trees.Frame.of(result)
             if self.output is None and not self.changed:
                 self.gained = _gained(had, given)
             self.output = self.output or output

@@ -36,6 +36,7 @@ from remat._torch.tensors import (
     storage_key,
 )
 from remat._tracing import engines
+from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import mutates, require_tellable, uninitialized
 from remat._tracing.thread import depth, lift, running_again
 from remat._tracing.trace import Flat
@@ -156,15 +157,19 @@ class _FlatCall:
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
         for operand, tensor in zip(self.reach.operands, tensors, strict=True):
             copy_attributes(operand, tensor)
-        args, kwargs = trees.map_tensors(
-            lambda each: stand_ins[id(each)], self.reach.arguments
-        )
+        leaves, spec = trees.flatten(self.reach.arguments)
+        given = [
+            stand_ins[id(leaf)] if isinstance(leaf, Tensor) else own_set(leaf)
+            for leaf in leaves
+        ]
+        passed = Given(*trees.unflatten(given, spec))
         is_again = self.state.before is not None
         self.state.made.clear()
         with self._prepared(stand_ins, is_again):
             if is_again:
                 self.constants.require_unchanged(self.state.found)
-            result = self.fun(*args, **kwargs)
+            result = self.fun(*passed.args, **passed.kwargs)
+            passed.require_unchanged(self.fun)
             if not is_again:
                 self.stored = _stored_with_gradient(self.reach.survey)
             stored = [_captures.look(*place) for place in self.stored]

@@ -1,14 +1,16 @@
-"""The arguments of a call: what messages call their leaves."""
+"""The arguments of a call: what messages call their leaves, and that they stay as they are."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
+from remat._errors import SideEffectError, refusal
 from remat._torch import trees
+from remat._user_lines import user_line
 
 
 def labels(
@@ -55,3 +57,57 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
         else:
             names.append(positional[last].name)
     return names
+
+
+@final
+class Given:
+    """The arguments of one run of a function, and what their containers hold before it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self._before = [*map(_contents, (*args, *kwargs.values()))]
+
+    def require_unchanged(self, function: Callable[..., Any]) -> None:
+        """Refuses a run of a function that put something in, took out, or exchanged.
+
+        A region calls its function with containers of its own.
+        """
+        now = (*self.args, *self.kwargs.values())
+        for place, (before, tree) in enumerate(zip(self._before, now, strict=True)):
+            if _are_equal(before, _contents(tree)):
+                continue
+            names = [*parameter_names(function, len(self.args)), *self.kwargs]
+            raise refusal(
+                SideEffectError,
+                where=f"the argument `{names[place]}` of the call at {user_line()}",
+                what=f"is a {type(tree).__name__}, and the function changes what it holds.",
+                why="A region works on a copy: the caller's would stay as it was, and the "
+                "gradient of what was put in would be lost.",
+                do="Return what is new, and let the caller put it in; or let the function "
+                "change a copy, as by list(x) or dict(x).",
+            )
+
+
+def _contents(tree: Any) -> tuple[list[Any], Any]:
+    leaves, spec = trees.flatten(tree)
+    return [*map(own_set, leaves)], spec
+
+
+def own_set(leaf: Any) -> Any:
+    """A copy of a set, which pytree takes for a leaf; any other leaf itself."""
+    return leaf.copy() if type(leaf) is set else leaf  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _are_equal(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
+    (leaves, spec), (found, now) = before, after
+    return spec == now and all(map(_is_same, leaves, found))
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and type(one) in _BY_VALUE and one == other
+
+
+_BY_VALUE = frozenset({bool, int, float, complex, str, bytes, set})
