@@ -127,7 +127,7 @@ def model_of(
         ),
         wanted=tuple(dict.fromkeys(place[use] for use in wanted if use in place)),
         items=_options(analysis, items),
-        fixed_bytes=_fixed_bytes(analysis),
+        fixed_bytes=fixed_bytes(analysis),
         base_cost=sum(map(cost, certain)),
     )
     return Model(analysis, tuple(items), problem)
@@ -167,7 +167,7 @@ def _options(
     return tuple(options)
 
 
-def _fixed_bytes(analysis: Analysis) -> int:
+def fixed_bytes(analysis: Analysis) -> int:
     """Bytes that any budget holds: generator states and copies of changed buffers."""
     joint = analysis.joint
     states = [state.index for state in joint.states]

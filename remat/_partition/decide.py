@@ -13,7 +13,7 @@ from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref
 from remat._partition.analysis import Analysis, Decisions
-from remat._partition.budgets import model_of, solve
+from remat._partition.budgets import fixed_bytes, model_of, solve
 from remat._user_lines import warn
 from remat.policies import AbstractPolicy, Budget, Planned, Save
 from remat.policies._sizes import show_size
@@ -64,7 +64,9 @@ class _Values:
         found = fingerprint(self.analysis)
         if found != plan.fingerprint and plan.inputs:
             _warn_of_new_plan(self.analysis, plan)
-            return self.within(Budget(plan.budget_bytes))
+            # What is held in any case, a generator's state say, may be more than the share.
+            share = max(plan.budget_bytes, fixed_bytes(self.analysis))
+            return self.within(Budget(share))
         if found != plan.fingerprint:
             raise refusal(
                 PolicyError,
@@ -84,14 +86,16 @@ def _warn_of_new_plan(analysis: Analysis, plan: Planned) -> None:
     joint = analysis.joint
     operands = joint.graph.values[: joint.num_operands]
     now, then = Counter(str(each.meta) for each in operands), Counter(plan.inputs)
-    more, less = ((now - then).elements(), (then - now).elements())
+    more, less = (now - then).elements(), (then - now).elements()
+    taken = f"takes {', '.join(more) or 'no other'} in place of {', '.join(less) or 'nothing'}"
+    how = "runs other operators on the same inputs" if now == then else taken
     warn(
         where=f"a block with a plan for {show_size(plan.budget_bytes)}",
-        what=f"is another program than was planned: it takes {', '.join(more) or 'no other'} "
-        f"in place of {', '.join(less) or 'nothing'}; it is planned again.",
+        what=f"is another program than was planned: it {how}; it is planned again.",
         why="A plan says for each value of one program whether it is saved. Other shapes, "
-        "dtypes or strides, masks, and switches such as autocast give another program.",
-        do="Call modules.plan with arguments like these.",
+        "dtypes or strides, masks, train() instead of eval(), and switches such as autocast "
+        "give another program.",
+        do="Call modules.plan with arguments, modes and switches like these.",
     )
 
 

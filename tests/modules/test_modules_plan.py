@@ -243,6 +243,23 @@ def test_another_call_is_planned_again() -> None:
         assert sum(made_inside) <= row.plan.budget_bytes
 
 
+def test_a_plan_in_evaluation_serves_training() -> None:
+    """Dropout holds a generator's state then, which no share of the budget had room for."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)).double()
+    model = nn.Sequential(*(copy.deepcopy(block) for _ in range(2)))
+    plain, x = copy.deepcopy(model), seeded(5, 8)
+    modules.plan(model.eval(), where="[01]", budget=0.5)(x)
+
+    def step(each: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        return [*torch.autograd.grad(each(x).square().sum(), [*each.parameters()])]
+
+    with pytest.warns(RematWarning, match=r"runs other operators on the same inputs"):
+        found = step(model.train())
+    assert_bitwise(found, step(plain))
+
+
 def test_a_model_without_data_is_planned() -> None:
     """On the meta device the model is called on fake tensors, whole."""
     with torch.device("meta"):
