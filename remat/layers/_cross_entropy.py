@@ -151,7 +151,7 @@ class _WithGradients(torch.autograd.Function):
         d_rows = torch.empty_like(rows) if for_rows else None
         # Many terms are added up, for which half precision is too coarse.
         d_head = torch.zeros_like(head, dtype=_wide(head).dtype) if for_head else None
-        loss = torch.zeros_like(weight)
+        loss = 0 * weight  # not a number where no target is used, as torch's mean
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             own = None if d_rows is None else d_rows[part]

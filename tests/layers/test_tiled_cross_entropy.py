@@ -223,6 +223,25 @@ def test_many_cotangents_may_come_at_once():
     assert_close([each[2] for each in found], [2 * each for each in right])
 
 
+def test_the_mean_over_no_target_is_no_number():
+    """As torch's is, whose gradients are zeros."""
+    none = torch.full_like(TARGETS, -100)
+
+    def cut(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head, none, tiles=3)
+
+    def plain(x: Tensor, head: Tensor) -> Tensor:
+        return F.cross_entropy((x @ head.T).flatten(0, 1), none.flatten())
+
+    leaves = [X.clone().requires_grad_(), HEAD.clone().requires_grad_()]
+    loss = cut(*leaves)
+    assert cut(X, HEAD).isnan()
+    assert loss.isnan()
+    expected = torch.autograd.grad(plain(*leaves), leaves)
+    assert_close(torch.autograd.grad(loss, leaves), expected)
+    assert_close(torch.func.grad(cut, (0, 1))(X, HEAD), expected)
+
+
 def test_torchs_own_chunks_run_in_a_region_under_torch_func():
     """Outside of one torch refuses them there."""
     options = torch.nn.LinearCrossEntropyOptions(
