@@ -17,6 +17,13 @@ SET_DATA: Any = cast("Any", Tensor.data).__set__
 GET_GRAD: Any = cast("Any", Tensor.grad).__get__
 # What tells where a tensor's memory is.
 ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
+#: What asks how a tensor came to be, by the name of each: what stands for it is another one.
+ASK_FOR_HISTORY: dict[Any, str] = {
+    cast("Any", Tensor.is_leaf).__get__: "is_leaf",
+    cast("Any", Tensor.grad_fn).__get__: "grad_fn",
+    cast("Any", Tensor._version).__get__: "_version",
+    Tensor.storage_offset: "storage_offset()",
+}
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:

@@ -15,8 +15,8 @@ from remat._errors import (
 )
 from remat._graph.meta import TensorMeta
 from remat._torch import fakes, taking_functions
-from remat._torch.tensors import ASK_FOR_MEMORY, GET_GRAD
-from remat._user_lines import came_through, is_called_by_torch, line_of, user_line
+from remat._torch.tensors import ASK_FOR_HISTORY, ASK_FOR_MEMORY, GET_GRAD
+from remat._user_lines import came_through, is_called_by_torch, line_of, user_line, warn
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
@@ -151,13 +151,21 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
 def require_tellable(
     func: Any, args: Sequence[Any], is_operand: Callable[[Tensor], bool]
 ) -> None:
-    """Refuses a call that asks a tensor for what no stand-in can tell.
+    """Refuses a call that asks a tensor for what no stand-in can tell, or warns.
 
     `is_operand` says of a tensor whether it is from outside of the function.
     """
-    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY
+    history = ASK_FOR_HISTORY.get(func)
+    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
         return
+    if history and is_operand(args[0]):
+        warn(
+            where=f"`.{history}` of {TensorMeta.of(args[0])} at {user_line()}",
+            what="is read inside a region, of a tensor from outside.",
+            why="It is that of what stands for the tensor, and a constant of the trace.",
+            do="Read it outside of the region, and pass what it says as an argument.",
+        )
     if func == GET_GRAD and is_operand(args[0]):
         raise refusal(
             TraceError,

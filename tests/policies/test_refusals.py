@@ -267,6 +267,7 @@ def test_what_is_no_policy_is_refused(kind: str):
 @pytest.mark.parametrize(
     "name",
     [
+        "budget",
         "by_op",
         "by_size",
         "from_callable",

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from remat import TraceError, remat
+from remat import RematWarning, TraceError, remat
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -74,3 +75,26 @@ def test_a_run_again_knows_the_attributes_of_arguments(fun: Any) -> None:
     x.flag = 7
 
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+HISTORY: dict[str, Callable[[Tensor], Any]] = {
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is None,
+    "_version": lambda x: x._version == 0,
+    "storage_offset": lambda x: x.storage_offset() == 0,
+}
+
+
+@pytest.mark.parametrize("asked", HISTORY)
+def test_how_a_tensor_from_outside_came_to_be_is_told_of_another(asked: str) -> None:
+    """A warning names the line; a run again knows where the tensor lies in its memory."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x * 2 if HISTORY[asked](x) else x * 3
+
+    x = torch.stack([seeded(4), seeded(4)]).requires_grad_().sin()
+    x += 1
+    with pytest.warns(RematWarning, match=r"test_asked_of_tensors\.py:\d+"):
+        remat(fun)(x[1])
+    if asked in {"_version", "storage_offset"}:
+        assert_bitwise(remat(fun, engine="rerun")(x[1]), fun(x[1]))
