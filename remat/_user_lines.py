@@ -97,6 +97,15 @@ def is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0])
 
 
+def is_asked_by_user() -> bool:
+    """Whether what `__torch_function__` was called for stands in code that is the user's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    asked = frame and frame.f_back
+    return asked is not None and _is_users_file(asked.f_code.co_filename)
+
+
 def line_of(error: Exception) -> str:
     """The innermost "file.py:line" outside torch and of this package that raised.
 

@@ -29,6 +29,7 @@ from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
 from remat._torch.tensors import (
+    ASK_FOR_HISTORY,
     GET_GRAD,
     SET_DATA,
     copy_attributes,
@@ -293,7 +294,7 @@ class _Substituted(TorchFunctionMode):
         if depth() != self._depth:
             # A region inside is traced on its own; it has its tensors from `lift`.
             return func(*args, **(kwargs or {}))
-        if func == GET_GRAD:
+        if func == GET_GRAD or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
             require_tellable(func, args, self._is_operand)
         args, kwargs = trees.map_tensors(self.met, (args, kwargs or {}))
         for each in kwargs.values():

@@ -16,7 +16,14 @@ from remat._errors import (
 from remat._graph.meta import TensorMeta
 from remat._torch import fakes, taking_functions
 from remat._torch.tensors import ASK_FOR_HISTORY, ASK_FOR_MEMORY, GET_GRAD
-from remat._user_lines import came_through, is_called_by_torch, line_of, user_line, warn
+from remat._user_lines import (
+    came_through,
+    is_asked_by_user,
+    is_called_by_torch,
+    line_of,
+    user_line,
+    warn,
+)
 
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
@@ -159,11 +166,11 @@ def require_tellable(
     is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
         return
-    if history and is_operand(args[0]):
+    if history and is_operand(args[0]) and is_asked_by_user():
         warn(
             where=f"`.{history}` of {TensorMeta.of(args[0])} at {user_line()}",
             what="is read inside a region, of a tensor from outside.",
-            why="It is that of what stands for the tensor, and a constant of the trace.",
+            why="It is that of what stands for the tensor there.",
             do="Read it outside of the region, and pass what it says as an argument.",
         )
     if func == GET_GRAD and is_operand(args[0]):

@@ -30,6 +30,9 @@ class Operand:
 
     state: State
     meta: TensorMeta
+    sized: frozenset[int] = (
+        frozenset()
+    )  # the dimensions that are as long as the tile is
 
     def suits(self, dim: int) -> bool:
         """Whether it may meet the axis at a dimension, which it has nothing of."""
@@ -65,6 +68,35 @@ class Step:
 
 
 Rule: TypeAlias = Callable[[Step], State]
+
+
+def require_no_size(step: Step) -> None:
+    """Refuses a step that makes other numbers of a dimension that is as long as a tile.
+
+    Such a dimension is shorter than in the whole. What keeps each element in its place may
+    have it, and so may what meets the axis there and is the same at each place of it.
+    """
+    if keeps_places(step):
+        return
+    has_axis = not all(map(_is_alike, step.operands))
+    for each in step.operands:
+        own = set[int]()
+        if isinstance(each.state, Along):
+            own = {each.state.dim}
+        elif has_axis:
+            own = {dim for dim in each.sized if each.suits(dim)}
+        if each.sized - own:
+            raise MixesError("it computes with as many values as a tile is long.")
+
+
+def keeps_places(step: Step) -> bool:
+    """Whether a step neither combines elements nor takes some of them."""
+    if operators.returns_view(step.value.op):
+        return step.name not in _PARTS
+    return is_pointwise(step.value.op) or step.name in ("clone", "_to_copy", "repeat")
+
+
+_PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
 
 
 def rule_of(step: Step) -> Rule | None:
@@ -224,8 +256,11 @@ def _besides_dim(step: Step) -> Along:
     (place, *others), ndim = found, len(step.operands[0].meta.shape)
     if others or not isinstance(place, Along) or place.dim == step.given["dim"] % ndim:
         raise MixesError("it takes elements from anywhere on the axis.")
+    length = max(each.meta.shape[place.dim] for each in step.operands)
     for each in step.operands:
         _require_suits(each, place.dim)
+        if each.meta.shape[place.dim] != length:  # it is not broadcast, but cut
+            raise MixesError("it takes elements of the first places of each tile.")
     return place
 
 
@@ -343,7 +378,8 @@ _batch_norm_dims = _by_letters("input:b* => b")
 
 def _attention(step: Step) -> State:
     state = _attention_dims(step)
-    if state == Along(2, 1) and step.given.get("is_causal"):
+    is_over_queries = isinstance(state, Along) and state.dim == 2
+    if is_over_queries and step.given.get("is_causal"):
         raise MixesError("its causal mask tells places on the axis apart.")
     return state
 

@@ -6,11 +6,13 @@ The axis is followed from the arguments through each step of the forward graph, 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 
@@ -19,11 +21,18 @@ from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value
-from remat._torch import schemas
+from remat._torch import schemas, tracer
 from remat.layers._axis import Alike, Along, Key, Mixed, MixesError, State, Total
-from remat.layers._axis_rules import Operand, Step, is_pointwise, pointwise, rule_of
+from remat.layers._axis_rules import (
+    Operand,
+    Step,
+    pointwise,
+    require_no_size,
+    rule_of,
+)
 from remat.layers._tile_call import Call
 from remat.layers._tile_pattern import Pattern
+from remat.layers._two_lengths import label, require_same_steps, sized_dims
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
@@ -32,45 +41,64 @@ _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictiona
 def require_independent(
     region: Any, pattern: Pattern, reduce: str, call: Call, size: int
 ) -> None:
-    """Refuses a function whose trace mixes places of the axis, once for each trace."""
+    """Refuses a function whose trace mixes places of the axis, once for each trace.
+
+    It is judged by traces of two lengths, of a tile and of the whole: what differs between them
+    comes of the length.
+    """
     if size >= call.length:
         return  # one tile, which is the whole
     # A tile of one place would not show what is broadcast along it.
-    size = max(size, 2)
-    entry, states = _traced(region, call, size)
-    known = _known.setdefault(entry.region, set())
-    if (pattern.text, reduce) in known:
+    last, size = call.sizes(size)[-1], max(size, 2)
+    whole = call.length if call.length > size else 2 * size
+    tile = _traced(region, call, size)
+    known, judged = _known.setdefault(tile.entry.region, set()), (size, whole, last)
+    if (pattern.text, reduce, judged) in known:
         return
-    _require_no_writes(region, entry)
-    _require_results(region, entry, outputs_of(entry, states, size), pattern, reduce)
-    # Where one size fits by chance, another does not.
-    other = min(2 * size, call.length)
-    if other != size:
-        larger, states = _traced(region, call, other)
-        found = outputs_of(larger, states, other)
-        _require_results(region, larger, found, pattern, reduce)
-        _require_no_size(entry, larger)
-    known.add((pattern.text, reduce))
+    _require_no_writes(region, tile.entry)
+    _require_results(region, tile, pattern, reduce)
+    larger = _traced(region, call, whole)
+    require_same_steps(tile.entry, larger.entry)
+    if last > 1:
+        require_same_steps(tile.entry, _traced(region, call, last).entry)
+    sized = sized_dims(tile.entry, larger.entry)
+    for each in (tile, larger):
+        each = dataclasses.replace(each, sized=sized)
+        _require_results(region, each, pattern, reduce)
+    known.add((pattern.text, reduce, judged))
 
 
-def _traced(region: Any, call: Call, size: int) -> tuple[Entry, list[State]]:
-    """The trace of a tile of some size, and what its arguments have of the axis."""
-    (args, kwargs), states = call.stand_in(size)
-    return region.entry_of(args, kwargs)[0], states
+@final
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """A trace of a tile of some length, and what its arguments have of the axis.
+
+    `sized` has for each value the dimensions that are as long as the tile is; none are known
+    from one trace alone.
+    """
+
+    entry: Entry
+    states: list[State]
+    length: int
+    sized: Mapping[int, frozenset[int]] = dataclasses.field(
+        default_factory=dict[int, frozenset[int]]
+    )
 
 
-def _require_results(
-    region: Any,
-    entry: Entry,
-    returned: Sequence[tuple[State, TensorMeta]],
-    pattern: Pattern,
-    reduce: str,
-) -> None:
+def _traced(region: Any, call: Call, length: int) -> _Trace:
+    (args, kwargs), states = call.stand_in(length, is_part=True)
+    return _Trace(region.entry_of(args, kwargs)[0], states, length)
+
+
+def _require_results(region: Any, trace: _Trace, pattern: Pattern, reduce: str) -> None:
     """Refuses a trace whose results are not those that the pattern names."""
-    made = [torch.empty(meta.shape, device="meta") for _, meta in returned]
-    parts = pattern.of_results(entry.output.around(made))
-    for part, tensor, (state, _) in zip(parts, made, returned, strict=True):
-        _require_result(region, state, part.dim(tensor, "a result"), Total(reduce))
+    returned = outputs_of(trace)
+    with tracer.unrecorded():  # a trace around this one is not to hold them
+        made = [torch.empty(each.meta.shape, device="meta") for each in returned]
+    parts = pattern.of_results(trace.entry.output.around(made))
+    for part, tensor, each in zip(parts, made, returned, strict=True):
+        dim = part.dim(tensor, "a result")
+        _require_result(region, each, dim, Total(reduce), trace.length)
 
 
 def _require_no_writes(region: Any, entry: Entry) -> None:
@@ -78,15 +106,18 @@ def _require_no_writes(region: Any, entry: Entry) -> None:
         return
     raise refusal(
         MutationError,
-        where=f"tiled: {region!r}",
+        where=f"tiled: {name_of(region)}",
         what="changes a buffer or an argument in place.",
         why="It would change once for each tile.",
         do="Return the new value, or put the module into eval mode.",
     )
 
 
-def _require_result(region: Any, state: State, dim: int | None, reduce: Total) -> None:
+def _require_result(
+    region: Any, result: Operand, dim: int | None, reduce: Total, length: int
+) -> None:
     """Refuses a result that tiles do not make."""
+    state = result.state
     if isinstance(state, Mixed):
         raise refusal(
             TileError,
@@ -96,18 +127,24 @@ def _require_result(region: Any, state: State, dim: int | None, reduce: Total) -
             do="Cut along another axis, or leave the operator out of the function.",
         )
     is_alike = isinstance(state, Alike)
-    if dim is None:
+    others = result.sized - {dim}
+    if others:
+        wanted = f"as long in its dimension {min(others)} as a tile is"
+    elif dim is None:
         if state is reduce or (is_alike and reduce is Total.MEAN):
             return
         wanted = f"no {reduce.value} over it"
     else:
-        if state == Along(dim) or (is_alike and dim in state.dims):
+        is_whole = is_alike and dim in state.dims and result.meta.shape[dim] == length
+        if state == Along(dim) or is_whole:
             return
         wanted = f"not cut along its dimension {dim}"
     raise refusal(
         TileError,
-        where=f"tiled: {region!r}",
-        what=f"a result is {wanted}, as its pattern says of the axis, but {_told(state)}.",
+        where=f"tiled: {name_of(region)}",
+        what=f"a result is {wanted}, as its pattern says of the axis, but {_told(state)}."
+        if not others
+        else f"a result is {wanted}.",
         why="The results of the tiles are put together as the pattern says.",
         do="Write the pattern of what is returned; reduce over the axis by sum, or by mean "
         'with reduce="mean".',
@@ -122,65 +159,38 @@ def _told(state: State) -> str:
     return "the same for all tiles"
 
 
-def _require_no_size(entry: Entry, other: Entry) -> None:
-    """Refuses a function that computes with the size of a tile, told by traces of two."""
-    for (value, numbers), (same, others) in zip(
-        _steps_with_numbers(entry), _steps_with_numbers(other), strict=False
-    ):
-        if value.op is same.op and numbers != others:
-            raise refusal(
-                TileError,
-                where=f"tiled: {_label(value)}",
-                what=f"computes with a number that depends on the size of the tile: "
-                f"{numbers}, and {others} for another size.",
-                why="A tile is smaller than the whole, so that the result would differ.",
-                do='Write .mean() with reduce="mean" instead of a division by the size, or '
-                "divide after the call.",
-            )
+def outputs_of(trace: _Trace) -> list[Operand]:
+    """What each tensor that a traced function returns has of the axis.
 
-
-def _steps_with_numbers(entry: Entry) -> list[tuple[Value, list[Any]]]:
-    values = entry.stages.joint.graph.values
-    pairs = [(each, _numbers(each)) for each in values if not each.is_backward]
-    return [(each, numbers) for each, numbers in pairs if numbers]
-
-
-def _numbers(value: Value) -> list[Any]:
-    """The numbers that a step computes with; those of other operators may be sizes."""
-    if value.op is operators.constant:
-        return value.args[0].flatten().tolist()
-    name = operators.short_name(value.op)
-    if not is_pointwise(value.op) and "full" not in name and "scalar" not in name:
-        return []
-    given = (*value.args, *(each for _, each in value.kwargs))
-    return [each for each in given if isinstance(each, (int, float))]
-
-
-def outputs_of(
-    entry: Entry, operands: Sequence[State], length: int
-) -> list[tuple[State, TensorMeta]]:
-    """What each tensor that a traced function returns has of the axis, and its metadata.
-
-    `operands` says it for the tensors of the arguments; those that it captures are alike. The
-    axis has a length in the tile that was traced.
+    The trace has it for the tensors of the arguments; those that it captures are alike.
     """
-    joint = entry.stages.joint
-    num_captured = joint.num_operands - len(operands)
+    joint = trace.entry.stages.joint
+    num_captured = joint.num_operands - len(trace.states)
     assert num_captured >= 0, "each operand is an argument or captured"
-    states = follow(joint.graph, [*operands, *[Alike()] * num_captured], length)
-    found: list[tuple[State, TensorMeta]] = []
+    given = [*trace.states, *[Alike()] * num_captured]
+    states = follow(joint.graph, given, trace.length, trace.sized)
+    found: list[Operand] = []
     for view in joint.views:
         at = view.operand if view.output is None else joint.outputs[view.output].index
         assert at is not None, "a view has a base"
-        value, state = joint.graph.values[at], states[at]
+        value, state, sized = joint.graph.values[at], states[at], trace.sized.get(at)
         if view.path is not None:
-            value, state = view.path.values[-1], follow(view.path, [state], length)[-1]
+            value, state = (
+                view.path.values[-1],
+                follow(view.path, [state], trace.length)[-1],
+            )
+            sized = None
         assert isinstance(value.meta, TensorMeta), "a tensor is returned"
-        found.append((state, value.meta))
+        found.append(Operand(state, value.meta, sized or frozenset()))
     return found
 
 
-def follow(graph: Graph, inputs: Sequence[State], length: int) -> list[Any]:
+def follow(
+    graph: Graph,
+    inputs: Sequence[State],
+    length: int,
+    sized: Mapping[int, frozenset[int]] = MappingProxyType({}),
+) -> list[Any]:
     """What each value of a graph has of the axis, a list for several outputs of an operator.
 
     The backward, and inputs beyond those given, are of no interest.
@@ -194,11 +204,17 @@ def follow(graph: Graph, inputs: Sequence[State], length: int) -> list[Any]:
             made, place = states[value.args[0].index], value.args[1]
             states.append(made[place] if isinstance(made, list) else made)
         else:
-            states.append(_after(value, graph, states, length))
+            states.append(_after(value, graph, states, length, sized))
     return states
 
 
-def _after(value: Value, graph: Graph, states: Sequence[Any], length: int) -> Any:
+def _after(
+    value: Value,
+    graph: Graph,
+    states: Sequence[Any],
+    length: int,
+    sized: Mapping[int, frozenset[int]],
+) -> Any:
     used = [states[index] for index in value.uses]
     for state in used:
         if isinstance(state, Mixed):
@@ -211,29 +227,36 @@ def _after(value: Value, graph: Graph, states: Sequence[Any], length: int) -> An
     if _is_fill(value):
         return Alike(_all_dims(metas))
     try:
-        step = _step_of(value, graph, states, length)
+        step = _step_of(value, graph, states, length, sized)
+        require_no_size(step)
         if all(isinstance(each.state, Alike) for each in step.operands):
             return _alike(value, step, metas)
         rule = rule_of(step)
         if rule is None:
             why = "nothing is known of what it does along an axis."
-            return Mixed(_label(value), why)
+            return Mixed(label(value), why)
         state = rule(step)
     except MixesError as error:
-        return Mixed(_label(value), str(error))
+        return Mixed(label(value), str(error))
     if len(metas) == 1:
         return state
     return [_of_output(state, each, metas[0]) for each in metas]
 
 
-def _step_of(value: Value, graph: Graph, states: Sequence[Any], length: int) -> Step:
+def _step_of(
+    value: Value,
+    graph: Graph,
+    states: Sequence[Any],
+    length: int,
+    sized: Mapping[int, frozenset[int]],
+) -> Step:
     """A step with what its operands have of the axis."""
 
     def operand(ref: Ref) -> Operand:
         meta = graph.values[ref.index].meta
         if not isinstance(meta, TensorMeta):
             raise MixesError("one of its arguments is no tensor.")
-        return Operand(states[ref.index], meta)
+        return Operand(states[ref.index], meta, sized.get(ref.index, frozenset()))
 
     op: Any = value.op
     if not isinstance(op, schemas.OpOverload):
@@ -254,7 +277,7 @@ def _keyed(
 ) -> Any:
     """A draw or a key that is derived, from a key that is a tile's own or all tiles'."""
     if any(isinstance(each, (Along, Total)) for each in used):
-        return Mixed(_label(value), "it makes keys of values along the axis.")
+        return Mixed(label(value), "it makes keys of values along the axis.")
     is_own = Key() in used
     if any(meta is not None and meta.dtype == torch.uint64 for meta in metas):
         made: State = Key() if is_own else Alike()
@@ -308,7 +331,6 @@ _FILLS = re.compile(
 )
 
 
-def _label(value: Value) -> str:
-    """An operator in a message, with the line that the user wrote."""
-    name = value.function or operators.short_name(value.op)
-    return f"{name} at {value.source}" if value.source else name
+def name_of(region: Any) -> str:
+    """A tiled function in a message."""
+    return getattr(region, "__qualname__", type(region).__name__)

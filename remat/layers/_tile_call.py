@@ -67,10 +67,11 @@ class Call:
         for number, _ in enumerate(self.sizes(size)):
             yield self._tile(parts, number)
 
-    def stand_in(self, size: int) -> tuple[Any, list[State]]:
+    def stand_in(self, size: int, *, is_part: bool = False) -> tuple[Any, list[State]]:
         """The arguments of a tile of some size, without data, to be traced.
 
-        And what each of their tensors has of the axis, each tensor once.
+        And what each of their tensors has of the axis, each tensor once. A tile as long as the
+        whole lies in memory as if it were cut from a longer one if `is_part`, as others do.
         """
         metas: list[TensorMeta] = []
         states: list[State] = []
@@ -83,7 +84,7 @@ class Call:
             which = id(leaf) if dim is None else ("cut", place)
             if which not in numbers:
                 numbers[which] = len(metas)
-                metas.append(_of_tile(TensorMeta.of_operand(leaf), dim, size))
+                metas.append(_of_tile(TensorMeta.of_operand(leaf), dim, size, is_part))
                 states.append(_state_of(leaf, dim))
             places[place] = numbers[which]
         made = stand_ins(metas)
@@ -103,11 +104,14 @@ class Call:
         return trees.unflatten(leaves, self.spec)
 
 
-def _of_tile(meta: TensorMeta, dim: int | None, size: int) -> TensorMeta:
+def _of_tile(meta: TensorMeta, dim: int | None, size: int, is_part: bool) -> TensorMeta:
     if dim is None:
         return meta
-    shape = (*meta.shape[:dim], size, *meta.shape[dim + 1 :])
-    return dataclasses.replace(meta, shape=shape)
+    shape, stride = (*meta.shape[:dim], size, *meta.shape[dim + 1 :]), meta.stride
+    if is_part and size >= meta.shape[dim]:
+        times = -(-2 * size // max(meta.shape[dim], 1))
+        stride = tuple(each * times if each > stride[dim] else each for each in stride)
+    return dataclasses.replace(meta, shape=shape, stride=stride)
 
 
 def _state_of(leaf: Tensor, dim: int | None) -> State:

@@ -237,11 +237,15 @@ class Tiled(Generic[_P, _R]):
         dim = part.dim(column[0], f"a result of {self!r}")
         if dim is not None:
             return torch.cat(column, dim)
+        first = column[0]
         if self.reduce == "mean":
+            if not (first.is_floating_point() or first.is_complex()):
+                return first  # no mean, but the same for all tiles
             total = sum(sizes) or 1
             weights = [size / total for size in sizes]
             column = tuple(map(operator.mul, column, weights))
-        return functools.reduce(torch.add, column)
+        # Half precision would swallow small parts one by one; torch's sum does not.
+        return torch.stack(column).sum(0, dtype=first.dtype)
 
 
 def _on_dense(

@@ -1,5 +1,6 @@
 """Which functions run tile by tile: judged by their traces, before anything runs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from remat import RematWarning, TileError, random
 from remat.layers import tiled
-from tests.support import assert_close, count_operators, seeded
+from tests.support import assert_bitwise, assert_close, count_operators, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -96,10 +97,44 @@ DEPENDENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "the last places": (lambda x: x + x[:, -4:].sum(1, keepdim=True), "add"),
     "the diagonal": (lambda x: x.diagonal(dim1=1, dim2=2)[..., None].expand(x.shape), "diagonal"),
-    "windows": (lambda x: x.view(2, -1, 3, 4).softmax(1).view(x.shape), "view"),
+    "windows": (lambda x: x.view(2, -1, 3, 4).softmax(1).view(x.shape), "view|softmax"),
     "another order": (lambda x: x.reshape(2, 4, -1).transpose(1, 2), "reshape"),
     "distances": (lambda x: torch.cdist(x, x) @ x, "cdist"),
     "lower triangle": (lambda x: x.tril(), "tril"),
+    "a mask's count": (lambda x: x / torch.ones_like(x[..., 0]).sum(), "sum"),
+    "the last number": (lambda x: x * torch.arange(x.shape[1])[-1], "getitem"),
+    "a number on a grid": (lambda x: x * torch.linspace(0, 1, x.shape[1])[1], "getitem"),
+    "a trace": (lambda x: x * torch.eye(x.shape[1]).sum(), "sum"),
+    "one of the size": (lambda x: x * torch.zeros(x.shape[1]).softmax(0)[0], "softmax"),
+    "a repeated axis": (lambda x: x[:, :, None].expand(-1, -1, x.shape[1], -1).sum(2), "sum"),
+    "products of the size": (lambda x: (x @ torch.ones(4, x.shape[1]).double()).sum(-1, True) + x, "sum"),
+    "padding of the size": (lambda x: F.pad(x, (0, x.shape[1]), value=1).sum(-1, True) + x, "pad"),
+    "classes": (lambda x: x * F.one_hot(torch.tensor([0]), x.shape[1]).double().mean(), "mean"),
+    "a factor of a product": (
+        lambda x: torch.addmm(H[0], x[0], W[:, :4], alpha=x.shape[1]).expand(x.shape), "addmm",
+    ),
+    "an eps": (lambda x: F.layer_norm(x, (4,), eps=1 / x.shape[1]), "layer_norm"),
+    "a scale of attention": (
+        lambda x: F.scaled_dot_product_attention(
+            x, H.expand(2, 8, 4), H.expand(2, 8, 4), scale=1 / x.shape[1]
+        ),
+        "scaled_dot_product",
+    ),
+    "steps": (lambda x: functools.reduce(lambda y, _: y * 0.9, range(x.shape[1]), x), "mul"),
+    "a branch on the size": (lambda x: x.exp() if x.shape[1] > 4 else x.sin(), "sin"),
+    "a part of the whole": (lambda x: x.split(5, 1)[0] * 2, "split|getitem|mul"),
+    "gathered from the first": (
+        lambda x: x + x.gather(1, torch.zeros(2, 1, 4, dtype=torch.int64)).sum(1, True), "gather",
+    ),
+    "scattered to the first": (
+        lambda x: x.scatter(2, torch.zeros(2, 1, 1, dtype=torch.int64), 9.0), "scatter",
+    ),
+    "causal attention over merged queries": (
+        lambda x: F.scaled_dot_product_attention(
+            x.reshape(1, 1, -1, 4), H.expand(1, 1, 8, 4), H.expand(1, 1, 8, 4), is_causal=True
+        ).view(x.shape),
+        "scaled_dot_product",
+    ),
     "a captured key": (
         lambda x: random.dropout(random.key(0), x, 0.5), "dropout|mul|random",
     ),
@@ -112,7 +147,9 @@ def test_what_mixes_the_axis_is_refused_by_operator_and_line(name: str):
     where = rf"tiled: (\w+\.)?({operator})\w* at test_tile_independence.py:\d+: "
 
     with pytest.raises(TileError, match=where):
-        tiled(f, ALIKE, tiles=2)(X)
+        tiled(
+            f, ALIKE, tiles=3 if name == "a branch on the size of the last tile" else 2
+        )(X)
 
 
 def test_a_result_that_is_not_where_the_pattern_says_is_refused():
@@ -121,6 +158,54 @@ def test_a_result_that_is_not_where_the_pattern_says_is_refused():
 
     with pytest.raises(TileError, match="a result is not cut"):
         tiled(f, ALIKE, tiles=2)(X)
+
+
+@pytest.mark.parametrize(
+    ("f", "pattern"),
+    [
+        (lambda x: torch.zeros(2, 5, 4), ALIKE),
+        (lambda x: x.new_zeros(2, 1, 4), ALIKE),
+        (lambda x: x[:, :, None].expand(-1, -1, x.shape[1], -1), "b (tile s) d -> b (tile s) ..."),
+        (lambda x: x.sum(1)[:, None].expand(-1, x.shape[1], -1), "b (tile s) d -> ..."),
+    ],
+)  # fmt: skip
+def test_a_result_of_another_length_is_refused(
+    f: Callable[[Tensor], Tensor], pattern: str
+):
+    with pytest.raises(TileError, match=r"a result is|as many values"):
+        tiled(f, pattern, tiles=2)(X)
+
+
+def test_a_number_that_is_returned_may_not_depend_on_the_size():
+    """The first tile's would be that of the whole."""
+    with pytest.raises(TileError, match=r"returns \[3\], and \[6\] for a tile"):
+        tiled(lambda x: (x, x.shape[1]), ALIKE, tiles=2)(X)
+    assert tiled(lambda x: (x, x.shape[2]), ALIKE, tiles=2)(X)[1] == 4
+
+
+def test_a_branch_on_the_size_of_the_last_tile_is_refused():
+    x = seeded(2, 8, 4)
+
+    with pytest.raises(TileError, match="sin"):
+        tiled(lambda x: x.exp() if x.shape[1] == 2 else x.sin(), ALIKE, tiles=3)(x)
+
+
+def test_two_tiles_of_one_place_are_judged():
+    """By larger ones than the whole."""
+    with pytest.raises(TileError, match="div"):
+        tiled(lambda x: x / x.shape[1], ALIKE, tiles=2)(X[:, :2])
+
+
+def test_half_precision_sums_and_means_are_those_of_the_whole():
+    """Small parts are not swallowed one by one; what is no mean stays as it is."""
+    ones = torch.ones(2048, 1, dtype=torch.bfloat16)
+    total = tiled(lambda x: x.sum(), "(tile n) d ->", tiles=1024)
+    mean = tiled(
+        lambda x: (x.mean(), torch.tensor(5)), "(tile n) d ->", tiles=4, reduce="mean"
+    )
+
+    assert_bitwise(total(ones), ones.sum())
+    assert_bitwise(mean(ones), (ones.mean(), torch.tensor(5)))
 
 
 def test_functions_of_one_code_are_judged_each_by_itself():

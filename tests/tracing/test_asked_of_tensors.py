@@ -94,7 +94,21 @@ def test_how_a_tensor_from_outside_came_to_be_is_told_of_another(asked: str) -> 
 
     x = torch.stack([seeded(4), seeded(4)]).requires_grad_().sin()
     x += 1
-    with pytest.warns(RematWarning, match=r"test_asked_of_tensors\.py:\d+"):
+    line = r"test_asked_of_tensors\.py:\d+"
+    with pytest.warns(RematWarning, match=line):
         remat(fun)(x[1])
+    again = remat(fun, engine="rerun")
     if asked in {"_version", "storage_offset"}:
-        assert_bitwise(remat(fun, engine="rerun")(x[1]), fun(x[1]))
+        assert_bitwise(again(x[1]), fun(x[1]))
+    else:
+        with pytest.warns(RematWarning, match=line):
+            again(x[1])
+
+
+def test_what_is_asked_by_the_package_itself_is_not_told():
+    """As autocast's casts are, of a region inside another one."""
+    w = seeded(4, 4).float().requires_grad_()
+    inner = remat(lambda x: x @ w)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bitwise(remat(lambda x: inner(x).sin())(w), inner(w).sin())
