@@ -161,8 +161,10 @@ class Entry:
                     view, output=None, operand=place_of[view.output]
                 )
                 found += make_views([own], (), tensors)
-            elif view.operand in self.written and view.path is None:
-                found.append(tensors[view.operand])
+            elif view.operand in self.written:
+                changed = tensors[view.operand]
+                is_view = view.path is not None
+                found += make_views([view], (), tensors) if is_view else [changed]
             else:
                 found.append(tensor)
         return found

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import policies, remat
-from tests.support import assert_bitwise, assert_close, seeded
+from tests.support import assert_bitwise, assert_close, seeded, tensors_in
 
 Model = nn.Module
 Wrap = Callable[..., Any]
@@ -258,3 +258,34 @@ def test_who_saved_a_buffer_before_it_was_written_is_told():
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
+
+
+QUEUE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "what was written": lambda q: q[0].add_(1),
+    "another part": lambda q: (q.add_(1), q[1])[1],
+    "transposed": lambda q: q.mul_(2).add_(1).T,
+    "flat": lambda q: q.view(-1).add_(1),
+    "several": lambda q: (q[:1].add_(1), q[1:], q),
+}
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("of", ["buffer", "argument"])
+@pytest.mark.parametrize("views", QUEUE_VIEWS)
+def test_a_view_of_what_was_written_has_the_new_numbers(
+    views: str, of: str, engine: Any
+) -> None:
+    """As the part of a cache or a queue does that a module returns."""
+    queue, w = torch.zeros(2, 3, dtype=torch.float64), seeded(3, 3).requires_grad_()
+
+    def fun(x: Tensor, given: Tensor) -> Any:
+        written = queue if of == "buffer" else given
+        return QUEUE_VIEWS[views](written), (x @ w + written).sin()
+
+    def twice(run: Any) -> list[Tensor]:
+        given, x = queue.zero_().clone(), seeded(2, 3, seed=1)
+        returned = [tensors_in(run(x, given)) for _ in range(2)]
+        (queue if of == "buffer" else given).add_(5)  # a view sees it
+        return [*returned[0], *returned[1]]
+
+    assert_bitwise(twice(remat(fun, engine=engine)), twice(fun))
