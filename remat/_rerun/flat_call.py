@@ -9,6 +9,7 @@ the forward found them whenever it runs again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, final
@@ -144,6 +145,8 @@ class _FlatCall:
         self.stored: list[tuple[object, _captures.Step]] = []
         # The places of results that are such an operand, and that operand's.
         self.own: dict[int, int] = {}
+        # The places of results that share the memory of another one.
+        self.shared: dict[int, _Shared] = {}
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
@@ -197,6 +200,8 @@ class _FlatCall:
             for index, each in enumerate(found)
             if id(each) in places
         }
+        with modes.without_torch_function():  # a trace around refuses these questions
+            self.shared = _shared(found)
 
     def with_changed(self, returned: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results, of which some are operands that now have the gradient of what they hold."""
@@ -206,10 +211,14 @@ class _FlatCall:
             # It holds these numbers already, and gets their graph.
             with levels.version_kept(operands[place]):
                 operands[place].copy_(new)
-        return [
+        found = [
             operands[self.own[index]] if index in self.own else each
             for index, each in enumerate(returned[:count])
         ]
+        for index, shared in self.shared.items():
+            if index not in self.own:
+                found[index] = shared.of(found[shared.owner], found[index])
+        return found
 
     @contextlib.contextmanager
     def _prepared(
@@ -227,6 +236,45 @@ class _FlatCall:
             tracer.own_parametrizations(),
         ):
             yield
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shared:
+    """A result that is another one, or lies in its memory: a change of one changes the other."""
+
+    owner: int
+    is_owner: bool
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, owner: Tensor | None, found: Tensor | None) -> Tensor | None:
+        """The result, such that autograd knows of it."""
+        if self.is_owner or owner is None:
+            return owner
+        if levels.interpreter_is_active():
+            return found  # a wrapper does not tell how its memory lies
+        return owner.as_strided(self.size, self.stride, self.offset)
+
+
+def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
+    owners: dict[object, int] = {}
+    plain = {index: each for index, each in enumerate(results) if _lies_plainly(each)}
+    for index, each in plain.items():
+        if each.untyped_storage().nbytes() == each.numel() * each.element_size() > 0:
+            owners.setdefault(storage_key(each), index)
+    found: dict[int, _Shared] = {}
+    for index, each in plain.items():
+        owner = owners.get(storage_key(each), index)
+        if owner != index and each.dtype == results[owner].dtype:
+            is_owner, layout = each is results[owner], (each.shape, each.stride())
+            found[index] = _Shared(owner, is_owner, *layout, each.storage_offset())
+    return found
+
+
+def _lies_plainly(tensor: Tensor) -> bool:
+    return _has_storage_to_compare(tensor) and levels.level_of(tensor) < 0
 
 
 def _stored_with_gradient(

@@ -69,6 +69,43 @@ def test_a_view_output_may_be_changed_in_place():
     assert_close(run(changed(remat(fun)), args), run(changed(fun), args))
 
 
+SHARING = {
+    "a part": lambda y: (y, y[0]),
+    "a part first": lambda y: (y[:, 1], y),
+    "itself": lambda y: (y, y),
+    "another shape": lambda y: (y.view(-1), y, y.T),
+    "parts": lambda y: (y[0], y[1:]),
+}
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("returned", SHARING)
+def test_outputs_that_share_memory_change_together(returned, engine):
+    """And so do their gradients, whichever is changed."""
+    w = seeded(3, 3, seed=1)
+
+    def fun(x):
+        return SHARING[returned]((x @ w).sin())
+
+    def changed(f):
+        def after(x, place):
+            outputs = f(x)
+            outputs[place].mul_(2)
+            return sum(each.square().sum() for each in outputs)
+
+        return after
+
+    region, x = remat(fun, engine=engine), seeded(3, 3)
+    for place in range(len(fun(x))):
+        found, expected = (
+            run(lambda x: changed(f)(x, place), (x,))  # noqa: B023
+            for f in (region, fun)
+        )
+        assert_close(found, expected)
+    mapped = torch.vmap(region)(x.expand(2, 3, 3))
+    assert_close(mapped, torch.vmap(fun)(x.expand(2, 3, 3)))
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("policy", ["everything", "name"])
 def test_a_changed_saved_output_raises(policy):
