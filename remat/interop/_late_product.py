@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat._errors import refusal
+from remat._errors import SavedTensorModifiedError, refusal
 from remat._torch import autocast, levels, modes, trees
 from remat._torch.modules import calling_module
 from remat._tracing.thread import is_running
@@ -27,6 +27,7 @@ class LateProduct(Tensor):
     rows: Tensor
     head: Tensor
     tiles: int | str
+    versions: tuple[int, int]
 
     @staticmethod
     def __new__(
@@ -38,6 +39,7 @@ class LateProduct(Tensor):
             cls, shape, dtype=dtype, device=rows.device, requires_grad=True
         )
         made.rows, made.head, made.tiles = rows, head, tiles
+        made.versions = rows._version, head._version
         with modes.without_torch_function():
             made.register_hook(_refuse_gradient)
         return made
@@ -55,6 +57,10 @@ class LateProduct(Tensor):
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
             own, *rest = args or (None,)
+            if isinstance(own, cls) and _keeps_hold(func):
+                raise _untouchable(f"`{func.__name__}` of them is called")
+            if isinstance((kwargs or {}).get("out"), cls):
+                raise _untouchable("something is written to them")
             is_known = func is F.cross_entropy or not kwargs
             rule = _LATE.get(func) if is_known and isinstance(own, cls) else None
             late = rule and rule(own, *rest, **(kwargs or {}))
@@ -68,8 +74,20 @@ class LateProduct(Tensor):
         """What comes here has gone past autograd, and with it the gradient."""
         raise _past_autograd(f"{func} got them")
 
+    def require_fresh(self) -> None:
+        """Refuses rows or a head that were changed in place meanwhile."""
+        if (self.rows._version, self.head._version) != self.versions:
+            raise refusal(
+                SavedTensorModifiedError,
+                where=_LOGITS,
+                what="are read after the hidden states or the head's weight were changed.",
+                why="They are computed when something reads them, and would be others now.",
+                do="Read them before the optimizer's step: `logits = output.logits + 0`.",
+            )
+
     def changed(self, rows: Tensor, dtype: torch.dtype | None = None) -> LateProduct:
         """The product of other rows, or in another dtype."""
+        self.require_fresh()
         return LateProduct(rows, self.head, self.tiles, dtype or self.dtype)
 
 
@@ -80,7 +98,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 def _past_autograd(what: str) -> TypeError:
     return refusal(
         TypeError,
-        where="the logits of a model with interop.transformers.enable(tiled_loss=...)",
+        where=_LOGITS,
         what=f"{what} before they were computed.",
         why="They are computed where an operator of torch reads them. An autograd.Function "
         "takes them as they are, and their gradient would be lost.",
@@ -88,20 +106,48 @@ def _past_autograd(what: str) -> TypeError:
     )
 
 
+def _untouchable(what: str) -> TypeError:
+    return refusal(
+        TypeError,
+        where=_LOGITS,
+        what=f"{what} before they were computed.",
+        why="What reads them next would compute them anew, without the change or the hook.",
+        do="Call it on `logits + 0`, and use that from then on, or leave `tiled_loss` out.",
+    )
+
+
+_LOGITS = "the logits of a model with interop.transformers.enable(tiled_loss=...)"
+
+
+def _keeps_hold(func: Any) -> bool:
+    """Whether a function changes its first argument, or adds a hook to it."""
+    name: str = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _HOLDING
+
+
+_HOLDING = frozenset(
+    [
+        "__setitem__",
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    ]
+)  # fmt: skip
+
+
 def _computed(tree: Any) -> Any:
     leaves, spec = trees.flatten(tree)
     found = [
-        F.linear(each.rows, each.head).to(_dtype(each))
-        if isinstance(each, LateProduct)
-        else each
-        for each in leaves
+        _product(each) if isinstance(each, LateProduct) else each for each in leaves
     ]
     return trees.unflatten(found, spec)
 
 
-def _dtype(late: LateProduct) -> torch.dtype:
+def _product(late: LateProduct) -> Tensor:
     with modes.without_torch_function():
-        return late.dtype
+        late.require_fresh()
+        dtype = late.dtype
+    return F.linear(late.rows, late.head).to(dtype)
 
 
 def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
@@ -133,6 +179,7 @@ def _cross_entropy(
         "reduction",
     }:
         return None
+    late.require_fresh()
     with modes.without_torch_function():
         return tiled_cross_entropy(
             late.rows, late.head, target, tiles=late.tiles, **options

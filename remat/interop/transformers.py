@@ -125,7 +125,8 @@ def _undo_tiles(model: nn.Module) -> None:
 def _head_of(model: nn.Module) -> nn.Linear:
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
-    if isinstance(head, nn.Linear) and head.bias is None:  # pyright: ignore[reportUnnecessaryComparison]
+    is_linear = isinstance(head, nn.Linear) and head.bias is None  # pyright: ignore[reportUnnecessaryComparison]
+    if is_linear and getattr(head.forward, "__func__", None) is nn.Linear.forward:
         return head
     raise refuse(
         "interop.transformers.enable(tiled_loss=...)",

@@ -39,7 +39,8 @@ def tiled_cross_entropy(
     transform. The logits of one tile exist at a time. Outside of transforms, gradients are
     computed with the loss, so that no matrix product runs twice: what waits for the backward is
     they, as large as `x` and `head`. Half precision is computed in float32, but for the
-    products.
+    products. In float16 the backward recomputes the logits, since gradients that were not scaled
+    would vanish.
 
     Args:
         x: (..., d), one row a token.
@@ -76,7 +77,7 @@ def tiled_cross_entropy(
     _require_options(options, reduction)
     head = autocast.in_products(_laid_as_linear(x, head, targets))
     x = autocast.in_products(x)
-    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     if reduction == "none":
         losses = tiled(_LOSSES, "(tile n) d, (tile n), ... -> (tile n)", tiles=tiles)
         return losses(rows, labels, head, *options).view(targets.shape)
@@ -85,7 +86,10 @@ def tiled_cross_entropy(
         weight = weight / (labels != ignore_index).sum()
     total = tiled(_TOTAL, "(tile n) d, (tile n), ... -> ", tiles=tiles)
     if not _is_first_order((x, head)):
-        return total(rows, labels, head, weight, *options)
+        loss = total(rows, labels, head, weight, *options)
+        return (
+            loss + 0 * weight
+        )  # not a number where no target is used, as torch's mean
     size = total.length_of_tile(rows, labels, head, weight, *options)
     found = _WithGradients.apply(total, size, options, rows, labels, head, weight)
     return cast("Tensor", found)
@@ -136,7 +140,9 @@ def _is_first_order(tensors: Sequence[Tensor]) -> bool:
         return False
     is_mapped = levels.interpreter_is_active() or dual_level_is_active()
     wants = any(each.requires_grad for each in tensors)
-    return wants and not is_mapped and guards.are_plain(tensors)
+    # The gradients of a mean are too small for float16, before a loss scale is known.
+    is_small = any(each.dtype is torch.float16 for each in tensors)
+    return wants and not is_mapped and not is_small and guards.are_plain(tensors)
 
 
 @final
@@ -151,7 +157,7 @@ class _WithGradients(torch.autograd.Function):
         d_rows = torch.empty_like(rows) if for_rows else None
         # Many terms are added up, for which half precision is too coarse.
         d_head = torch.zeros_like(head, dtype=_wide(head).dtype) if for_head else None
-        loss = 0 * weight  # not a number where no target is used, as torch's mean
+        loss = 0 * weight  # as above: not a number where no target is used
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             own = None if d_rows is None else d_rows[part]
@@ -166,7 +172,9 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, labels, head, weight, *gradients = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # They will be differentiated: the tiles run again, as regions.
+            # They will be differentiated: the tiles run again, as regions. The rows may
+            # depend on the head, whose gradient is to come from the product alone.
+            rows, head = rows.view_as(rows), head.view_as(head)
             again = ctx.total(rows, labels, head, weight, *ctx.options)
             wanted = [
                 each

@@ -1,12 +1,14 @@
 """`interop.transformers.enable(tiled_loss=, tiled_mlp=)`: the same step, in less at a time."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from remat import SavedTensorModifiedError
 from tests.support import LiveBytes, assert_close
 
 tr: Any = pytest.importorskip("transformers")
@@ -130,6 +132,70 @@ def test_a_gradient_that_would_be_lost_raises():
     assert all(each.grad is None for each in model.parameters())
     Squares.apply(model(input_ids=IDS).logits + 0).backward()  # pyright: ignore[reportAttributeAccessIssue]
     assert model.lm_head.weight.grad is not None
+
+
+def overwritten(logits: torch.Tensor) -> None:
+    logits[:, :, 3:7] = -50.0
+
+
+HOLDING: dict[str, Callable[[Any], Any]] = {
+    "__setitem__": overwritten,
+    "mul_": lambda logits: logits.mul_(3),
+    "masked_fill_": lambda logits: logits[:, 1:].masked_fill_(torch.tensor(True), 0),
+    "relu_": torch.relu_,
+    "register_hook": lambda logits: logits.register_hook(torch.neg),
+    "retain_grad": lambda logits: logits.retain_grad(),
+    "something is written": lambda logits: torch.add(torch.ones(()), 1, out=logits),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_what_would_be_lost_with_the_next_product_is_refused(name: str):
+    """A change in place, or a hook. What only reads them may be changed."""
+    logits: Any = enable(made("Llama"), tiled_loss=4)(input_ids=IDS).logits
+
+    with pytest.raises(TypeError, match=rf"{name}.*`logits \+ 0`"):
+        HOLDING[name](logits)
+    assert_close(torch.zeros(logits.shape).add_(logits), logits + 0)
+
+
+def test_logits_of_before_a_step_are_not_read_after_it():
+    model = enable(made("Llama"), tiled_loss=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    output = model(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    kept = output.logits + 0
+    optimizer.step()
+
+    for read in (
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits[:, 1:],
+        lambda logits: F.cross_entropy(logits[0], IDS[0]),
+    ):
+        read(kept)
+        with pytest.raises(
+            SavedTensorModifiedError, match="before the optimizer's step"
+        ):
+            read(output.logits)
+
+
+class Scaled(torch.nn.Linear):
+    """A head with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 5
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_head_with_a_forward_of_its_own_is_refused(where: str):
+    model = made("Llama")
+    if where == "class":
+        model.lm_head.__class__ = Scaled
+    else:
+        model.lm_head.forward = Scaled.forward.__get__(model.lm_head)
+
+    with pytest.raises(ValueError, match="not the product with one weight"):
+        enable(model, tiled_loss=4)
 
 
 def test_autocast_computes_the_logits_in_its_dtype():

@@ -179,6 +179,24 @@ def test_is_nested_in_regions_in_scans_and_in_itself():
         assert_equivalent(plain, inner, transforms=names, exact=False)(X, W, V)
 
 
+def test_a_region_around_does_not_hold_what_judges_the_tiles():
+    """Its backward is traced anew, when nothing is judged a second time."""
+    x, up = seeded(2, 6, 8).float(), seeded(8, 16, seed=1).float()
+    leaves = [x.requires_grad_(), up.requires_grad_()]
+
+    def inner(x: Tensor) -> Tensor:
+        return F.gelu(x @ up) @ up.T
+
+    def gradients(f: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(f(x).sum(), leaves)
+
+    cut = tiled(inner, "b (tile s) d -> b (tile s) d", tiles=2)
+    pairs = zip(gradients(remat(lambda x: cut(x))), gradients(inner), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.2)
+
+
 def test_is_traced_by_torch_compile_without_a_break():
     cut = tiled(mlp, ALIKE, tiles=3)
     compiled = torch.compile(

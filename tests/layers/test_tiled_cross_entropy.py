@@ -242,6 +242,49 @@ def test_the_mean_over_no_target_is_no_number():
     assert_close(torch.func.grad(cut, (0, 1))(X, HEAD), expected)
 
 
+@pytest.mark.parametrize("tied", ["rows of it", "itself"])
+def test_rows_may_depend_on_the_head(tied: str):
+    """As tied embeddings do: each order has the product's own part of the gradient."""
+    targets = torch.arange(11)[:5] if tied == "rows of it" else torch.arange(11)
+
+    def derivatives(loss: Any) -> list[Tensor]:
+        head = HEAD.clone().requires_grad_()
+        rows = torch.tanh(head[:5] * 2) if tied == "rows of it" else head
+        (first,) = torch.autograd.grad(loss(rows, head), head, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), head)
+        return [first.detach(), second]
+
+    found = derivatives(lambda x, w: tiled_cross_entropy(x, w, targets, tiles=2))
+    assert_close(found, derivatives(lambda x, w: formula(x, w, targets)))
+
+
+def test_gradients_in_float16_are_those_of_a_scaled_loss():
+    """They are too small for it without."""
+    x, head = seeded(512, 16).half(), (seeded(1024, 16, seed=1) / 4).half()
+    targets = torch.arange(512)
+
+    def gradients(loss: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [each.to(dtype).requires_grad_() for each in (x, head)]
+        found = torch.autograd.grad(loss(*leaves).float() * 65536, leaves)
+        return [each.double() for each in found]
+
+    def tiled_loss(x: Tensor, head: Tensor) -> Tensor:
+        return tiled_cross_entropy(x, head, targets, tiles=4)
+
+    expected = gradients(lambda x, w: formula(x, w, targets), torch.float64)
+    for one, other in zip(gradients(tiled_loss, x.dtype), expected, strict=True):
+        assert (one - other).norm() < 2e-3 * other.norm()
+
+
+def test_no_tokens_and_small_integers():
+    """The mean over none is no number without a gradient too; bytes are labels."""
+    none = tiled_cross_entropy(X[0, :0], HEAD, TARGETS[0, :0], tiles=3)
+    found = tiled_cross_entropy(X[1], HEAD, TARGETS[1].to(torch.uint8), tiles=3)
+
+    assert none.isnan()
+    assert_close(found, formula(X[1], HEAD, TARGETS[1]))
+
+
 def test_torchs_own_chunks_run_in_a_region_under_torch_func():
     """Outside of one torch refuses them there."""
     options = torch.nn.LinearCrossEntropyOptions(
