@@ -11,8 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
-from typing import Any, final
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -20,7 +28,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures
-from remat._errors import MutationError, SavedTensorModifiedError, refusal
+from remat._errors import (
+    MutationError,
+    SavedTensorModifiedError,
+    StaticArgumentError,
+    refusal,
+)
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
@@ -57,6 +70,7 @@ def call(
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
+    _require_repeatable(args, kwargs)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     function = _cast_alike(flat, operands)
     region = Rerun(function, function, wanted, flat.state)
@@ -67,6 +81,20 @@ def call(
         _stored.update((id(each), each) for each in trees.tensor_leaves(value))
         _captures.put(owner, step, value)
     return result
+
+
+def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses arguments that a first run uses up."""
+    for leaf in trees.flatten((args, dict(kwargs)))[0]:
+        if isinstance(leaf, Iterator):
+            kind = type(cast("object", leaf)).__name__
+            raise refusal(
+                StaticArgumentError,
+                where=f"an argument that is a {kind}",
+                what='is used up by the first run of engine="rerun".',
+                why="The second run, in the backward, would get what comes after.",
+                do="Pass what it yields as a tuple, a list or a dict.",
+            )
 
 
 # What functions have stored, by its id. It is no operand of a later call: its graph may have been
@@ -268,8 +296,8 @@ def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
     for index, each in plain.items():
         owner = owners.get(storage_key(each), index)
         if owner != index and each.dtype == results[owner].dtype:
-            is_owner, layout = each is results[owner], (each.shape, each.stride())
-            found[index] = _Shared(owner, is_owner, *layout, each.storage_offset())
+            layout = each.shape, each.stride(), int(each.storage_offset())
+            found[index] = _Shared(owner, each is results[owner], *layout)
     return found
 
 

@@ -28,6 +28,7 @@ def copy_custom_aliases(
     plain = [each for each in operands if dtensor.placement(each) is None]
     nodes = {storage_key(each): each.grad_fn for each in plain}
     hooked = {storage_key(each) for each in plain if _is_hooked(each)}
+    without_grad = {storage_key(each) for each in plain if not each.requires_grad}
     found = list(returned)
     for index, tensor in _owners_first(returned):
         if dtensor.placement(tensor) is not None:
@@ -39,6 +40,8 @@ def copy_custom_aliases(
         elif (
             key in hooked
             or _is_hooked(tensor)
+            # A gradient was written to an alias that is detached from what it lies in.
+            or (key in without_grad and tensor.requires_grad)
             or _comes_of_users(tensor.grad_fn, nodes[key])
         ):
             found[index] = tensor.clone()

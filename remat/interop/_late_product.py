@@ -181,9 +181,10 @@ def _cross_entropy(
         return None
     late.require_fresh()
     with modes.without_torch_function():
-        return tiled_cross_entropy(
+        loss = tiled_cross_entropy(
             late.rows, late.head, target, tiles=late.tiles, **options
         )
+        return loss.to(late.dtype)
 
 
 def _to(late: LateProduct, *given: Any, **options: Any) -> LateProduct | None:

@@ -207,6 +207,8 @@ def _reshape(step: Step) -> State:
     behind = math.prod(step.out.shape)
     if behind != math.prod(meta.shape):
         raise MixesError("it reads elements as others of another dtype.")
+    if not behind:
+        raise MixesError("it has no elements by which the axis could be followed.")
     for dim, size in enumerate(step.out.shape):
         behind, whole = behind // size, behind
         is_inside = behind <= block and block * step.length <= whole

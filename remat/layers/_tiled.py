@@ -134,7 +134,13 @@ def tiled(
 
 def _require_options(tiles: object, reduce: object) -> None:
     if isinstance(tiles, str):
-        parse_size(tiles, "tiled(tiles=...)")
+        if parse_size(tiles, "tiled(tiles=...)") == 0:
+            raise refuse(
+                "tiled(tiles=...)",
+                tiles,
+                why="The values of no tile fit it.",
+                do="Pass the bytes that the values of one tile may take.",
+            )
     else:
         require_count("tiled(tiles=...)", cast("int", tiles), at_least=1)
     if reduce not in ("sum", "mean"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from remat._calls.entry import Entry
 from remat._errors import TileError, refusal
@@ -83,9 +83,10 @@ def _numbers(value: Value) -> dict[str, Any]:
     """What a step computes with besides tensors, but for what says how long its result is."""
     if value.op is operators.constant:
         return {"values": value.args[0].tolist()}
-    if not isinstance(value.op, schemas.OpOverload):
+    op: Any = value.op
+    if not isinstance(op, schemas.OpOverload):
         return {}
-    given = operators.arguments(value.op, value.args, dict(value.kwargs))
+    given = operators.arguments(op, value.args, dict(value.kwargs))
     return {
         name: each
         for name, each in given.items()
@@ -102,5 +103,6 @@ def _lengths(value: Value) -> object:
 
 
 def _has_tensors(argument: Any) -> bool:
-    parts: Any = argument if isinstance(argument, (list, tuple)) else [argument]
+    is_list = isinstance(argument, (list, tuple))
+    parts = cast("Sequence[Any]", argument) if is_list else [argument]
     return any(isinstance(each, Ref) for each in parts)

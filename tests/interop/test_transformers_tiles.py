@@ -182,8 +182,14 @@ def test_logits_of_before_a_step_are_not_read_after_it():
 class Scaled(torch.nn.Linear):
     """A head with a forward of its own."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 5
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 5
+
+
+def test_the_loss_has_the_dtype_of_the_logits():
+    plain, model = made("Llama").double(), enable(made("Llama").double(), tiled_loss=4)
+
+    assert step(model)[0].loss.dtype == step(plain)[0].loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])

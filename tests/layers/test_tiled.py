@@ -348,6 +348,7 @@ def changes_buffers() -> nn.Module:
         (lambda: tiled(mlp, "b (tile s d", tiles=2), TileError, 'no string with one "->"'),
         (lambda: tiled(mlp, "b (tile s -> b", tiles=2), TileError, "einops cannot read it"),
         (lambda: tiled(mlp, ALIKE, tiles=0), ValueError, "at least 1"),
+        (lambda: tiled(mlp, ALIKE, tiles="0B"), ValueError, "The values of no tile"),
         (lambda: tiled(mlp, ALIKE, tiles="many"), ValueError, "cannot be read"),
         (lambda: tiled(mlp, ALIKE, tiles=2, reduce=cast("Any", "max")), ValueError, '"sum" or "mean"'),
         (lambda: tiled(mlp, "b (tile s) d -> b (tile s) d", tiles=2)(X, W, V),

@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import SavedTensorModifiedError, TraceError, policies, remat
+from remat import (
+    SavedTensorModifiedError,
+    StaticArgumentError,
+    TraceError,
+    policies,
+    remat,
+)
 from tests.rerun.functions import (
     TRANSFORMS,
     branches,
@@ -407,3 +413,16 @@ def test_a_graph_is_not_whole_where_captured_tensors_are_replaced() -> None:
     with pytest.raises(RuntimeError, match="reaches tensors beyond its arguments"):
         region(x, fullgraph=True)
     torch._dynamo.reset()
+
+
+def test_an_iterator_that_the_first_run_uses_up_is_refused():
+    """The backward would get what comes after; without a gradient nothing runs again."""
+    w = seeded(3, 3).requires_grad_()
+    region = remat(lambda x, numbers: (x @ w * next(numbers)).sin(), engine="rerun")
+
+    with pytest.raises(
+        StaticArgumentError, match=r"list_iterator: is used up by .*tuple"
+    ):
+        region(w, iter([2.0, 3.0]))
+    with torch.no_grad():
+        assert_bitwise(region(w, iter([2.0, 3.0])), (w @ w * 2).sin())

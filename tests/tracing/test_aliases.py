@@ -118,3 +118,21 @@ def test_only_a_derivative_of_its_own_costs_a_copy() -> None:
     h, transposed = remat(upstream)(seeded(4, 5).requires_grad_())
 
     assert transposed.data_ptr() == h.data_ptr()
+
+
+@pytest.mark.parametrize("alias", [lambda x: x.detach(), lambda x: x.data.T.T])
+def test_a_gradient_that_is_written_to_a_detached_alias_is_returned(alias: Any):
+    """The argument changes, without a gradient; what is returned has it."""
+    w, rows = seeded(3, 3, seed=1).requires_grad_(), seeded(3, 3, seed=2)
+
+    def fun(x: Tensor) -> Tensor:
+        part = alias(x)
+        part[1:] = (rows @ w)[1:]
+        return part
+
+    def gradient(f: Any) -> list[Tensor]:
+        x = seeded(3, 3)
+        y = f(x)
+        return [y.detach(), x, *torch.autograd.grad(y.square().sum(), w)]
+
+    assert_bitwise(gradient(remat(fun)), gradient(fun))
