@@ -200,6 +200,8 @@ class Tiled(Generic[_P, _R]):
         dense = functools.partial(_on_dense, f, self.pattern)
         if hasattr(f, "__qualname__"):
             functools.update_wrapper(dense, f, updated=())
+        else:  # an object
+            dense.__qualname__ = type(f).__name__  # pyright: ignore[reportAttributeAccessIssue]
         rng = "preserve" if is_of_module(f) else "keys"
         return remat(dense, policy=self.policy, rng=rng)
 
