@@ -94,7 +94,8 @@ def _numbers(value: Value) -> dict[str, Any]:
     }
 
 
-_LENGTHS = frozenset(["size", "shape", "repeats", "end", "steps", "n", "m"])
+# "N" is a group norm's.
+_LENGTHS = frozenset(["N", "size", "shape", "repeats", "end", "steps", "n", "m"])
 
 
 def _lengths(value: Value) -> object:

@@ -31,6 +31,7 @@ INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "sort of channels": lambda x: x.sort(-1).values,
     "split heads": lambda x: heads(x).softmax(-1).transpose(1, 2).flatten(2),
     "layer norm": lambda x: F.layer_norm(x, (4,), torch.ones(4).double()),
+    "group norm": lambda x: F.group_norm(x.flatten(0, 1), 2).view(x.shape),
     "rms norm": lambda x: F.rms_norm(x, (4,)),
     "centered channels": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
     "linear": lambda x: F.linear(F.linear(x, H, H[:, 0]), W),
