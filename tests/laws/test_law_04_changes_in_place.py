@@ -75,6 +75,7 @@ SHARING = {
     "itself": lambda y: (y, y),
     "another shape": lambda y: (y.view(-1), y, y.T),
     "parts": lambda y: (y[0], y[1:]),
+    "a detached part": lambda y: (y, y[:2].detach()),
 }
 
 
