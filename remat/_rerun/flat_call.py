@@ -162,7 +162,6 @@ class _FlatCall:
         self._wanted = wanted
         # What each run is under; a backward may have a thread of its own.
         self.numerics = Numerics.current()
-        self.default_device = torch.get_default_device()
         # What the last run returned, without its tensors: each holds the graph of its run.
         self.returned: trees.Frame
         # The places of operands that got a gradient by what the first run wrote to them. All
@@ -260,7 +259,6 @@ class _FlatCall:
             running_again(substituted.met) if reach.beyond else _NOTHING,
             substituted,
             self.numerics.applied(),
-            _making_tensors_on(self.default_device),
             tracer.own_parametrizations(),
         ):
             yield
@@ -318,11 +316,6 @@ def _stored_with_gradient(
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-def _making_tensors_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a device the default, if it is not."""
-    return _NOTHING if torch.get_default_device() == device else device
 
 
 def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:

@@ -1,7 +1,8 @@
 """The switches that change what operators compute: read, compared, put back.
 
 They belong to a call's signature (law 12), and a recomputation runs under the forward's: autocast,
-the default dtype, deterministic algorithms, matmul precision, and the choice of attention kernels.
+the default device and dtype, deterministic algorithms, matmul precision, and the choice of attention
+kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat._torch import guards
+from remat._torch import guards, modes
 
 
 class Numerics(NamedTuple):
@@ -24,6 +25,8 @@ class Numerics(NamedTuple):
 
     #: (device type, dtype) for each device type that autocasts.
     autocast: tuple[tuple[str, torch.dtype], ...]
+    #: Where factories make what names no device; None where none was set.
+    default_device: torch.device | None
     autocast_cache: bool  # whether a cast of a weight is kept for its next use
     default_dtype: torch.dtype  # what factories make
     deterministic: tuple[bool, bool]  # (algorithms, warn only)
@@ -33,10 +36,10 @@ class Numerics(NamedTuple):
     @classmethod
     def current(cls) -> Numerics:
         """The switches of this thread; the same object as long as nothing changes."""
-        kernels = guards.kernel_choices()
+        kernels, device = guards.kernel_choices(), modes.default_device()
         known = _known.get(torch.is_grad_enabled())
-        if known is not None and known[1] == kernels and known[0]():
-            return known[2]
+        if known is not None and known[1:3] == (kernels, device) and known[0]():
+            return known[3]
         precision, *switches = kernels
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
@@ -45,6 +48,7 @@ class Numerics(NamedTuple):
         )
         current = cls(
             autocast,
+            device,
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             (
@@ -54,12 +58,16 @@ class Numerics(NamedTuple):
             precision,
             tuple(switches),
         )
-        _known[torch.is_grad_enabled()] = (guards.state_guard(), kernels, current)
+        known = (guards.state_guard(), kernels, device, current)
+        _known[torch.is_grad_enabled()] = known
         return current
 
     def are_met_by(self, found: Numerics) -> bool:
-        """Whether a program of these switches computes the same where `found` is in force."""
-        return not found.autocast and (found is self or found[1:] == self[1:])
+        """Whether a program of these switches computes the same where `found` is in force.
+
+        It names the device of each tensor that it makes.
+        """
+        return not found.autocast and (found is self or found[2:] == self[2:])
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
@@ -71,6 +79,7 @@ class Numerics(NamedTuple):
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
+            stack.enter_context(modes.with_default_device(self.default_device))
             for device in _devices():
                 dtype = dict(self.autocast).get(device)
                 enabled = dtype is not None
@@ -106,7 +115,7 @@ class Numerics(NamedTuple):
             found.put_in_force()
 
     def put_in_force(self) -> None:
-        """Sets all switches except autocast, which can only be entered."""
+        """Sets all switches except autocast and the default device, which are entered."""
         torch.set_default_dtype(self.default_dtype)
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
@@ -114,9 +123,12 @@ class Numerics(NamedTuple):
         guards.choose_attention(self.switches)
 
 
-# By grad mode, which the guard looks at too: when it holds, the kernels that it goes with,
-# and what was found then.
-_known: dict[bool, tuple[Callable[[], bool], tuple[Any, ...], Numerics]] = {}
+# By grad mode, which the guard looks at too: when it holds, the kernels and the default device
+# that it goes with, and what was found then.
+_known: dict[
+    bool,
+    tuple[Callable[[], bool], tuple[Any, ...], torch.device | None, Numerics],
+] = {}
 
 
 def _devices() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from remat._torch.levels import (
     short_levels,
     unwrapped,
 )
-from remat._torch.modes import is_watched
+from remat._torch.modes import default_device, is_watched, num_function_modes
 
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
@@ -143,15 +143,17 @@ def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def thread_guard() -> Callable[[], bool]:
     """A check that a thread is in no forward mode and has the switches of this moment.
 
-    The switches are grad mode and everything that decides what operators compute. It is used
-    together with `tensor_guard`, which fails under every other transform and dispatch mode.
-    It may also fail because the number of threads has changed.
+    The switches are grad mode, the default device and everything that decides what operators
+    compute. It is used together with `tensor_guard`, which fails under every other transform
+    and dispatch mode. It may also fail because the number of threads has changed.
     """
     same_state, levels, read = state_guard(), dual_levels, torch._C
     precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled
     efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
     cudnn = read._get_cudnn_sdp_enabled
     was_precision, was_flash, was_efficient, was_math, was_cudnn = kernel_choices()
+    was_device, num_modes = default_device(), num_function_modes
+    has_none = was_device is None
 
     def check() -> bool:
         return (
@@ -163,6 +165,8 @@ def thread_guard() -> Callable[[], bool]:
             and efficient() is was_efficient
             and math() is was_math
             and cudnn() is was_cudnn
+            # Without any mode, as nearly always, one call in C tells.
+            and ((has_none and not num_modes()) or default_device() == was_device)
         )
 
     return check

@@ -10,6 +10,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import (
+    _pop_mode,  # pyright: ignore[reportUnknownVariableType]
+    _push_mode,  # pyright: ignore[reportUnknownVariableType]
+)
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -100,6 +105,51 @@ def torch_function_as(state: Any) -> Generator[None]:
         yield
     finally:
         _torch._C._set_torch_function_state(before)
+
+
+#: How many torch-function modes this thread has; a default device is one of them.
+num_function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
+
+
+def default_device() -> torch.device | None:
+    """The device of tensors that name none: `set_default_device`, `with device:`; None without.
+
+    The public name takes ten times as long, and answers "cpu" where there is none, which is
+    not the same: under a default device, `torch.as_tensor` moves a tensor there.
+    """
+    for place in reversed(range(num_function_modes())):
+        mode = _torch._C._get_function_stack_at(place)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+@contextlib.contextmanager
+def with_default_device(device: torch.device | None) -> Generator[None]:
+    """Runs the body under a default device of this thread, or under none."""
+    if device == default_device():
+        yield
+    elif device is not None:
+        with device:
+            yield
+    else:
+        with _without_default_device():
+            yield
+
+
+@contextlib.contextmanager
+def _without_default_device() -> Generator[None]:
+    modes: list[Any] = [_pop_mode() for _ in range(num_function_modes())][::-1]
+    others = [each for each in modes if not isinstance(each, DeviceContext)]
+    for each in others:
+        _push_mode(each)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for each in modes:
+            _push_mode(each)
 
 
 def is_below_autograd() -> bool:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain, checkpoint_name, policies, remat, scan, schedules
+from remat._torch import modes
 from tests.support import assert_bitwise, pairwise, seeded
 
 HERE = torch.get_default_device().type
@@ -181,6 +182,90 @@ def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
     assert_bitwise(
         value_and_gradients(region, contextlib.nullcontext, around), expected
     )
+
+
+def by_default_device(x: Tensor) -> Tensor:
+    """Asks where tensors are made, which on a CPU alone shows in no other way."""
+    return torch.sin(torch.cos(x) * len(torch.get_default_device().type))
+
+
+@contextlib.contextmanager
+def set_for_good(device: str | None) -> Iterator[None]:
+    """A default device that is set, not entered; the tests' own comes back."""
+    before = None if modes.default_device() is None else torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(before)
+
+
+DEVICES: dict[str, Around] = {
+    "entered": lambda: torch.device("meta:0"),
+    "set": lambda: set_for_good("meta:0"),
+    "none": lambda: set_for_good(None),
+    "cpu": lambda: torch.device("cpu:0"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_the_default_device_is_part_of_the_signature(engine: str) -> None:
+    """A trace under one does not serve a call under another, in any order of calls."""
+    fun, x = by_default_device, seeded(3).requires_grad_()
+    region = remat(fun, engine=engine)
+    for around in [contextlib.nullcontext, *DEVICES.values()] * 2:
+        for _ in range(3):  # the third call of a kind takes the fast path
+            with around():
+                found, expected = region(x), fun(x)
+            found.sum().backward()
+            assert_bitwise(found.detach(), expected.detach())
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_each_call_makes_its_tensors_on_the_default_device(engine: str) -> None:
+    region = remat(lambda x: (torch.sin(x) * 2, torch.ones(3) * 2), engine=engine)
+    x = seeded(3).requires_grad_()
+    for device in ("standin:1", "cpu", None, "standin:0") * 2:
+        with set_for_good(device):
+            expected = torch.ones(1).device
+            assert [region(x)[1].device for _ in range(3)] == [expected] * 3
+
+
+def test_the_same_default_device_takes_one_trace() -> None:
+    """However it came about: entered, set, or entered inside of another one."""
+    region, x = remat(lambda x: torch.sin(x) * 2), seeded(3).requires_grad_()
+    for outer, inner in [("set", "entered"), ("set", "set"), ("cpu", "entered")]:
+        with DEVICES[outer](), DEVICES[inner]():
+            region(x)
+            region(x)
+
+    assert region.cache_info().misses == 1
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("where", ["backward", "second backward"])
+def test_each_order_makes_its_tensors_where_the_forward_did(
+    where: str, engine: str
+) -> None:
+    """A later trace of the function is under the forward's default device, too."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return torch.sin(torch.cos(x) * torch.full((3,), 0.5, dtype=x.dtype)) * x
+
+    def second(fun: Any) -> list[Tensor]:
+        x = seeded(3).requires_grad_()
+        here, there = torch.device(x.device), torch.device("meta:0")
+        with here:
+            y = fun(x)
+        with here if where == "second backward" else there:
+            (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with there:
+            return [first, *torch.autograd.grad(first.cos().sum(), x)]
+
+    assert_bitwise(second(remat(scaled, engine=engine)), second(scaled))
 
 
 def read_thrice(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
