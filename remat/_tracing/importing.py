@@ -7,6 +7,7 @@ before each draw of the forward. Everything else stays as it was traced.
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ from remat._graph.meta import Meta, TensorMeta, device_of
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import (
+    autograd,
     forward_ad,
     functionalization,
+    isolation,
     sizes,
     taking_functions,
     tracer,
@@ -107,6 +110,19 @@ class _Annotated(fx.Interpreter):
         if in_place_operators.runs_on_copies(target):
             return in_place_operators.run_on_copies(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+
+@functools.cache
+def _fills_shares(device: torch.device) -> bool:
+    """Whether torch fills the derivative of max() on a device, where it is asked.
+
+    A device that is not here computes nothing either way.
+    """
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if device.type not in ("cpu", here and here.type):
+        return False
+    with isolation.isolated():
+        return autograd.fills_shares(device)
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:
@@ -270,18 +286,23 @@ class Imported:
         )  # fmt: skip
 
     def _shares_evenly(self, mask: Any, share: Any) -> bool:
-        """Whether this is mask * (gradient / mask.sum()), the derivative of max and min.
+        """Whether this derivative of max() or of a median is filled where it will run.
 
-        Torch's formula for any tensor but a plain one on a CPU, and so in a trace. For that
-        one it fills zeros where the mask is set: other zeros, where the gradient is
-        negative, and no NaN, where it is infinite.
+        In a trace torch writes mask * (gradient / mask.sum()), the mask being where an
+        element is the result, or both are NaN. For plain tensors of most devices it fills
+        zeros where the mask is set: other zeros, where the gradient is negative, and no NaN,
+        where it is infinite.
         """
-        meta = self.values[mask.index].meta if isinstance(mask, Ref) else None
-        if not isinstance(meta, TensorMeta) or meta.dtype != torch.bool:
-            return False
         divided = self._arguments_of(share, _aten.div.Tensor)
         counted = self._arguments_of(divided[-1], _aten.sum.default) if divided else ()
-        return counted == (mask,) and meta.device.type == "cpu"
+        either = self._arguments_of(mask, _aten.logical_or.default)
+        equal = self._arguments_of(either[0], _aten.eq.Tensor) if either else ()
+        if counted != (mask,) or not equal:
+            return False
+        largest: Ref = equal[1]
+        meta = self.values[largest.index].meta
+        assert isinstance(meta, TensorMeta), "max returns one tensor"
+        return _fills_shares(meta.device)
 
     def _arguments_of(self, ref: Any, op: Any) -> tuple[Any, ...]:
         """The arguments of an operator, if a value is its result; else none."""

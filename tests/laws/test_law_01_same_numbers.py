@@ -304,6 +304,42 @@ def test_special_values():
         assert_bitwise(run(remat(fun), args), run(fun, args))
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+def test_ties_share_a_gradient_as_torch_has_them(name):
+    """Torch has two formulas, by device: they differ in signs of zeros, and in NaN."""
+    fun = getattr(torch, name)
+    rows = [[1.0, 2, 2, -1], [0.0, -0.0, 0, -1], [float("nan"), 1, float("nan"), 0]]
+
+    for row in rows:
+        for cotangent in (-1.0, 0.0, float("inf")):
+            args, flow = (torch.tensor(row),), [torch.tensor(cotangent)]
+            assert_bitwise(run(remat(fun), args, flow), run(fun, args, flow))
+
+
+def test_a_formula_of_the_users_like_that_of_ties_stays():
+    """It multiplies, although torch's derivative of a maximum may not."""
+
+    class Largest(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.max()
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            (x,) = ctx.saved_tensors
+            mask = x == x.max()
+            return mask * (grad_outputs[0] / mask.sum())
+
+    def fun(x):
+        mask = x > 0
+        return mask * (x.sum() / mask.sum()) * 1, Largest.apply(x)
+
+    args, flows = (torch.tensor([1.0, -5, 1, -0.0]),), [-torch.ones(4), -torch.ones(())]
+    assert_bitwise(run(remat(fun), args, flows), run(fun, args, flows))
+
+
 def test_many_signatures_through_one_region():
     """Shapes, dtypes and requires_grad may change from call to call."""
     region = remat(lambda x, y: (x.sin() @ y.exp()).tanh())
