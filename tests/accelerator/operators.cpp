@@ -455,8 +455,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, module) {
   for (auto& name : dispatcher.getAllOpNames()) {
     auto op = dispatcher.findOp(name);
     auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
-    if (name.name.rfind("aten::", 0) == 0 && has(c10::DispatchKey::CPU) &&
-        has(c10::DispatchKey::CompositeExplicitAutograd) && !has(c10::DispatchKey::PrivateUse1)) {
+    bool is_composed = has(c10::DispatchKey::CompositeExplicitAutograd) ||
+        has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+    if (name.name.rfind("aten::", 0) == 0 && has(c10::DispatchKey::CPU) && is_composed &&
+        !has(c10::DispatchKey::PrivateUse1)) {
       module.impl(c10::toString(name).c_str(), boxed());
     }
   }

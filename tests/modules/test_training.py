@@ -11,6 +11,8 @@ from remat import modules, remat
 from tests.modules.models import WIDTH, Block, a_model, each_option
 from tests.support import assert_bitwise, assert_close, grads, seeded
 
+HERE = torch.get_default_device().type
+
 pytestmark = [
     pytest.mark.contract,
     # Forward mode itself compiles decompositions with torch.jit.script.
@@ -27,7 +29,7 @@ def test_autocast(options):
             modules.apply(model, Block, **options)
         torch.manual_seed(1)
         x = seeded(6, WIDTH, dtype=torch.float32).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(HERE, torch.bfloat16):
             y = model(x)
         assert y.dtype is torch.bfloat16
         y.float().square().sum().backward()
@@ -41,11 +43,11 @@ def test_gradient_scaler():
     found = []
     for model in (a_model(dtype=torch.float32), modules.apply(a_model(dtype=torch.float32), Block)):  # fmt: skip
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        scaler = torch.amp.GradScaler(HERE, init_scale=2.0**8)
         for factor in (1.0, float("inf"), 1.0):
             torch.manual_seed(1)
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(HERE, torch.bfloat16):
                 loss = (
                     model(seeded(6, WIDTH, dtype=torch.float32)).float().square().mean()
                 )
