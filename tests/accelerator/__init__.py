@@ -57,7 +57,11 @@ def load() -> Any:
 
 
 def _built() -> Any:
-    """Builds once for each version of torch and of the sources."""
+    """Builds once for each version of torch and of the sources.
+
+    Of several processes, too: torch locks the folder. Those of xdist start after the one that
+    has started them has built.
+    """
     sources = sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")])
     content = b"".join(path.read_bytes() for path in sources)
     key = hashlib.sha256(torch.__version__.encode() + content).hexdigest()[:16]
