@@ -23,6 +23,12 @@ bool is_here(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
+// Forward mode's zeros without memory say that they are on "meta" where torch only wants to
+// know a shape, and are handed to their device's kernels all the same.
+bool has_no_memory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_meta() && tensor._is_zerotensor();
+}
+
 // Nothing above a device's kernels sees what runs within one.
 struct BelowAll {
   c10::impl::ForceDispatchKeyGuard guard{
@@ -169,13 +175,15 @@ class Call {
   }
 
   at::Tensor taken(const at::Tensor& tensor, bool is_write) {
-    if (!is_here(tensor)) {
+    if (!is_here(tensor) && !has_no_memory(tensor)) {
       TORCH_CHECK(!tensor.defined() || tensor.dim() == 0 || takes_host_tensors(schema_.name()),
                   "Expected all tensors to be on the same device, but ", schema_.name(),
                   " got one on the CPU");
       return tensor;
     }
-    place(tensor.device());
+    if (is_here(tensor)) {
+      place(tensor.device());
+    }
     auto storage = tensor.storage();
     auto known = aliases_.find(storage.unsafeGetStorageImpl());
     if (known == aliases_.end()) {
