@@ -227,7 +227,8 @@ def test_autocast(dtype):
     ]
 
     def under(call):
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        kind, lower = args[0].device.type, dtype or torch.bfloat16
+        with torch.autocast(kind, lower, enabled=dtype is not None):
             return call(*args)
 
     found, expected = under(functools.partial(checkpoint, products)), under(products)
