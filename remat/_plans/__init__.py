@@ -2,5 +2,6 @@
 
 In come a decorated function, example arguments and a size; out comes a `Plan`, which is a policy,
 a table, and JSON. Reads `_calls` for the trace and `_partition` for the decisions. `plan`: plans,
-their rows and differences; `json_parts`: storages, dtypes and problems as JSON, and back.
+their rows and differences; `shares`: one budget for several calls; `json_parts`: storages, dtypes and
+problems as JSON, and back.
 """

@@ -18,9 +18,9 @@ from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan, plan as plan_of
+from remat._plans.shares import Shares
 from remat._torch import fakes, trees
 from remat.modules._apply import Where, apply, matching, remove
-from remat.planners import Share, share
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import Peak, Size, as_budget
 from remat.policies._planned import planning_again
@@ -207,62 +207,36 @@ def plan(
     return planned
 
 
-#: A budget, in bytes, into which everything fits.
-_ANY = 2**62
-_TRIED = 16  # a heuristic: how many budgets are tried for a peak
-
-
 def _within(blocks: Sequence[_BlockCall], bound: Budget) -> ModulePlan:
     """Gives each block its share of the largest budget that is within the bounds."""
-    # Not 1.0: a draw's recorded state may be more than all that is saved without remat.
-    whole = [block.plan(_ANY) for block in blocks]
-    saved = sum(each.saved_bytes for each in whole)
-    size = int(bound.size * saved) if isinstance(bound.size, float) else bound.size
+    shares = Shares([each.plan for each in blocks], "modules.plan(budget=...)")
+    most = bound.size
+    size = int(most * shares.most_bytes) if isinstance(most, float) else most
     if bound.peak is None:
         assert size is not None, "a budget without a peak has a size"
-        return _split(blocks, whole, size)
+        return _applied_to(blocks, shares.split(size), size)
     tensors = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
     device = tensors[0].device if tensors else torch.device("cpu")
     limit, _ = peak_limit(bound.peak, device)
-    fixed = sum(each.problem.fixed_bytes for each in whole)
-    most = saved if size is None else min(size, saved)
-    tried = [fixed + (most - fixed) * k // _TRIED for k in range(_TRIED, -1, -1)]
-    plans: list[ModulePlan] = []
-    for each in dict.fromkeys(tried):
-        plans.append(_split(blocks, whole, each))
-        if plans[-1].predicted_peak_bytes <= limit:
-            return plans[-1]
-    least = min(each.predicted_peak_bytes for each in plans)
+    peaks: list[int] = []
+    for total, plans in shares.descending(size):
+        found = _applied_to(blocks, plans, total)
+        if found.predicted_peak_bytes <= limit:
+            return found
+        peaks.append(found.predicted_peak_bytes)
     raise refusal(
         BudgetError,
         where="modules.plan(peak=...)",
         what=f"no plan that was tried stays within {limit} bytes at its peak.",
-        why=f"The lowest predicted peak of the blocks is {least} bytes: their inputs, what one "
-        "of them recomputes, and gradients need room, too.",
-        do=f"Pass peak={least}, or name smaller blocks by `where`.",
+        why=f"The lowest predicted peak of the blocks is {min(peaks)} bytes: their inputs, "
+        "what one of them recomputes, and gradients need room, too.",
+        do=f"Pass peak={min(peaks)}, or name smaller blocks by `where`.",
     )
 
 
-def _split(
-    blocks: Sequence[_BlockCall], whole: Sequence[Plan], total: int
+def _applied_to(
+    blocks: Sequence[_BlockCall], plans: Sequence[Plan], total: int
 ) -> ModulePlan:
-    """Gives each block its share; `whole` are their plans for saving everything."""
-    kinds: dict[str, list[int]] = {}
-    for place, each in enumerate(whole):
-        kinds.setdefault(each.fingerprint, []).append(place)
-    members = list(kinds.values())
-    frontiers = [whole[places[0]].frontier() for places in members]
-    taken = share(
-        [[Share(p.saved_bytes, p.recompute_cost) for p in ps] for ps in frontiers],
-        [len(places) for places in members],
-        total,
-        "modules.plan(budget=...)",
-    )
-    plans = list(whole)
-    for places, points, chosen in zip(members, frontiers, taken, strict=True):
-        known = {k: blocks[places[0]].plan(points[k].budget_bytes) for k in {*chosen}}
-        for place, k in zip(places, chosen, strict=True):
-            plans[place] = known[k]
     rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
     return ModulePlan(rows, total)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import BudgetError, RematWarning, modules, saved_residuals
+from remat import BudgetError, Plan, RematWarning, modules, saved_residuals
 from remat.planners import Share, share
 from tests.support import LiveBytes, assert_bitwise, seeded
 
@@ -168,6 +168,23 @@ def test_a_peak_that_blocks_cannot_keep() -> None:
 
     least = int(str(caught.value).partition("Pass peak=")[2].partition(",")[0])
     assert modules.plan(model, peak=least)(x).predicted_peak_bytes == least
+
+
+def test_frontiers_are_computed_once_for_each_kind(monkeypatch: Any) -> None:
+    """However many budgets are tried for a peak: they take most of the time."""
+    model, x = made()
+    asked: list[str] = []
+    frontier = Plan.frontier
+
+    def counted(found: Plan) -> Any:
+        asked.append(found.fingerprint)
+        return frontier(found)
+
+    monkeypatch.setattr(Plan, "frontier", counted)
+    with pytest.raises(BudgetError):
+        modules.plan(model, peak=100)(x)
+
+    assert len(asked) == len({*asked}) == 2
 
 
 class Masked(nn.Module):
