@@ -22,7 +22,7 @@ from remat._partition import free_memory
 from remat._partition.analysis import Analysis, Decisions, bytes_of
 from remat._partition.costs import Costs, by_flops, is_free
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
-from remat._partition.peak import peak_bytes
+from remat._partition.peak import Peaks, peaks_of
 from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import Budget, Save, Value
 from remat.policies._budget import Peak
@@ -73,14 +73,23 @@ class Model:
             if is_recomputed(self.analysis, index)
         )
 
-    def predicted_peak_bytes(self, choice: Sequence[int | None]) -> int:
-        """The most that lives at one time in forward and backward."""
+    def peaks(self, choice: Sequence[int | None]) -> Peaks:
+        """The most that lives at one time in the forward, and in the backward."""
         outcome = self.problem.outcome(choice)
         storages = [save.storage for save in self.decisions(choice).values()]
-        return peak_bytes(
+        # What a storage has changed is brought back before the backward begins.
+        restored = [
+            self.analysis.views[item.number].size_bytes
+            for item, options, option in zip(
+                self.items, self.problem.items, outcome.choice, strict=True
+            )
+            if option is not None and options[option].cost
+        ]
+        return peaks_of(
             self.analysis.joint,
             self.cut(choice),
             outcome.saved_bytes,
+            sum(restored),
             frees=all(each.keeps for each in storages),
         )
 
@@ -209,7 +218,7 @@ def _solve_for_peak(
     # The peak does not always grow with what is saved: recomputation takes room, too.
     for size in reversed(sizes if most is None else [*sizes, most]):
         solution = solver(model.problem, size, where)
-        least = model.predicted_peak_bytes(solution.choice)
+        least = model.peaks(solution.choice).of_step
         if least <= limit:
             return size, solution
         peaks.setdefault(least, solution.saved_bytes)

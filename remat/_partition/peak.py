@@ -5,10 +5,12 @@ storage is freed after its last use. The results of operators count. Arguments b
 caller and do not; memory inside one kernel is not seen.
 """
 
+import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import final
 
 from remat._graph import operators
 from remat._graph.joint import Joint
@@ -22,23 +24,54 @@ _Storage = tuple[int, int]
 """A storage: the value that made it, and which output of it."""
 
 
-def peak_bytes(joint: Joint, found: Cut, held_bytes: int, *, frees: bool) -> int:
-    """The peak of a call under `.backward()`, with `held_bytes` between its two halves.
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most that a call and its backward hold and make, in bytes.
 
+    Attributes:
+        forward: in the forward, what it saves and returns included.
+        backward: in the backward, what waited for it and what comes back included; what the
+            forward returned is not, unless it waited.
+        shared: of what waits, what the forward also returned: its caller may hold it, too.
+        returned: what the forward returned and does not wait.
+    """
+
+    forward: int
+    backward: int
+    shared: int
+    returned: int
+
+    @property
+    def of_step(self) -> int:
+        """The peak of a call and its backward whose outputs live as long."""
+        return max(self.forward, self.returned + self.backward)
+
+
+def peaks_of(
+    joint: Joint, found: Cut, held_bytes: int, restored_bytes: int, *, frees: bool
+) -> Peaks:
+    """The peaks of a call under `.backward()`, with `held_bytes` between its two halves.
+
+    `restored_bytes` are what comes back before the backward begins, beside what waited.
     `frees` says whether the backward lets go of each saved value after its last use, as it
     does where all wait as they are.
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
     unique, *_ = unique_outputs(backward, len(found.saved))
-    handed_out = [ref.index for ref in joint.outputs]
-    outputs = bytes_of(joint.graph, (k for k in handed_out if k not in found.saved))
+    handed_out = {ref.index for ref in joint.outputs}
     freed = {
         place: bytes_of(joint.graph, [index])
         for place, index in enumerate(found.saved)
         if frees and index not in handed_out
     }
-    return max(peak_of_run(forward), held_bytes + outputs + peak_of_run(unique, freed))
+    return Peaks(
+        peak_of_run(forward),
+        held_bytes + restored_bytes + peak_of_run(unique, freed),
+        bytes_of(joint.graph, handed_out.intersection(found.saved)),
+        bytes_of(joint.graph, handed_out.difference(found.saved)),
+    )
 
 
 def peak_of_run(

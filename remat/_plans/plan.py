@@ -16,6 +16,7 @@ from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.costs import Costs, by_flops, measured
 from remat._partition.decide import fingerprint
+from remat._partition.peak import Peaks
 from remat._plans.json_parts import (
     from_problem,
     from_storage,
@@ -30,7 +31,7 @@ from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
 _P = ParamSpec("_P")
-_VERSION = 2
+_VERSION = 3
 _SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 
 
@@ -105,8 +106,8 @@ class Plan:
             Arguments are not counted.
         argument_bytes: what a call holds beside that: its tensors, captured ones included,
             which its caller mostly holds too.
-        predicted_peak_bytes: the most that forward and backward have made and not yet
-            freed at one time, gradients and outputs included, arguments not.
+        peaks: the most that the forward, and the backward, have made and not yet freed at
+            one time, arguments aside; see `Peaks`.
         recompute_flops: FLOPs of the operators that the backward runs again, by torch's
             formulas; operators without one count as 0.
         recompute_cost: what these operators cost, and storing what is saved: FLOPs plus
@@ -132,7 +133,7 @@ class Plan:
     budget_bytes: int
     saved_bytes: int
     argument_bytes: int
-    predicted_peak_bytes: int
+    peaks: Peaks
     recompute_flops: int
     recompute_cost: int
     lower_bound: int
@@ -140,6 +141,14 @@ class Plan:
     solver: str
     fingerprint: str
     problem: Problem = dataclasses.field(repr=False)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The most that forward and backward have made and not yet freed at one time.
+
+        Gradients and outputs are counted, arguments are not.
+        """
+        return self.peaks.of_step
 
     @property
     def gap(self) -> float:
@@ -208,7 +217,8 @@ class Plan:
             {**_fields(row), "storage": from_storage(row.storage)} for row in self.rows
         ]
         problem = from_problem(self.problem)
-        text = {**_fields(self), "problem": problem, "rows": rows}
+        peaks = dataclasses.asdict(self.peaks)
+        text = {**_fields(self), "problem": problem, "rows": rows, "peaks": peaks}
         return json.dumps({"version": _VERSION, **text})
 
     @classmethod
@@ -232,13 +242,14 @@ class Plan:
         try:
             rows = tuple(map(_plan_row_of, found["rows"]))
             problem = to_problem(found["problem"])
+            peaks = Peaks(**found["peaks"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             kind = type(error).__name__
             raise _not_a_plan(
                 f"A part of it cannot be read: {kind}: {error}."
             ) from error
-        fields: dict[str, Any] = {**found, "rows": rows, "problem": problem}
-        return cls(**fields)
+        parts: dict[str, Any] = {"rows": rows, "problem": problem, "peaks": peaks}
+        return cls(**{**found, **parts})
 
     def __str__(self) -> str:
         """A table: one line for all values that are alike, and the totals."""
@@ -364,7 +375,7 @@ def plan(
             budget_bytes=size,
             saved_bytes=solution.saved_bytes,
             argument_bytes=sum(meta.size_bytes for meta in entry.region.operands),
-            predicted_peak_bytes=model.predicted_peak_bytes(solution.choice),
+            peaks=model.peaks(solution.choice),
             recompute_flops=model.recompute_flops(solution.choice),
             recompute_cost=solution.cost,
             lower_bound=solution.lower_bound,

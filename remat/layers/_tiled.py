@@ -18,7 +18,7 @@ from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import BudgetError, explain, refusal
-from remat._partition.peak import peak_bytes
+from remat._partition.peak import peaks_of
 from remat._switches.blocks import is_inert
 from remat._torch import dynamo, trees
 from remat._torch.modules import calling_module
@@ -333,4 +333,5 @@ def _size_within(region: Any, call: Call, limit: int) -> int:
 def _working_bytes(region: Any, call: Call, size: int) -> int:
     (args, kwargs), _ = call.stand_in(size)
     stages = region.entry_of(args, kwargs)[0].stages
-    return peak_bytes(stages.joint, stages.cut, stages.saved_bytes, frees=True)
+    found = peaks_of(stages.joint, stages.cut, stages.saved_bytes, 0, frees=True)
+    return found.of_step

@@ -143,8 +143,9 @@ def test_json() -> None:
         assert again.policy == found.policy
         assert again.frontier() == found.frontier()
         assert str(again) == str(found)
-    for text in ("[]", "{}", json.dumps({"version": 0}), json.dumps({"version": 2})):
-        with pytest.raises(ValueError, match="not a plan of version 2"):
+    earlier = json.dumps({**json.loads(found.to_json()), "version": 2})
+    for text in ("[]", "{}", json.dumps({"version": 3}), earlier):
+        with pytest.raises(ValueError, match="not a plan of version 3"):
             Plan.from_json(text)
 
 
@@ -158,11 +159,12 @@ def test_a_damaged_text() -> None:
         text.replace("Keep", "release_host_memory"): "KeyError: 'release_host_memory'",
         json.dumps({**fields, "problem": {}}): "cannot be read: KeyError: 'steps'",
         json.dumps({**fields, "rows": "none"}): "cannot be read: TypeError: ",
+        json.dumps({**fields, "peaks": {"forward": 1}}): "cannot be read: TypeError: ",
     }
 
     for each, why in damaged.items():
         with pytest.raises(
-            ValueError, match=f"^Plan.from_json.*version 2.*{why}.*Pass"
+            ValueError, match=f"^Plan.from_json.*version 3.*{why}.*Pass"
         ):
             Plan.from_json(each)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import PolicyError, checkpoint_name, plan, policies, remat, storage
 from tests.plans.models import Model, dropping, gpt, measured, mlp, mlp_args, region_of
-from tests.support import assert_bitwise, seeded
+from tests.support import LiveBytes, assert_bitwise, seeded
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -60,6 +60,45 @@ def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
     # Batch normalization hands out its new statistics, which its kernel does not make.
     statistics = 4 * 2 * (8 + 16) if model is conv_net else 0
     assert found.recompute_cost - (cost - plain_cost) in (0, statistics)
+
+
+LATER = policies.everything_saveable.stored(storage.Cast(torch.bfloat16))
+
+
+@pytest.mark.parametrize("allow", [None, LATER], ids=["kept", "brought back"])
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_the_peaks_of_both_halves(part: float, allow: Any) -> None:
+    """Each within a tenth; what comes back for the backward is there with what waited."""
+    f, args, leaves = gpt()
+    found = plan(f, budget=policies.budget(part, allow=allow))(*args)
+    region = region_of(f, policy=found.policy)
+    torch.autograd.grad(region(*args), leaves)
+
+    with LiveBytes() as live:
+        output = region(*args)
+        forward = live.peak
+        live.reset_peak()
+        torch.autograd.grad(output, leaves)
+
+    assert abs(found.peaks.forward - forward) <= 0.1 * forward
+    assert abs(found.peaks.backward - live.peak) <= 0.1 * live.peak
+
+
+def test_an_output_that_waits_is_told() -> None:
+    """The caller holds it, too: only what else is returned comes to the backward's peak."""
+    x = seeded(64, 8).requires_grad_()
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin().exp()
+        return y, y.sum(0)
+
+    found = plan(f, budget=1.0)(x)
+
+    assert found.peaks.shared == 64 * 8 * 8
+    assert found.peaks.returned == 8 * 8
+    assert found.predicted_peak_bytes == max(
+        found.peaks.forward, found.peaks.backward + 8 * 8
+    )
 
 
 @pytest.mark.parametrize("part", [0.5, 0.8, 1.0])
